@@ -1,0 +1,28 @@
+"""d2lps: the algorithms of distributed deep learning, written once as plain functions of a communicator.
+
+>>> import d2lps
+>>> d2lps.run(lambda comm: f"rank {comm.rank} of {comm.size}", ranks=2)     # doctest: +SKIP
+Run(['rank 0 of 2', 'rank 1 of 2'])
+"""
+
+from d2lps import collectives
+from d2lps.comm import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung, ReduceOp, Work
+from d2lps.launch import run
+from d2lps.result import Run
+from d2lps.trace import Trace
+
+__version__ = "0.1.0"
+__all__ = [
+    "Communicator",
+    "Deadlock",
+    "Mismatch",
+    "RankDied",
+    "RankFailed",
+    "RankHung",
+    "ReduceOp",
+    "Run",
+    "Trace",
+    "Work",
+    "collectives",
+    "run",
+]

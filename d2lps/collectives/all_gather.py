@@ -1,0 +1,78 @@
+"""All-gather: every rank's tensor, in a list on every rank."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from d2lps.collectives.arguments import check_fits, check_list, check_tensor, choose, collective
+from d2lps.comm import Communicator, flat
+
+
+@collective("tensor_list", "algorithm")
+def all_gather(
+    comm: Communicator, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, algorithm: str = "ring"
+) -> None:
+    """Copy `tensor` of rank r into `tensor_list[r]` of every rank.
+
+    >>> room = [torch.empty(1) for _ in range(3)]                                   # doctest: +SKIP
+    >>> all_gather(comm, room, torch.tensor([float(comm.rank)]))                    # doctest: +SKIP
+    >>> room                                            # [0.], [1.], [2.] on every rank     # doctest: +SKIP
+
+    tensor_list: p tensors, n bytes together, of any sizes, the same on every rank. algorithm: "ring" (p - 1 steps) or
+    "bruck" (ceil(log2 p) steps, at the price of one more copy). Each rank sends (p - 1)/p n bytes in both.
+    Source: Thakur, Rabenseifner, Gropp 2005; Bruck et al. 1997.
+    """
+    check_list(comm, "tensor_list", tensor_list)
+    check_tensor("tensor", tensor)
+    check_fits("tensor", tensor, f"tensor_list[{comm.rank}]", tensor_list[comm.rank])
+    choose(algorithm, {"ring": _ring, "bruck": _bruck})(comm, tensor_list, tensor)
+
+
+@collective("output", "algorithm")
+def all_gather_into_tensor(comm: Communicator, output: torch.Tensor, input: torch.Tensor, algorithm: str = "ring") -> None:
+    """All-gather into one tensor: the ranks' inputs one after another; steps and bytes as in `all_gather`.
+
+    >>> all_gather_into_tensor(comm, output, torch.tensor([float(comm.rank)]))      # doctest: +SKIP
+    >>> output                                          # tensor([0., 1., 2.]) on every rank     # doctest: +SKIP
+    """
+    check_tensor("output", output)
+    check_tensor("input", input)
+    if output.numel() != comm.size * input.numel():
+        raise ValueError(f"output has {output.numel()} elements, but {comm.size} ranks give {input.numel()} each")
+    with flat(output) as data:
+        all_gather(comm, data.view(comm.size, -1).unbind() if input.numel() else [data] * comm.size, input, algorithm)
+
+
+def _ring(comm: Communicator, room: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Every rank passes to its right what it got last from its left, and begins with its own."""
+    comm.copy(room[comm.rank], tensor)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(1, comm.size):
+        comm.step(f"all-gather {step}/{comm.size - 1}")
+        outgoing, incoming = (comm.rank - step + 1) % comm.size, (comm.rank - step) % comm.size
+        comm.sendrecv(room[outgoing], right, room[incoming], left)
+
+
+def _bruck(comm: Communicator, room: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Every rank holds a run of parts that doubles: 1, 2, 4, ... from its own on; each step fetches as many again.
+
+    Kept in that order, own part first, so that what is sent lies side by side; put in place by ranks at the end.
+    """
+    sizes = [room[(comm.rank + k) % comm.size].numel() for k in range(comm.size)]
+    begin = [0, *accumulate(sizes)]  # part k, counted from this rank, lies in held[begin[k] : begin[k + 1]]
+    held = tensor.new_empty(begin[-1])
+    comm.copy(held[: sizes[0]], tensor)
+    count, step = 1, 1
+    while count < comm.size:
+        comm.step(f"all-gather {step}")
+        more = min(count, comm.size - count)
+        comm.sendrecv(
+            held[: begin[more]],
+            (comm.rank - count) % comm.size,
+            held[begin[count] : begin[count + more]],
+            (comm.rank + count) % comm.size,
+        )
+        count, step = count + more, step + 1
+    for k in range(comm.size):
+        comm.copy(room[(comm.rank + k) % comm.size], held[begin[k] : begin[k + 1]])

@@ -1,0 +1,52 @@
+"""All-to-all: every rank has something for every rank."""
+
+from collections.abc import Sequence
+
+import torch
+
+from d2lps.collectives.arguments import check_fits, check_list, choose, collective
+from d2lps.comm import Communicator
+
+
+@collective("algorithm")
+def all_to_all(
+    comm: Communicator,
+    output_list: Sequence[torch.Tensor],
+    input_list: Sequence[torch.Tensor],
+    algorithm: str = "pairwise",
+) -> None:
+    """Copy `input_list[j]` of rank i into `output_list[i]` of rank j: a transpose across ranks.
+
+    >>> inputs = [torch.tensor([10.0 * comm.rank + r]) for r in range(2)]           # doctest: +SKIP
+    >>> all_to_all(comm, outputs, inputs)       # [0.], [10.] on rank 0; [1.], [11.] on rank 1     # doctest: +SKIP
+
+    The lists hold p tensors, n bytes together, of any sizes as long as both ends of a message agree. algorithm:
+    "direct" (1 step: all messages are posted at once and share the links) or "pairwise" (p - 1 steps: each rank sends
+    to one and receives from one at a time). Each rank sends (p - 1)/p n bytes in both.
+    Source: Thakur, Rabenseifner, Gropp 2005.
+    """
+    check_list(comm, "output_list", output_list)
+    check_list(comm, "input_list", input_list)
+    if output_list[0].dtype != input_list[0].dtype:
+        raise ValueError(f"output_list is of {output_list[0].dtype}, input_list of {input_list[0].dtype}: they must be alike")
+    check_fits(f"output_list[{comm.rank}]", output_list[comm.rank], f"input_list[{comm.rank}]", input_list[comm.rank])
+    comm.copy(output_list[comm.rank], input_list[comm.rank])
+    choose(algorithm, {"direct": _direct, "pairwise": _pairwise})(comm, output_list, input_list)
+
+
+def _direct(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Post everything, then wait for everything."""
+    comm.step("all-to-all")
+    others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
+    work = [comm.irecv(outputs[src], src) for src in others]
+    work += [comm.isend(inputs[dst], dst) for dst in others]
+    for message in work:
+        message.wait()
+
+
+def _pairwise(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """In step k, send to the rank k places to the right and receive from the one k places to the left."""
+    for step in range(1, comm.size):
+        comm.step(f"all-to-all {step}/{comm.size - 1}")
+        dst, src = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+        comm.sendrecv(inputs[dst], dst, outputs[src], src)

@@ -1,0 +1,107 @@
+"""What all collectives share: a name for those that wait, a comparison for those that debug, and checks."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from d2lps.comm import Communicator, ReduceOp
+from d2lps.comm.communicator import describe
+from d2lps.comm.ops import check_op, op_name
+
+Collective = TypeVar("Collective", bound=Callable[..., None])
+
+
+def collective(*alike: str) -> Callable[[Collective], Collective]:
+    """Mark a function as a collective; the arguments named must be alike on all ranks, which the debug mode compares."""
+
+    def mark(function: Collective) -> Collective:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(comm: Communicator, *args: Any, **options: Any) -> None:
+            with comm.inside(function.__name__) as outermost:
+                if comm.debug and outermost:
+                    bound = signature.bind(comm, *args, **options)
+                    bound.apply_defaults()
+                    said = ", ".join(f"{name}={_spell(bound.arguments[name])}" for name in alike)
+                    comm.agree(f"{function.__name__}({said})")
+                function(comm, *args, **options)
+
+        return call  # type: ignore[return-value]
+
+    return mark
+
+
+def _spell(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        return describe(argument)
+    if isinstance(argument, list | tuple):
+        return "[" + ", ".join(map(_spell, argument)) + "]"
+    try:
+        return op_name(argument)
+    except TypeError:
+        return str(argument)
+
+
+def choose(algorithm: str, algorithms: dict[str, Callable[..., None]]) -> Callable[..., None]:
+    """The algorithm of that name; an unknown one is named, beside those there are."""
+    if algorithm not in algorithms:
+        raise ValueError(f"algorithm={algorithm!r} is unknown: choose one of {', '.join(map(repr, algorithms))}")
+    return algorithms[algorithm]
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}: {tensor!r}")
+
+
+def check_rank(comm: Communicator, name: str, rank: Any) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.size:
+        raise ValueError(f"{name}={rank!r} is not a rank of this group of {comm.size} (0 to {comm.size - 1})")
+
+
+def check_reduction(tensor: torch.Tensor, op: ReduceOp) -> None:
+    check_op(op, tensor.dtype)
+
+
+def check_list(comm: Communicator, name: str, tensors: Any) -> None:
+    """One tensor for each rank, all of one dtype."""
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"{name} must be a list of {comm.size} tensors, one for each rank, not {type(tensors).__name__}")
+    if len(tensors) != comm.size:
+        raise ValueError(f"{name} has {len(tensors)} tensors, but the group has {comm.size} ranks: one for each")
+    for index, tensor in enumerate(tensors):
+        check_tensor(f"{name}[{index}]", tensor)
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"{name}[{index}] is {tensor.dtype}, {name}[0] is {tensors[0].dtype}: they must be alike")
+
+
+def check_fits(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Two tensors between which elements will be copied: as many, of the same dtype."""
+    if tensor.dtype != other.dtype or tensor.numel() != other.numel():
+        raise ValueError(f"{name} is {describe(tensor)} but {other_name} is {describe(other)}: they must hold the same")
+
+
+def check_equal(name: str, tensors: Sequence[torch.Tensor], like_name: str, like: torch.Tensor) -> None:
+    for index, tensor in enumerate(tensors):
+        check_fits(f"{name}[{index}]", tensor, like_name, like)
+
+
+def check_root_list(comm: Communicator, name: str, tensors: Any, root_name: str, root: int, tensor: torch.Tensor) -> None:
+    """The list of scatter and gather: the root gives one, of tensors like the others' own; nobody else does."""
+    check_tensor("tensor", tensor)
+    check_rank(comm, root_name, root)
+    if comm.rank == root:
+        check_list(comm, name, tensors)
+        check_equal(name, tensors, "tensor", tensor)
+    elif tensors:
+        raise ValueError(f"{name} was given on rank {comm.rank}, but only the rank {root_name}={root} has one")
+
+
+def divide(tensor: torch.Tensor, op: ReduceOp, ranks: int) -> None:
+    """The last step of an average: the sum of all ranks, divided once."""
+    if op == ReduceOp.AVG and not tensor.is_meta:
+        tensor.detach().div_(ranks)

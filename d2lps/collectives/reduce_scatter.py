@@ -1,0 +1,78 @@
+"""Reduce-scatter: the sum of all ranks' lists, each rank left with one part of it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from d2lps.collectives.arguments import check_fits, check_list, check_reduction, check_tensor, choose, collective, divide
+from d2lps.comm import Communicator, ReduceOp, flat
+from d2lps.comm.staging import stage
+
+
+@collective("input_list", "op", "algorithm")
+def reduce_scatter(
+    comm: Communicator,
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: ReduceOp = ReduceOp.SUM,
+    algorithm: str = "ring",
+) -> None:
+    """Combine `input_list[r]` of all ranks by `op` into `output` of rank r; the inputs stay as they were.
+
+    >>> parts = [torch.tensor([1.0]), torch.tensor([10.0])]         # on both of 2 ranks     # doctest: +SKIP
+    >>> reduce_scatter(comm, output, parts)             # [2.], [20.]         # doctest: +SKIP
+
+    input_list: p tensors, n bytes together, of any sizes, the same on every rank. algorithm: "ring" (p - 1 steps, to
+    the neighbour only) or "pairwise" (p - 1 steps, to every rank once). Each rank sends (p - 1)/p n bytes in both.
+    Errors: AVG of integers is a ValueError. Source: Thakur, Rabenseifner, Gropp 2005.
+    """
+    check_list(comm, "input_list", input_list)
+    check_tensor("output", output)
+    check_fits("output", output, f"input_list[{comm.rank}]", input_list[comm.rank])
+    check_reduction(output, op)
+    with flat(output) as data:
+        choose(algorithm, {"ring": _ring, "pairwise": _pairwise})(comm, data, [stage(part) for part in input_list], op)
+        divide(data, op, comm.size)
+
+
+@collective("input", "op", "algorithm")
+def reduce_scatter_tensor(
+    comm: Communicator, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring"
+) -> None:
+    """Reduce-scatter of one tensor that is cut into p equal parts; steps and bytes as in `reduce_scatter`.
+
+    >>> reduce_scatter_tensor(comm, output, torch.tensor([1.0, 10.0]))      # [2.], [20.] on 2 ranks    # doctest: +SKIP
+    """
+    check_tensor("output", output)
+    check_tensor("input", input)
+    if input.numel() != comm.size * output.numel():
+        raise ValueError(f"input has {input.numel()} elements, but {comm.size} ranks take {output.numel()} each")
+    data = stage(input)
+    reduce_scatter(comm, output, data.view(comm.size, -1).unbind() if data.numel() else [data] * comm.size, op, algorithm)
+
+
+def _ring(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Each part travels once round the ring and is added to on its way; it ends at the rank that it belongs to."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    outgoing = parts[left]
+    for step in range(1, comm.size):
+        comm.step(f"reduce-scatter {step}/{comm.size - 1}")
+        place = (comm.rank - 1 - step) % comm.size
+        # The part of this rank itself comes last, and can be collected where it is to stay.
+        incoming = data if place == comm.rank else torch.empty_like(parts[place])
+        comm.sendrecv(outgoing, right, incoming, left)
+        comm.combine(incoming, parts[place], op)
+        outgoing = incoming
+    if comm.size == 1:
+        comm.copy(data, parts[0])
+
+
+def _pairwise(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Each rank hands every other one its share directly: in step k, to the rank k places to the right."""
+    comm.copy(data, parts[comm.rank])
+    scratch = torch.empty_like(data)
+    for step in range(1, comm.size):
+        comm.step(f"reduce-scatter {step}/{comm.size - 1}")
+        dst, src = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+        comm.sendrecv(parts[dst], dst, scratch, src)
+        comm.combine(data, scratch, op)

@@ -1,0 +1,123 @@
+"""Why nothing moves any more: the notes of all ranks, turned into a message that a person can act on."""
+
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from d2lps.comm.errors import Deadlock, RankHung
+from d2lps.comm.standing import Standing
+
+_TOGETHER = ("barrier", "native", "agree", "split")
+
+
+@dataclass
+class State:
+    """Where one rank is: waiting for something, or not, and then `condition` says what else ("running", ...)."""
+
+    rank: int
+    standing: Standing | None
+    condition: str = ""
+    file: str = ""
+    line: int = 0
+    function: str = ""
+
+
+def explain(states: Sequence[State], reason: str) -> RankHung:
+    """A Deadlock that names the circle of waits if there is one, else a RankHung; ready to be raised."""
+    circle = find_circle(states)
+    lines = [describe_state(state) for state in states]
+    lines += _hints(states)
+    if circle:
+        path = " -> ".join(f"rank {rank}" for rank in [*circle, circle[0]])
+        return Deadlock(f"deadlock: {path}, each waits for the next ({reason})\n" + "\n".join(lines))
+    return RankHung(f"{reason}\n" + "\n".join(lines))
+
+
+def waits_for(states: Sequence[State]) -> dict[int, list[int]]:
+    """For each rank that waits, the ranks without which it cannot go on."""
+    at = {state.rank: state.standing for state in states}
+    edges: dict[int, list[int]] = {}
+    for rank, standing in at.items():
+        if standing is None:
+            edges[rank] = []
+        elif standing.action not in _TOGETHER:
+            edges[rank] = [standing.peer]
+        else:  # whoever of the group is not at the same meeting
+            edges[rank] = [peer for peer in standing.group if peer != rank and not _same_meeting(standing, at.get(peer))]
+    return edges
+
+
+def _same_meeting(one: Standing, other: Standing | None) -> bool:
+    return other is not None and (one.action, one.group) == (other.action, other.group)
+
+
+def find_circle(states: Sequence[State]) -> list[int]:
+    """The ranks of one circle of waits, in order; empty if there is none.
+
+    A rank that waits for a circle is stuck too, but not to blame: it is not in the list.
+    """
+    edges = waits_for(states)
+    done: set[int] = set()
+    for start in edges:
+        path: list[int] = []
+        stack = [(start, iter(edges[start]))] if start not in done else []
+        while stack:
+            rank, peers = stack[-1]
+            if not path or path[-1] != rank:
+                path.append(rank)
+            peer = next((p for p in peers if p in edges and p not in done), None)
+            if peer is None:
+                done.add(rank)
+                stack.pop()
+                path.pop()
+            elif peer in path:
+                return path[path.index(peer) :]
+            else:
+                stack.append((peer, iter(edges[peer])))
+    return []
+
+
+def describe_state(state: State) -> str:
+    """`  rank 1 waits to receive 40 B from rank 0, tag 0 (in work, line 3: comm.recv(x, 0))`."""
+    standing = state.standing
+    if standing is None:
+        where = place(state.file, state.line, state.function) if state.line else ""
+        return f"  rank {state.rank} {state.condition or 'is running'}{where}"
+    what = {
+        "send": f"waits for rank {standing.peer} to receive {standing.nbytes:,} B, tag {standing.tag}",
+        "recv": f"waits for rank {standing.peer} to send {standing.nbytes:,} B, tag {standing.tag}",
+        "barrier": "waits at a barrier",
+        "native": "waits in the world's own all-reduce",
+        "agree": "waits to compare its call with the others'",
+        "split": "waits for the others to call split",
+    }[standing.action]
+    inside = f" in {standing.collective}" if standing.collective else ""
+    return f"  rank {state.rank} {what}{inside}{place(standing.file, standing.line, standing.function)}"
+
+
+def place(file: str, line: int, function: str) -> str:
+    """` (in work, line 3: comm.recv(x, 0))`; the source is looked up here, where a notebook's cells are known."""
+    source = linecache.getline(file, line).strip()
+    source = source if len(source) <= 60 else source[:57] + "..."
+    return f" (in {function}, line {line}{': ' + source if source else ''})"
+
+
+def _hints(states: Sequence[State]) -> list[str]:
+    """Pairs that would have met but for their tags or their calls."""
+    at = {state.rank: state.standing for state in states}
+    hints = []
+    for rank, mine in at.items():
+        theirs = at.get(mine.peer) if mine else None
+        if mine is None or theirs is None or mine.action != "send" or (theirs.action, theirs.peer) != ("recv", rank):
+            continue
+        if mine.tag != theirs.tag:
+            hint = f"  rank {rank} sends with tag {mine.tag}, rank {mine.peer} receives with tag {theirs.tag}: they never meet"
+            hints.append(hint)
+        elif mine.group != theirs.group:
+            hints.append(f"  ranks {rank} and {mine.peer} use different communicators: their messages never meet")
+    for rank, mine in at.items():
+        for peer, theirs in at.items():
+            if mine and theirs and rank < peer and mine.collective and theirs.collective and mine.collective != theirs.collective:
+                where = f"rank {rank} is in {mine.collective}, rank {peer} in {theirs.collective}"
+                hints.append(f"  {where}: all ranks must call the same")
+    return hints[:4]

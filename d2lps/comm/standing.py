@@ -1,0 +1,87 @@
+"""Where each rank stands: the note that it leaves before a wait, in memory that somebody else can read.
+
+A rank that hangs cannot be asked why: it may be stopped, or stuck in compiled code. So it says beforehand what it is
+about to wait for. A note costs a few microseconds; the memory is a file without a name that the launcher maps too.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import sys
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Protocol
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_READERS = (_PACKAGE, contextlib.__file__)
+
+
+@dataclass
+class Standing:
+    """What one rank waits for, since when, and which line of the reader's code brought it there."""
+
+    action: str  # "send", "recv", "barrier", "agree", "native", "split"
+    peer: int  # the rank of the world that it waits for; -1 for everyone
+    tag: int
+    nbytes: int
+    collective: str  # the collective that the wait is part of, "" for a message of one's own
+    group: list[int]  # the ranks of the world that the communicator joins
+    file: str
+    line: int
+    function: str
+    since: float  # seconds, on the clock of the rank's machine
+
+
+class Board(Protocol):
+    """Where notes are left. `write(None)` takes the note down: the rank runs again."""
+
+    def write(self, standing: Standing | None) -> None: ...
+
+
+class NoBoard:
+    """For ranks that nobody watches."""
+
+    def write(self, standing: Standing | None) -> None:
+        pass
+
+
+class SharedBoard:
+    """One slot for each rank in a mapped file: the rank writes its own, the launcher reads them all."""
+
+    SLOT = 4096
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        self.memory = mmap.mmap(descriptor, 0)
+        self.start = rank * self.SLOT
+
+    @classmethod
+    def bytes_for(cls, ranks: int) -> int:
+        return ranks * cls.SLOT
+
+    def write(self, standing: Standing | None) -> None:
+        # The length is cleared first and set last, so a reader sees a whole note or none.
+        self.memory[self.start : self.start + 4] = b"\0\0\0\0"
+        if standing is not None:
+            note = json.dumps(asdict(standing)).encode()[: self.SLOT - 4]
+            self.memory[self.start + 4 : self.start + 4 + len(note)] = note
+            self.memory[self.start : self.start + 4] = len(note).to_bytes(4, "little")
+
+    def read(self, rank: int) -> Standing | None:
+        """The note of `rank`, or None if it runs (or moves just now, which is the same)."""
+        start = rank * self.SLOT
+        length = int.from_bytes(self.memory[start : start + 4], "little")
+        try:
+            return Standing(**json.loads(self.memory[start + 4 : start + 4 + length])) if length else None
+        except ValueError:
+            return None
+
+
+def callers_line() -> tuple[str, int, str]:
+    """File, line and function of the innermost frame outside this library: the line that a reader wrote."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_READERS):
+        frame = frame.f_back
+    if frame is None:
+        return "", 0, ""
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name

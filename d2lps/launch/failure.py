@@ -1,0 +1,97 @@
+"""What went wrong in a rank, told in the caller."""
+
+import os
+import pickle
+import re
+import signal
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from d2lps.comm import RankDied, RankFailed, RankHung
+from d2lps.comm.explain import State, describe_state, explain
+from d2lps.comm.standing import Standing
+from d2lps.launch.rank import Failure, Job
+
+_LIBRARY = str(Path(__file__).resolve().parent.parent)
+_INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<")
+_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a rank, shown above the exception that it explains."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def raise_in_caller(failure: Failure, rank: int, ranks: int) -> NoReturn:
+    """Raise the rank's exception here, with the rank's traceback as its cause."""
+    frames = traceback.StackSummary.from_list([(file, line or 0, name, None) for file, line, name in failure.frames])
+    where = f"rank {rank} of {ranks}"
+    text = f"\n\nTraceback of {where}:\n{''.join(frames.format())}{failure.kind}: {failure.message}"
+    if failure.pickled is not None:
+        error = pickle.loads(failure.pickled)
+        error.add_note(f"raised by {where}")
+        raise error from RemoteTraceback(text)
+    raise RankFailed(f"{where} raised {failure.kind}: {failure.message}") from RemoteTraceback(text)
+
+
+def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None) -> RankDied:
+    """The exception for a process that ended by itself: how, where it stood, and its last words."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        how = f"was killed by {name}"
+    else:
+        how = f"ended with exit status {os.WEXITSTATUS(status)} before its function had returned"
+    lines = [f"rank {rank} of {ranks} {how}"]
+    if note is not None:
+        lines.append(describe_state(State(rank, note)))
+    if sizes := _GLOO_SIZES.search(errors):
+        lines.append(f"  a message of {sizes[1]} bytes met a receive of {sizes[2]} bytes; run with debug=True to see which")
+    elif errors:
+        lines.append("  it last wrote: " + errors.splitlines()[-1])
+    return RankDied("\n".join(lines))
+
+
+def hung(
+    job: Job, notes: Mapping[int, Standing | None], stacks: Mapping[int, str], pids: Mapping[int, int]
+) -> RankHung:
+    """The exception for a wait that lasted too long; ranks without a note are running, stopped, or have returned."""
+    states = []
+    for rank in range(job.ranks):
+        if rank not in notes:
+            states.append(State(rank, None, "has returned"))
+        elif notes[rank] is not None:
+            states.append(State(rank, notes[rank]))
+        elif _is_stopped(pids[rank]):
+            states.append(State(rank, None, "is stopped (SIGSTOP)"))
+        else:
+            states.append(State(rank, None, "is running", *_innermost(stacks[rank])))
+    waiting = min((note.since, rank) for rank, note in notes.items() if note is not None)[1]
+    return explain(states, f"rank {waiting} has waited for more than timeout={job.timeout:g} s")
+
+
+def _is_stopped(pid: int) -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _innermost(stack: str) -> tuple[str, int, str]:
+    """The reader's own line in what faulthandler wrote (most recent call first)."""
+    frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', stack)
+    for file, line, function in frames:
+        if not file.startswith(_INSTALLED):
+            return file, int(line), function
+    return "", 0, ""

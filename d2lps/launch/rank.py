@@ -1,0 +1,162 @@
+"""The life of one rank: take the job, join the group, call the function, send back what came of it."""
+
+import contextlib
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from d2lps.comm import Communicator
+from d2lps.comm.standing import SharedBoard
+from d2lps.processgroup import ProcessGroupCommunicator
+from d2lps.trace.recorder import Log, Recorder
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass
+class Job:
+    """What every rank gets besides the function; the first rank also gets the store's listening socket."""
+
+    ranks: int
+    backend: str
+    device: str  # "cpu", "cuda" (a GPU each), "cuda:shared" (GPUs in turn)
+    store_port: int
+    timeout: float
+    trace: bool
+    debug: bool
+
+
+@dataclass
+class Failure:
+    """An exception on its way to the caller; the frames' source lines are looked up there, where the cell is known."""
+
+    when: float
+    pickled: bytes | None
+    kind: str
+    message: str
+    frames: list[tuple[str, int | None, str]]
+
+
+@dataclass
+class Success:
+    result: bytes
+    started: float
+    ended: float
+    log: Log | None
+
+
+def main(rank: int, control: int, out: int, err: int, board: int, stack: int, listener: int = -1) -> None:
+    """A rank, from the fork to its end; the arguments are file descriptors."""
+    _redirect(out, err)
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # where are you? asked when a run hangs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
+    np.random.seed()  # a fork copies numpy's state: without this, all ranks would draw the same numbers
+    caller = Connection(control)
+    job: Job = pickle.loads(caller.recv_bytes())
+    program = caller.recv_bytes()
+    notes = SharedBoard(board, rank)
+    try:
+        function, args = cloudpickle.loads(program)
+        comm = _join(rank, job, listener)
+        comm.board, comm.debug = notes, job.debug
+        outcome: Success | Failure = execute(comm, function, args, job.trace)
+    except BaseException as error:
+        outcome = failure(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    caller.send_bytes(pickle.dumps(outcome))
+    with contextlib.suppress(EOFError, OSError):
+        caller.recv_bytes()  # stay until all are done: others may still be reading from this rank's sockets
+
+
+def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, ...], trace: bool) -> Success:
+    """Call the function with every rank starting at the same time, and pack its result."""
+    if trace:
+        comm.recorder = Recorder(comm.rank, comm.now)
+    recorder, comm.recorder = comm.recorder, None
+    comm.barrier()
+    comm.recorder = recorder
+    started = comm.now()
+    result = function(comm, *args)
+    ended = comm.now()
+    log = recorder.log(started, ended, str(comm.node)) if recorder else None
+    return Success(_packed(result, comm.rank), started, ended, log)
+
+
+def _packed(result: Any, rank: int) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        kind = type(result).__name__
+        raise TypeError(
+            f"rank {rank} returned a {kind}, which cannot be sent back to the caller ({error}); "
+            "return numbers, strings, tensors, or containers of them"
+        ) from None
+
+
+def failure(error: BaseException) -> Failure:
+    """Pack an exception: itself if it can be pickled, its text and frames in any case."""
+    pickled: bytes | None
+    try:
+        pickled = cloudpickle.dumps(error.with_traceback(None) if error.__traceback__ is None else error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    # The reader's own frames: those of the launcher say nothing.
+    launcher = os.path.join(_PACKAGE, "launch")
+    shown = [frame for frame in frames if not frame[0].startswith(launcher)]
+    return Failure(time.monotonic(), pickled, type(error).__name__, str(error), shown or frames)
+
+
+def _redirect(out: int, err: int) -> None:
+    """From here on, whatever is printed goes to files that the caller shows: at the descriptor, so C code's too."""
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _join(rank: int, job: Job, listener: int) -> Communicator:
+    """Meet the others at the store and form the process group, over the loopback interface only."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
+    patience = timedelta(seconds=max(30.0, 2 * job.timeout))  # ours runs out first, and knows more
+    store = dist.TCPStore(
+        "127.0.0.1",
+        job.store_port,
+        job.ranks,
+        is_master=rank == 0,
+        timeout=patience,
+        wait_for_workers=False,
+        master_listen_fd=listener if rank == 0 else None,
+    )
+    device = _device(job.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=patience)
+    return ProcessGroupCommunicator(device=device, timeout=job.timeout, store=store)
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())

@@ -1,0 +1,48 @@
+"""What a run gives back, in whichever world it ran."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+from d2lps.trace import Trace
+
+
+class Run(Sequence[Any]):
+    """The results by rank, how long it took, and, on request, what happened.
+
+    >>> run = d2lps.run(lambda comm: comm.rank * 2, 4)      # doctest: +SKIP
+    >>> run == [0, 2, 4, 6], run[3], len(run)               # doctest: +SKIP
+    (True, 6, 4)
+    """
+
+    def __init__(self, results: list[Any], time: float, trace: Trace | None = None) -> None:
+        self.results = results
+        self.time = time  # seconds, from the start of the function until the last rank returned
+        self._trace = trace
+
+    @property
+    def trace(self) -> Trace:
+        """What every rank did; recorded when the run was started with `trace=True`."""
+        if self._trace is None:
+            raise ValueError("this run left no trace: start it with trace=True")
+        return self._trace
+
+    @overload
+    def __getitem__(self, rank: int) -> Any: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Any]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        return self.results[rank]
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.results)
+
+    def __eq__(self, other: object) -> bool:
+        return self.results == (other.results if isinstance(other, Run) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Run({self.results!r})"

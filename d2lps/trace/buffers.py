@@ -1,0 +1,79 @@
+"""Which memory a tensor is part of, and what the reader calls it.
+
+Chunks of one tensor are views of one storage, so (storage, offset, length) says which part of what a message carried.
+Names are those of the reader's own variables, looked up once, when a storage is first seen.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass
+class Buffer:
+    """One storage of one rank. `scratch`: only the library has a name for it, no caller's variable holds it."""
+
+    rank: int
+    name: str
+    nbytes: int
+    itemsize: int
+    scratch: bool
+
+
+class Buffers:
+    """The storages of one rank, numbered as they are first seen."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.seen: list[Buffer] = []
+        # The weak reference keeps a freed storage's address from being given to another one, but not its memory alive.
+        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def part(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """(buffer, offset, length) of a tensor, in bytes; for a strided tensor, the bytes that it spans."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = (StorageWeakRef(storage), len(self.seen))
+            name, scratch = _variable(storage)
+            self.seen.append(Buffer(self.rank, name, storage.nbytes(), tensor.element_size(), scratch))
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        span = 0
+        if tensor.numel():
+            span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return self._numbers[storage._cdata][1], offset, span * tensor.element_size()
+
+
+def _variable(storage: torch.UntypedStorage) -> tuple[str, bool]:
+    """The name under which the outermost function knows this storage, and whether that function is the library's."""
+    name, scratch = "", True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        inside = frame.f_code.co_filename.startswith(_PACKAGE)
+        if inside and f"{os.sep}launch{os.sep}" in frame.f_code.co_filename:
+            break  # below here is the launcher, not the algorithm
+        found = _lookup(storage, frame)
+        if found:
+            name, scratch = found, inside
+        frame = frame.f_back
+    return name, scratch
+
+
+def _lookup(storage: torch.UntypedStorage, frame: FrameType) -> str:
+    """The local variable of a frame that holds the whole storage, else the largest part of it."""
+    best, most = "", -1
+    for name, value in list(frame.f_locals.items()):
+        listed = isinstance(value, list | tuple)
+        for index, item in enumerate(value if listed else [value]):
+            if isinstance(item, torch.Tensor) and item.numel() > most and _holds(item, storage):
+                best, most = (f"{name}[{index}]" if listed else name), item.numel()
+    return best
+
+
+def _holds(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    return tensor.layout == torch.strided and tensor.untyped_storage()._cdata == storage._cdata

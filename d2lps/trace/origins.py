@@ -1,0 +1,143 @@
+"""Whose data every part of memory holds, as a run goes on.
+
+Each byte of a buffer starts out as its own rank's, and is followed from there: a receive brings the sender's, a copy
+another part's, a combine adds up both. What comes out is a count for each source, so that a contribution that an
+algorithm forgot, or added twice, is plain to see. No payload is needed: this works for traces without any numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from d2lps.trace.replay import Event, Part
+
+if TYPE_CHECKING:
+    from d2lps.trace.trace import Trace
+
+Sources = Counter[tuple[int, int]]  # (buffer, offset) of the first byte -> how often it was added up
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that share one history: `offset` in the buffer that holds them now, and where they come from."""
+
+    offset: int
+    length: int
+    sources: Sources
+
+    def tail(self, begin: int) -> Piece:
+        """The piece without what lies before `begin`."""
+        cut = begin - self.offset
+        moved = Counter({(buffer, offset + cut): count for (buffer, offset), count in self.sources.items()})
+        return Piece(begin, self.length - cut, moved)
+
+    def head(self, end: int) -> Piece:
+        return Piece(self.offset, end - self.offset, self.sources)
+
+    def at(self, offset: int) -> Piece:
+        return Piece(offset, self.length, self.sources)
+
+
+@dataclass(frozen=True)
+class Change:
+    """After `event`, `event.into` consists of these pieces."""
+
+    event: Event
+    pieces: list[Piece]
+
+
+class Origins:
+    """
+    initial: the parts of memory that were read before they were written, so that they held data of their rank's own
+    changes: what each receive, copy and combine left behind, in a causal order
+    carried: message -> the pieces that it carried
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.initial: list[Part] = []
+        self.changes: list[Change] = []
+        self.carried: dict[int, list[Piece]] = {}
+        self._memory = [_Memory(index, buffer.nbytes) for index, buffer in enumerate(trace.buffers)]
+        for event in trace.replay.events:
+            self._follow(event)
+
+    def held(self, buffer: int) -> list[Piece]:
+        """What a buffer holds at the end of the run."""
+        return [piece for piece in self._memory[buffer].pieces if piece.sources]
+
+    def _follow(self, event: Event) -> None:
+        if event.kind == "meet" or event.source is None or event.into is None:
+            return
+        if event.kind == "send":
+            self.carried[event.index] = self._read(event.source)
+            return
+        pieces = self.carried.pop(event.index) if event.kind == "recv" else self._read(event.source)
+        if event.kind == "recv":
+            self.carried[event.index] = pieces
+        begin = event.into.offset - event.source.offset
+        arriving = [piece.at(piece.offset + begin) for piece in pieces]
+        if event.kind == "combine":
+            arriving = _added(self._read(event.into), arriving)
+        self._memory[event.into.buffer].write(arriving)
+        self.changes.append(Change(event, arriving))
+
+    def _read(self, part: Part) -> list[Piece]:
+        pieces, fresh = self._memory[part.buffer].read(part.offset, part.offset + part.length)
+        self.initial += [Part(part.buffer, piece.offset, piece.length) for piece in fresh]
+        return pieces
+
+
+class _Memory:
+    """One buffer as a row of pieces without gaps; a piece without sources has not been touched yet."""
+
+    def __init__(self, buffer: int, nbytes: int) -> None:
+        self.buffer = buffer
+        self.pieces = [Piece(0, nbytes, Counter())]
+
+    def _cut(self, offset: int) -> int:
+        """Make a piece begin at `offset`; return its index."""
+        index = bisect_right(self.pieces, offset, key=lambda piece: piece.offset) - 1
+        piece = self.pieces[index]
+        if piece.offset == offset:
+            return index
+        if offset >= piece.offset + piece.length:
+            return index + 1
+        self.pieces[index : index + 1] = [piece.head(offset), piece.tail(offset)]
+        return index + 1
+
+    def read(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
+        """The pieces from `begin` to `end`, and those among them that are read for the first time."""
+        if begin == end:
+            return [], []
+        first, last = self._cut(begin), self._cut(end)
+        fresh = []
+        for index in range(first, last):
+            piece = self.pieces[index]
+            if not piece.sources:
+                self.pieces[index] = Piece(piece.offset, piece.length, Counter({(self.buffer, piece.offset): 1}))
+                fresh.append(self.pieces[index])
+        return self.pieces[first:last], fresh
+
+    def write(self, pieces: list[Piece]) -> None:
+        if pieces:
+            first, last = self._cut(pieces[0].offset), self._cut(pieces[-1].offset + pieces[-1].length)
+            self.pieces[first:last] = pieces
+
+
+def _added(mine: list[Piece], arriving: list[Piece]) -> list[Piece]:
+    """Two rows of pieces over the same bytes, their sources added up, cut wherever either is."""
+    out = []
+    mine, arriving = list(mine), list(arriving)
+    while mine and arriving:
+        one, other = mine.pop(0), arriving.pop(0)
+        end = min(one.offset + one.length, other.offset + other.length)
+        out.append(Piece(one.offset, end - one.offset, one.sources + other.sources))
+        if one.offset + one.length > end:
+            mine.insert(0, one.tail(end))
+        if other.offset + other.length > end:
+            arriving.insert(0, other.tail(end))
+    return out

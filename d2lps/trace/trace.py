@@ -1,0 +1,121 @@
+"""The record of a run: who sent which part of what to whom, when, and what each rank did with it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from d2lps.trace.buffers import Buffer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from d2lps.trace.replay import Replay
+
+
+class Trace:
+    """Columns of numbers, one entry a row; real and simulated runs leave the same ones.
+
+    messages: src, dst (ranks of the whole run), tag, group, nbytes, src_buffer, src_offset, src_length, dst_buffer,
+    dst_offset, dst_length (bytes), step, sent, posted (when either side was ready), start, end (when the receiver had
+    it). locals: rank, op, what was combined or copied, from where, start, end. waits: rank, action, peer, start, end.
+    Times are seconds since the run began. `step`, `group` and `op` are indices into `steps`, `groups` and `ops`;
+    buffers are indices into `buffers`. The `*seq` columns number a rank's events in the order of its program.
+
+    >>> trace = d2lps.run(work, 4, trace=True).trace            # doctest: +SKIP
+    >>> trace.messages["nbytes"].sum(), trace.rounds, trace.bytes_by_link()[0, 1]      # doctest: +SKIP
+    (960, 6, 240)
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        messages: dict[str, np.ndarray],
+        locals: dict[str, np.ndarray],
+        waits: dict[str, np.ndarray],
+        buffers: list[Buffer],
+        steps: list[str],
+        groups: list[str],
+        ops: list[str],
+        unmatched: int = 0,
+    ) -> None:
+        self.ranks = ranks
+        self.messages, self.locals, self.waits = messages, locals, waits
+        self.buffers, self.steps, self.groups, self.ops = buffers, steps, groups, ops
+        self.unmatched = unmatched  # messages of which only one side was ever posted
+
+    def __repr__(self) -> str:
+        return f"<Trace: {self.ranks} ranks, {len(self)} messages, {self.messages['nbytes'].sum():,} bytes>"
+
+    def __len__(self) -> int:
+        """How many messages."""
+        return len(self.messages["src"])
+
+    # ---- sums -----------------------------------------------------------------------------------------------------
+
+    def bytes_sent(self) -> np.ndarray:
+        """Bytes that each rank sent, by rank."""
+        return np.bincount(self.messages["src"], self.messages["nbytes"], self.ranks).astype(np.int64)
+
+    def bytes_received(self) -> np.ndarray:
+        """Bytes that each rank received, by rank."""
+        return np.bincount(self.messages["dst"], self.messages["nbytes"], self.ranks).astype(np.int64)
+
+    def bytes_by_link(self) -> dict[tuple[int, int], int]:
+        """{(src, dst): bytes} for every pair of ranks between which a message went."""
+        pairs = self.messages["src"] * self.ranks + self.messages["dst"]
+        totals = np.bincount(pairs, self.messages["nbytes"], self.ranks**2).astype(np.int64)
+        return {divmod(int(pair), self.ranks): int(totals[pair]) for pair in np.unique(pairs)}
+
+    @property
+    def rounds(self) -> int:
+        """The longest chain of messages in which each had to wait for the one before: what latency multiplies."""
+        return self.replay.rounds
+
+    def steps_of(self, rank: int) -> int:
+        """In how many of the rounds this rank sent or received."""
+        touched = (self.messages["src"] == rank) | (self.messages["dst"] == rank)
+        return len(np.unique(self.replay.round_of[touched]))
+
+    def time_waiting(self) -> np.ndarray:
+        """Seconds that each rank spent in waits, by rank."""
+        return np.bincount(self.waits["rank"], self.waits["end"] - self.waits["start"], self.ranks)
+
+    def summary(self) -> str:
+        """A small table: per rank, the messages and bytes that it sent and received, and the rounds it took part in."""
+        lines = [f"{'rank':>4} {'messages sent':>14} {'bytes sent':>12} {'bytes received':>15} {'rounds':>7}"]
+        counts = np.bincount(self.messages["src"], minlength=self.ranks)
+        for rank, (sent, received) in enumerate(zip(self.bytes_sent(), self.bytes_received(), strict=True)):
+            lines.append(f"{rank:>4} {counts[rank]:>14,} {sent:>12,} {received:>15,} {self.steps_of(rank):>7}")
+        lines.append(f"{len(self):,} messages, {self.messages['nbytes'].sum():,} bytes, {self.rounds} rounds")
+        return "\n".join(lines)
+
+    # ---- looking at it --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The run once more, event by event, in an order in which every cause comes before its effect."""
+        from d2lps.trace.replay import Replay
+
+        return Replay(self)
+
+    def timeline(self, ax: Axes | None = None) -> Axes:
+        """Draw one lane a rank: messages as arrows, waiting and arithmetic as bars."""
+        from d2lps.trace.timeline import draw
+
+        return draw(self, ax)
+
+    def perfetto(self) -> dict[str, Any]:
+        """The run in Chrome's trace event format, as a dictionary."""
+        from d2lps.trace.perfetto import events
+
+        return events(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON that opens in ui.perfetto.dev and chrome://tracing; return the path."""
+        from d2lps.trace.perfetto import save
+
+        return save(self, path)

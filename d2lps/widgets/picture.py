@@ -1,0 +1,73 @@
+"""A player's scene as a still picture: one column for each of a few steps, one line for each rank."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# The colours of ranks, as in player.css: Okabe and Ito's, then others between them in lightness.
+COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92b", "#7d848c"]
+COLORS += ["#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
+_COLUMNS = 8
+
+State = list[dict[str, Any] | None]
+
+
+def png(scene: dict[str, Any], dpi: int = 110) -> bytes:
+    """The picture as PNG, on white."""
+    from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no backend is chosen
+
+    columns = _chosen(scene["stops"])
+    rows = scene["rows"]
+    height = max(1.2, 0.7 + 0.3 * len(rows))
+    figure = Figure(figsize=(1.3 * len(columns) + 0.9, height), layout="constrained", facecolor="white")
+    axes = figure.subplots(1, len(columns), squeeze=False)[0]
+    for ax, stop in zip(axes, columns, strict=True):
+        _column(ax, scene, _state_at(scene, stop["t"]), stop["label"])
+    names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
+    axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
+    figure.suptitle(scene["title"], fontsize=9)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _chosen(stops: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All stops if they fit side by side, else evenly spaced ones, the first and the last among them."""
+    if len(stops) <= _COLUMNS:
+        return stops
+    return [stops[round(k * (len(stops) - 1) / (_COLUMNS - 1))] for k in range(_COLUMNS)]
+
+
+def _state_at(scene: dict[str, Any], t: float) -> State:
+    state: State = list(scene["initial"])
+    for change in scene["changes"]:
+        if change["t"] <= t:
+            state[change["cell"]] = change
+    return state
+
+
+def _column(ax: Axes, scene: dict[str, Any], state: State, label: str) -> None:
+    for cell, held in zip(scene["cells"], state, strict=True):
+        left, width, top = cell["start"], cell["stop"] - cell["start"], cell["row"] + 0.12
+        contributors = held["from"] if held else []
+        share = width / len(scene["ranks"])  # every rank has its place in a cell, so an empty one is a missing summand
+        for rank in contributors:
+            ax.add_patch(_box(left + rank * share, top, share, COLORS[rank % len(COLORS)], "none"))
+        whole = 0 < scene["whole"] <= len(set(contributors))
+        ax.add_patch(_box(left, top, width, "none", "black", 1.4 if whole else 0.4))
+    ax.set_xlim(-0.03, 1.03)
+    ax.set_ylim(max(1, len(scene["rows"])), 0)
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.spines[:].set_visible(False)
+    ax.set_title(label.replace(" · ", "\n"), fontsize=7)
+
+
+def _box(x: float, y: float, width: float, face: str, edge: str, line: float = 0.0) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, 0.76, facecolor=face, edgecolor=edge, linewidth=line)

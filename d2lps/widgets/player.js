@@ -1,0 +1,594 @@
+// Player: animates one run of a distributed algorithm.
+//
+// Python computes a `scene` (ranks, their buffers cut into cells, messages, changes of cells); this file only draws it.
+// A cell shows whose contributions it holds: one stripe for each rank, in that rank's colour and at that rank's place.
+
+const SVG = "http://www.w3.org/2000/svg";
+const COLOURS = 16; // --rank-0 ... --rank-15 in player.css
+const PLAY = 1.2; // seconds from one stop to the next while playing, at speed 1
+const GLIDE = 0.6; // seconds that a step button takes
+const PAD = 12; // between the cards and the edge of the picture
+const CELL = 34; // height of a cell, pixels
+
+// Every visible string. `texts` in the scene or in the model replaces any of them.
+const TEXTS = {
+  first: "First step", previous: "Previous step", play: "Play", pause: "Pause", next: "Next step", last: "Last step",
+  speed: "Speed", factor: "{x}×", scrub: "Position", counter: "step {i} of {n}", rank: "rank {name}",
+  contribution: "contribution of rank", complete: "complete", repeated: "counted more than once",
+  message: "{src} → {dst}: {bytes}", tag: "tag {tag}", cell: "{label}: from {from}", blank: "blank",
+};
+
+// ---- small helpers --------------------------------------------------------------------------------------------------
+
+function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+function html(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+const fill = (text, values) => text.replace(/\{(\w+)\}/g, (all, name) => values[name] ?? all);
+const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
+const mix = (p, q, f) => ({ x: p.x + (q.x - p.x) * f, y: p.y + (q.y - p.y) * f });
+const middle = (box) => ({ x: box.x + box.w / 2, y: box.y + box.h / 2 });
+const colour = (rank) => `fill: var(--rank-${rank % COLOURS})`;
+
+// An estimate is enough, and needs no layout by the browser: Chinese characters are as wide as they are high.
+const textWidth = (text, size) => [...text].reduce((sum, c) => sum + size * (c > "\u2e80" ? 1 : 0.58), 0);
+
+function shorten(text, size, room) {
+  if (textWidth(text, size) <= room) return text;
+  while (text && textWidth(text + "…", size) > room) text = text.slice(0, -1);
+  return text && text + "…";
+}
+
+// 1536 B is 1.54 kB, 0.00125 s is 1.25 ms: SI prefixes, three digits.
+function quantity(value, unit) {
+  const [factor, prefix] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""], [1e-3, "m"], [1e-6, "µ"], [1e-9, "n"]]
+    .find(([factor]) => Math.abs(value) >= factor * 0.9999) ?? [1, ""];
+  return `${+(value / factor).toPrecision(3)} ${prefix}${unit}`;
+}
+
+// The last entry of a list sorted by t that isn't after `t`.
+function indexAt(list, t) {
+  let low = 0, high = list.length;
+  while (high - low > 1) {
+    const centre = (low + high) >> 1;
+    if (list[centre].t <= t) low = centre; else high = centre;
+  }
+  return low;
+}
+
+// ---- the run: what each cell holds when ------------------------------------------------------------------------------
+
+class Story {
+  constructor(scene) {
+    this.scene = scene;
+    this.end = scene.end > 0 ? scene.end : 0;
+    this.eps = this.end * 1e-9; // times that went through JSON and a slider are equal up to this
+    this.stops = scene.stops?.length ? scene.stops : [{ t: 0, label: "", text: "" }, { t: this.end, label: "", text: "" }];
+    this.stride = this.end / Math.max(1, this.stops.length - 1);
+    this.messages = scene.messages ?? [];
+    this.cellsOf = scene.ranks.map(() => []);
+    scene.cells.forEach((cell, c) => this.cellsOf[scene.rows[cell.row].rank].push(c));
+    this.history = scene.cells.map((_, c) => [{ t: -Infinity, label: "", from: [], ...scene.initial?.[c] }]);
+    for (const change of scene.changes ?? []) this.history[change.cell].push({ ...change, from: change.from ?? [] });
+    const held = [...this.history.flat(), ...this.messages.flatMap((m) => m.parts ?? [])];
+    this.contributors = [...new Set(held.flatMap((state) => state.from))].sort((a, b) => a - b);
+    this.repeats = held.some((state) => new Set(state.from).size < state.from.length);
+  }
+
+  state(cell, t) {
+    return this.history[cell][indexAt(this.history[cell], t + this.eps)];
+  }
+
+  // Where the stripe of each contributor lies: [rank, place, places]. Where the scene says how many contributions are the
+  // whole, a cell fills up, each rank at a fixed place; otherwise the contributors share the cell.
+  stripes(from) {
+    const distinct = [...new Set(from)].sort((a, b) => a - b);
+    const { whole } = this.scene, fixed = this.contributors.length === whole;
+    const places = Math.max(whole, distinct.length);
+    return distinct.map((rank, i) => [rank, whole && fixed ? this.contributors.indexOf(rank) : i, places]);
+  }
+
+  complete(from) {
+    return this.scene.whole > 0 && new Set(from).size === this.scene.whole && from.length === this.scene.whole;
+  }
+
+  // The cells that a message is read from: those the parts name, or else those that look like its parts when it leaves.
+  sources(message) {
+    const alike = (a, b) => [...a].sort().join() === [...b].sort().join();
+    return (message.parts ?? []).map((part) => {
+      const same = this.cellsOf[message.src].filter((c) => this.state(c, message.start).label === part.label);
+      return part.cell ?? same.find((c) => alike(this.state(c, message.start).from, part.from)) ?? same[0];
+    }).filter((c) => c !== undefined);
+  }
+
+  // The cells that a message ends in: those the parts name, or else those that change first once it has arrived.
+  targets(message) {
+    return (message.parts ?? []).map((part) => part.into ?? this.cellsOf[message.dst]
+      .map((c) => ({ c, change: this.history[c].find((s) => s.t >= message.end - this.eps && s.label === part.label && s.how !== "copy") }))
+      .filter((entry) => entry.change).sort((a, b) => a.change.t - b.change.t)[0]?.c).filter((c) => c !== undefined);
+  }
+
+  // The stop that the playhead has reached or is on its way to: its caption tells what is in flight now.
+  stopIndex(t) {
+    const i = this.stops.findIndex((stop) => stop.t >= t - this.eps);
+    return i < 0 ? this.stops.length - 1 : i;
+  }
+}
+
+// ---- layout: boxes in pixels ----------------------------------------------------------------------------------------
+
+// Ranks without a position stand on a circle. Positions are stretched to the whole picture.
+function places(ranks) {
+  const raw = ranks.map(({ x, y }, i) => {
+    const angle = (2 * Math.PI * i) / ranks.length - Math.PI / 2;
+    return x == null || y == null ? { x: 0.5 + Math.cos(angle) / 2, y: 0.5 + Math.sin(angle) / 2 } : { x, y };
+  });
+  const stretch = (key) => {
+    const values = raw.map((p) => p[key]), low = Math.min(...values), span = Math.max(...values) - low;
+    return values.map((value) => (span < 1e-6 ? 0.5 : (value - low) / span));
+  };
+  const xs = stretch("x"), ys = stretch("y");
+  return raw.map((_, i) => ({ x: xs[i], y: ys[i] }));
+}
+
+// The lowest picture in which cards of width w and height h keep `gap` between them: Infinity where none does.
+function neededHeight(at, width, w, h, gap) {
+  let height = h;
+  for (let i = 0; i < at.length; i++) {
+    for (let j = 0; j < i; j++) {
+      if (Math.abs(at[i].x - at[j].x) * (width - 2 * PAD - w) >= w + gap) continue; // side by side
+      height = Math.max(height, h + (h + gap) / Math.abs(at[i].y - at[j].y));
+    }
+  }
+  return height;
+}
+
+// Cards as wide as fits, rows in them, cells in those.
+function layout({ ranks, rows, cells }, width) {
+  const at = places(ranks), n = ranks.length, small = width < 520;
+  const own = ranks.map((_, r) => rows.map((row, i) => ({ ...row, i })).filter((row) => row.rank === r));
+  const captioned = own.some((list) => list.length > 1);
+  const rowHeight = CELL + 8 + (captioned ? 13 : 0);
+  const heights = own.map((list) => (list.length ? 22 + list.length * rowHeight + 2 : 30));
+  const h = Math.max(30, ...heights);
+  const most = Math.max(1, ...rows.map((_, i) => cells.filter((cell) => cell.row === i).length));
+  const gap = (n <= 4 ? 64 : n <= 8 ? 40 : 20) * (small ? 0.6 : 1);
+  const limit = width * (small ? 1.7 : 0.8);
+  let w = clamp(most * 34 + 20, 112, 240);
+  while (w > 40 && !(neededHeight(at, width, w, h, gap) <= limit)) w -= 2;
+  const round = at.some((p) => p.y !== at[0].y) ? h + width * (n < 3 ? 0.2 : n < 4 ? 0.3 : 0.42) : h; // not too flat
+  const inner = Math.max(round, Math.min(neededHeight(at, width, w, h, gap), 2 * limit));
+  const cards = at.map((p, r) => ({
+    x: PAD + p.x * (width - 2 * PAD - w), y: PAD + p.y * (inner - h) + (h - heights[r]) / 2, w, h: heights[r],
+  }));
+  const rowBoxes = rows.map((row, i) => {
+    const card = cards[row.rank], k = own[row.rank].findIndex((other) => other.i === i), side = w < 80 ? 5 : 8;
+    return { x: card.x + side, y: card.y + 22 + k * rowHeight + (captioned ? 13 : 0), w: w - 2 * side, h: CELL };
+  });
+  const cellBoxes = cells.map(({ row, start, stop }) => {
+    const box = rowBoxes[row], space = (stop - start) * box.w > 12 ? 3 : 1;
+    return { x: box.x + start * box.w + space / 2, y: box.y, w: Math.max(1.5, (stop - start) * box.w - space), h: box.h };
+  });
+  return { width, height: inner + 2 * PAD, cards, rowBoxes, cellBoxes, captioned };
+}
+
+// ---- drawing --------------------------------------------------------------------------------------------------------
+
+class Picture {
+  constructor(story, texts, root) {
+    Object.assign(this, { story, texts, root });
+  }
+
+  // Starts afresh: at the beginning and when the width has changed.
+  resize(width) {
+    const { scene } = this.story, boxes = layout(scene, width);
+    Object.assign(this, boxes);
+    const slim = Math.min(...boxes.cellBoxes.map((box) => box.w));
+    const labels = this.story.history.flat().map((state) => String(state.label ?? ""));
+    this.labelled = labels.every((label) => textWidth(label, 11) + 3 <= slim);
+    this.layered = slim / Math.max(1, scene.whole) < 2.5; // too slim for upright stripes: lay them on top of one another
+    this.arrows = svg("g", { class: "arrows" });
+    this.tokens = svg("g", { class: "tokens" });
+    this.groups = boxes.cellBoxes.map(() => svg("g", { class: "cell" }));
+    this.shown = boxes.cellBoxes.map(() => -1);
+    this.live = new Map();
+    this.root.setAttribute("viewBox", `0 0 ${width} ${Math.round(boxes.height)}`);
+    this.root.replaceChildren(this.arrows, ...scene.ranks.map((_, r) => this.card(r)), this.tokens);
+  }
+
+  card(r) {
+    const { scene, contributors, cellsOf } = this.story, box = this.cards[r], name = String(scene.ranks[r].name);
+    const group = svg("g", { class: "card", "data-rank": r }, svg("rect", { class: "frame", x: box.x, y: box.y, width: box.w, height: box.h, rx: 6 }));
+    const key = contributors.includes(r) ? 14 : 0, x = box.x + (box.w < 80 ? 5 : 8), room = box.x + box.w - 6 - x - key;
+    if (key) group.append(svg("rect", { class: "key", x, y: box.y + 7, width: 10, height: 10, rx: 2, style: colour(r) }));
+    const full = /^\d+$/.test(name) ? fill(this.texts.rank, { name }) : name;
+    const title = shorten(textWidth(full, 12) <= room ? full : name, 12, room);
+    group.append(svg("text", { class: "name", x: x + key, y: box.y + 16 }, title));
+    scene.rows.forEach((row, i) => row.rank === r && group.append(...this.rowName(row, i, room - textWidth(title, 12) - 8)));
+    group.append(...cellsOf[r].map((c) => this.groups[c]));
+    return group;
+  }
+
+  // Above the row where a card has several rows, at the right of the card's head where it has one and there is room.
+  rowName(row, i, room) {
+    const box = this.rowBoxes[i], name = String(row.name ?? "");
+    if (this.captioned) return [svg("text", { class: "row", x: box.x + 1, y: box.y - 4 }, shorten(name, 10.5, box.w))];
+    if (textWidth(name, 10.5) > room) return [];
+    return [svg("text", { class: "row", x: box.x + box.w, y: box.y - 6, "text-anchor": "end" }, name)];
+  }
+
+  // The picture of what a cell or a part of a message holds: outline, label, stripes, and its marks.
+  content({ x, y, w, h }, state) {
+    const from = state.from ?? [], repeated = from.length - new Set(from).size > 0, complete = this.story.complete(from);
+    const kind = repeated ? "repeated" : complete ? "complete" : from.length ? "partial" : "blank";
+    const band = this.labelled ? 14 : complete || repeated ? 6 : 0; // the label's place above the stripes, a cap when complete
+    const group = svg("g", { class: kind }, svg("rect", { class: "paper", x, y, width: w, height: h, rx: Math.min(2, w / 4) }));
+    const inside = { x: x + 1, y: y + Math.max(1, band), w: w - 2, h: h - Math.max(1, band) - 1 };
+    for (const [rank, place, total] of this.story.stripes(from)) {
+      group.append(...this.stripe(inside, rank, place, total, from.filter((other) => other === rank).length > 1));
+    }
+    if (complete || repeated) group.append(svg("rect", { class: "cap", x, y, width: w, height: band }));
+    group.append(svg("rect", { class: "outline", x, y, width: w, height: h, rx: Math.min(2, w / 4) }));
+    if (this.labelled) group.append(svg("text", { class: "label", x: x + w / 2, y: y + 11 }, this.label(state, kind, w)));
+    return group;
+  }
+
+  // The label, and where there is room a sign: ✓ complete, ×2 counted twice.
+  label(state, kind, w) {
+    const from = state.from ?? [], label = from.length ? String(state.label ?? "") : "";
+    const count = Math.max(0, ...from.map((rank) => from.filter((other) => other === rank).length));
+    const sign = { complete: "✓", repeated: `×${count}` }[kind] ?? "", both = [label, sign].filter(Boolean).join(" ");
+    return textWidth(both, 11) + 3 <= w ? both : kind === "repeated" ? sign : label;
+  }
+
+  stripe(box, rank, place, total, repeated) {
+    const { x, y, w, h } = this.layered
+      ? { x: box.x, y: box.y + (box.h * (total - 1 - place)) / total, w: box.w, h: box.h / total }
+      : { x: box.x + (box.w * place) / total, y: box.y, w: box.w / total, h: box.h };
+    const thin = !this.layered && w > 5 ? 0.7 : 0; // a hairline between broad stripes
+    const nodes = [svg("rect", { class: "stripe", "data-rank": rank, x, y, width: Math.max(0.5, w - thin), height: h, style: colour(rank) })];
+    if (repeated) {
+      const lines = [];
+      for (let at = Math.min(5, h); at <= h; at += 4) lines.push(`M${x} ${y + at}L${x + w} ${y + at - Math.min(5, h)}`);
+      nodes.push(svg("path", { class: "hatch", d: lines.join("") }));
+    }
+    return nodes;
+  }
+
+  // Brings the picture to time t. Only what differs from the last picture is touched.
+  draw(t) {
+    this.history ??= this.story.history;
+    this.groups.forEach((group, c) => {
+      const i = indexAt(this.history[c], t + this.story.eps);
+      if (i === this.shown[c]) return;
+      this.shown[c] = i;
+      const state = this.history[c][i];
+      group.replaceChildren(this.content(this.cellBoxes[c], state), svg("title", {}, this.describe(state)));
+    });
+    const wanted = new Set();
+    const keep = (key, make, value) => {
+      if (!this.live.has(key)) this.live.set(key, make());
+      this.live.get(key).move(value);
+      wanted.add(key);
+    };
+    const fade = this.story.stride * 0.4, { eps } = this.story;
+    this.shown.forEach((i, c) => {
+      const age = t - this.history[c][i].t; // a cell that has just changed wears a mark for a while
+      if (i > 0 && age < fade) keep(`c${c}.${i}`, () => this.mark(c, this.history[c][i]), 1 - Math.max(0, age) / fade);
+    });
+    this.story.messages.forEach((message, i) => {
+      if (message.start > t + eps || message.end <= t + eps) return;
+      keep(i, () => this.flight(message), Math.max(0, (t - message.start) / (message.end - message.start)));
+    });
+    for (const [key, entry] of this.live) {
+      if (wanted.has(key)) continue;
+      entry.nodes.forEach((node) => node.remove());
+      this.live.delete(key);
+    }
+  }
+
+  describe({ label, from }) {
+    return from.length ? fill(this.texts.cell, { label: label ?? "", from: from.join(" + ") }) : this.texts.blank;
+  }
+
+  // A sign on a cell that has just changed: + combined, ↓ received, = copied.
+  mark(c, { how, op }) {
+    const box = this.cellBoxes[c], r = box.w < 14 ? 5.5 : 7, x = box.x + box.w / 2, y = box.y + box.h, s = r * 0.55;
+    const plus = `M${x - s} ${y}H${x + s}M${x} ${y - s}V${y + s}`, down = `M${x} ${y - s}V${y + s}M${x - s} ${y}L${x} ${y + s}L${x + s} ${y}`;
+    const cross = `M${x - s} ${y - s}L${x + s} ${y + s}M${x - s} ${y + s}L${x + s} ${y - s}`, equal = `M${x - s} ${y - s / 2}H${x + s}M${x - s} ${y + s / 2}H${x + s}`;
+    const sign = how === "combine" ? (/^prod/i.test(op ?? "") ? cross : plus) : how === "copy" ? equal : down;
+    const group = svg("g", { class: `mark ${how}` }, this.frame(box), svg("circle", { cx: x, cy: y, r }), svg("path", { d: sign }));
+    this.tokens.prepend(group); // under the tokens
+    return { nodes: [group], move: (strength) => group.setAttribute("opacity", strength.toFixed(3)) };
+  }
+
+  frame(box) {
+    return svg("rect", { class: "focus", x: box.x - 1.5, y: box.y - 1.5, width: box.w + 3, height: box.h + 3, rx: 3 });
+  }
+
+  // A message in flight: an arrow under the cards, and a token that lifts off from its source cells and lands on its targets.
+  flight(message) {
+    const { scene, sources, targets } = this.story, from = this.story.sources(message), to = this.story.targets(message);
+    const curve = this.curve(this.centre(from, this.cards[message.src]), this.centre(to, this.cards[message.dst]));
+    const title = [fill(this.texts.message, {
+      src: scene.ranks[message.src].name, dst: scene.ranks[message.dst].name, bytes: quantity(message.bytes ?? 0, "B"),
+    }), message.tag ? fill(this.texts.tag, { tag: message.tag }) : ""].filter(Boolean).join(", ");
+    const arrow = svg("g", { class: "arrow" }, svg("title", {}, title), ...this.arrow(curve, this.cards[message.src], this.cards[message.dst]));
+    const focus = svg("g", { class: "sending" }, ...from.map((c) => this.frame(this.cellBoxes[c])));
+    const token = svg("g", { class: "token", "data-src": message.src, "data-dst": message.dst }, svg("title", {}, title), ...this.load(message.parts ?? [], from));
+    this.arrows.append(arrow);
+    this.tokens.append(focus, token);
+    const move = (progress) => {
+      // Rounds have no duration of their own, so they may start and stop softly; real time must run evenly.
+      const f = scene.unit === "s" ? progress : progress * progress * (3 - 2 * progress), { x, y } = curve(f);
+      const strength = clamp(progress / 0.06, 0, 1).toFixed(3);
+      token.setAttribute("transform", `translate(${x.toFixed(2)} ${y.toFixed(2)})`);
+      for (const node of [arrow, token, focus]) node.setAttribute("opacity", strength);
+    };
+    return { nodes: [arrow, focus, token], move };
+  }
+
+  centre(cells, card) {
+    const points = cells.map((c) => middle(this.cellBoxes[c]));
+    const mean = (key) => points.reduce((sum, p) => sum + p[key], 0) / points.length;
+    return points.length ? { x: mean("x"), y: mean("y") } : middle(card);
+  }
+
+  // Bends to the right of its direction, so that there and back are two paths.
+  curve(start, end) {
+    const bend = 0.16, control = mix(start, end, 0.5);
+    control.x = clamp(control.x - (end.y - start.y) * bend, 0, this.width);
+    control.y = clamp(control.y + (end.x - start.x) * bend, 0, this.height);
+    const point = (f) => mix(mix(start, control, f), mix(control, end, f), f);
+    point.part = (a, b) => [point(a), mix(mix(start, control, a), mix(control, end, a), b), point(b)];
+    return point;
+  }
+
+  // The piece of the curve between the two cards, with a head.
+  arrow(curve, source, target) {
+    const within = (p, box, d) => p.x > box.x - d && p.x < box.x + box.w + d && p.y > box.y - d && p.y < box.y + box.h + d;
+    let a = 0, b = 1;
+    while (a < 1 && within(curve(a), source, 3)) a += 0.01;
+    while (b > 0 && within(curve(b), target, 4)) b -= 0.01;
+    if (a >= b) return []; // nothing between them
+    const [p, q, r] = curve.part(a, b), angle = Math.atan2(r.y - q.y, r.x - q.x);
+    const wing = (turn) => `${r.x - 9 * Math.cos(angle + turn)} ${r.y - 9 * Math.sin(angle + turn)}`;
+    const neck = mix(r, { x: r.x - Math.cos(angle), y: r.y - Math.sin(angle) }, 6);
+    return [svg("path", { class: "shaft", d: `M${p.x} ${p.y}Q${q.x} ${q.y} ${neck.x} ${neck.y}` }), svg("path", { class: "head", d: `M${wing(0.4)}L${r.x} ${r.y}L${wing(-0.4)}Z` })];
+  }
+
+  // The parts of a message side by side around the origin.
+  load(parts, cells) {
+    const natural = cells.length ? this.cellBoxes[cells[0]].w : 24;
+    const w = Math.max(Math.min(natural, 40, 110 / Math.max(1, parts.length)), 110 / parts.length < 9 ? 4 : 9), h = 28;
+    const total = w * Math.max(1, parts.length), left = -total / 2;
+    const back = svg("rect", { class: "back", x: left - 2.5, y: -h / 2 - 2.5, width: total + 5, height: h + 5, rx: 4 });
+    return [back, ...parts.map((part, i) => this.content({ x: left + i * w, y: -h / 2, w, h }, part))];
+  }
+}
+
+// ---- the player: time and its controls ------------------------------------------------------------------------------
+
+class Player {
+  constructor(model, el) {
+    Object.assign(this, { model, el, motion: null, speed: 1, t: 0 });
+    this.calm = window.matchMedia("(prefers-reduced-motion: reduce)");
+    this.tick = this.tick.bind(this);
+    this.fromModel = () => this.model.get("t") !== this.t && (this.stop(), this.show(this.model.get("t")));
+    this.rebuild = () => (this.stop(), this.build());
+    model.on("change:t", this.fromModel);
+    model.on("change:scene", this.rebuild);
+    model.on("change:texts", this.rebuild);
+    this.watcher = new ResizeObserver(() => this.fit());
+    this.build();
+  }
+
+  destroy() {
+    this.stop(false);
+    this.watcher.disconnect();
+    this.model.off("change:t", this.fromModel);
+    this.model.off("change:scene", this.rebuild);
+    this.model.off("change:texts", this.rebuild);
+    this.root.remove();
+  }
+
+  build() {
+    const scene = { title: "", note: "", whole: 0, ranks: [], rows: [], cells: [], ...this.model.get("scene") };
+    this.texts = { ...TEXTS, ...scene.texts, ...this.model.get("texts") };
+    this.story = new Story(scene);
+    // JupyterLab reads keys before the page does, except under this attribute.
+    const root = html("div", { class: "d2lps-player", tabindex: 0, role: "group", "aria-label": scene.title, "data-lm-suppress-shortcuts": "true" });
+    this.drawing = svg("svg", { role: "img", "aria-label": scene.title });
+    this.caption = html("span", { class: "d2lps-now" });
+    root.append(html("div", { class: "d2lps-title" }, scene.title), this.drawing, this.legend(), this.controls(), this.captions(), html("div", { class: "d2lps-note" }, scene.note));
+    root.addEventListener("keydown", (event) => this.key(event));
+    this.root?.remove();
+    this.root = root;
+    this.el.append(root);
+    this.picture = new Picture(this.story, this.texts, this.drawing);
+    this.watcher.disconnect();
+    this.watcher.observe(root);
+    this.width = this.at = undefined;
+    this.t = clamp(this.model.get("t") || 0, 0, this.story.end);
+    this.fit();
+  }
+
+  // One unit of the drawing is one pixel, so that letters keep their size on a telephone.
+  fit() {
+    const width = clamp(Math.floor(this.drawing.getBoundingClientRect().width) || 696, 300, 720);
+    if (width === this.width) return;
+    this.width = width;
+    this.picture.resize(width);
+    this.show(this.t);
+  }
+
+  legend() {
+    const { story, texts } = this, legend = html("div", { class: "d2lps-legend" });
+    const item = (kind, text, style = "") => html("span", { class: "d2lps-key" }, html("i", { class: kind, style }), text);
+    if (story.contributors.length) legend.append(html("span", {}, texts.contribution));
+    for (const rank of story.contributors) legend.append(item("stripe", String(story.scene.ranks[rank]?.name ?? rank), `background: var(--rank-${rank % COLOURS})`));
+    if (story.scene.whole > 0) legend.append(item("complete", texts.complete));
+    if (story.repeats) legend.append(item("repeated", texts.repeated));
+    return legend;
+  }
+
+  controls() {
+    const bar = html("div", { class: "d2lps-controls" }), buttons = html("span", { class: "d2lps-buttons" });
+    for (const action of ["first", "previous", "play", "next", "last"]) {
+      const button = html("button", { type: "button", "data-action": action, title: this.texts[action], "aria-label": this.texts[action] }, html("i"));
+      button.addEventListener("click", () => this[action]());
+      buttons.append(button);
+    }
+    this.playButton = buttons.children[2];
+    const { end, stops } = this.story;
+    this.scrub = html("input", { type: "range", "data-action": "scrub", min: 0, max: end || 1, step: "any", "aria-label": this.texts.scrub });
+    this.scrub.addEventListener("input", () => (this.stop(false), this.move(+this.scrub.value)));
+    this.scrub.addEventListener("change", () => this.model.save_changes());
+    const track = html("span", { class: "d2lps-track" }, this.scrub);
+    const ticks = end && stops.length <= 100 ? stops : []; // more would be a grey bar
+    track.append(...ticks.map((stop) => html("i", { style: `--at: ${stop.t / end}` })));
+    this.counter = html("span", { class: "d2lps-counter" });
+    const speeds = html("select", { "data-action": "speed", title: this.texts.speed, "aria-label": this.texts.speed });
+    for (const x of [0.5, 1, 2, 4]) speeds.append(html("option", { value: x }, fill(this.texts.factor, { x })));
+    speeds.value = this.speed;
+    speeds.addEventListener("change", () => (this.speed = +speeds.value));
+    bar.append(buttons, track, this.counter, speeds);
+    return bar;
+  }
+
+  // The longest caption, unseen, holds the place open, so that the page stays still.
+  captions() {
+    const longest = this.story.stops.map((stop) => `${stop.label ?? ""}  ${stop.text ?? ""}`).reduce((a, b) => (b.length > a.length ? b : a), "");
+    const live = html("div", { "aria-live": "polite" }, this.caption);
+    return html("div", { class: "d2lps-caption" }, html("div", { class: "d2lps-room", "aria-hidden": "true" }, longest), live);
+  }
+
+  // Draws time t and brings the controls to it.
+  show(t) {
+    const { story, texts } = this;
+    this.t = clamp(+t || 0, 0, story.end);
+    this.picture.draw(this.t);
+    this.scrub.value = this.t;
+    const at = story.stopIndex(this.t), stop = story.stops[at];
+    const counter = fill(texts.counter, { i: at, n: story.stops.length - 1 });
+    this.counter.textContent = story.scene.unit === "s" ? `${counter} · ${quantity(this.t, "s")}` : counter;
+    this.scrub.setAttribute("aria-valuetext", [counter, stop.label].filter(Boolean).join(", "));
+    if (at === this.at) return; // nothing new to read aloud
+    this.at = at;
+    this.caption.replaceChildren(html("b", {}, stop.label ?? ""), " ", stop.text ?? "");
+  }
+
+  // Moves the playhead for the reader: other widgets may follow each step, Python hears of it when it is saved.
+  move(t) {
+    this.show(t);
+    this.model.set("t", this.t);
+  }
+
+  jump(t) {
+    this.stop(false);
+    this.move(t);
+    this.model.save_changes();
+  }
+
+  stop(save = true) {
+    if (!this.motion) return;
+    cancelAnimationFrame(this.motion.frame);
+    this.motion = null;
+    this.face();
+    if (save) this.model.save_changes();
+  }
+
+  start(motion) {
+    this.stop(false);
+    this.motion = { ...motion, last: performance.now(), frame: requestAnimationFrame(this.tick) };
+    this.face();
+  }
+
+  // The play button shows what a press will do.
+  face() {
+    const name = this.motion?.kind === "play" ? "pause" : "play";
+    this.playButton.dataset.state = name === "pause" ? "playing" : "paused";
+    this.playButton.title = this.texts[name];
+    this.playButton.setAttribute("aria-label", this.texts[name]);
+  }
+
+  // The time to step from: while a step is under way, its goal.
+  base() {
+    return this.motion?.goal ?? this.t;
+  }
+
+  after(t) {
+    return this.story.stops.find((stop) => stop.t > t + this.story.eps)?.t ?? this.story.end;
+  }
+
+  before(t) {
+    return this.story.stops.findLast((stop) => stop.t < t - this.story.eps)?.t ?? 0;
+  }
+
+  first() { this.jump(0); }
+  last() { this.jump(this.story.end); }
+  next() { this.glide(this.after(this.base())); }
+  previous() { this.glide(this.before(this.base())); }
+
+  play() {
+    if (this.motion?.kind === "play") return this.stop();
+    if (this.t >= this.story.end - this.story.eps) this.move(0);
+    this.start({ kind: "play", waited: 0 });
+  }
+
+  glide(goal) {
+    if (this.calm.matches || goal === this.t) return this.jump(goal);
+    if (this.motion?.goal !== undefined) this.move(this.motion.goal);
+    this.start({ kind: "glide", goal, rate: (goal - this.t) / GLIDE });
+  }
+
+  // Units of t per second of play. Rounds take equally long; real time runs evenly, in a minute at most.
+  rate() {
+    const { story } = this;
+    if (story.scene.unit === "s") return Math.max(story.stride / PLAY, story.end / 60);
+    const goal = this.after(this.t);
+    return (goal - this.before(goal)) / PLAY;
+  }
+
+  tick(now) {
+    const { motion } = this, seconds = Math.min(0.1, (now - motion.last) / 1000) * this.speed, from = this.t;
+    motion.last = now;
+    motion.frame = requestAnimationFrame(this.tick);
+    if (motion.kind === "glide") {
+      const t = this.t + motion.rate * seconds, done = (t - motion.goal) * motion.rate >= 0;
+      return done ? this.jump(motion.goal) : this.move(t);
+    }
+    if (!this.calm.matches) this.move(this.t + this.rate() * seconds);
+    else if ((motion.waited += seconds) >= PLAY) { motion.waited = 0; this.move(this.after(this.t)); } // from stop to stop
+    if (this.t >= this.story.end) return this.stop();
+    if (this.after(from) <= this.t) this.model.save_changes();
+  }
+
+  // Keys work wherever the focus is in the player. What a list or a button does with a key by itself stays.
+  key(event) {
+    event.stopPropagation();
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+    if (event.key === " " && event.target.tagName === "BUTTON") return;
+    const action = { ArrowRight: "next", ArrowLeft: "previous", " ": "play", Home: "first", End: "last" }[event.key];
+    if (!action) return;
+    event.preventDefault();
+    this[action]();
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const player = new Player(model, el);
+    return () => player.destroy();
+  },
+};

@@ -1,0 +1,57 @@
+"""The player: a run, step by step, as it happened."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from d2lps.trace import Trace
+from d2lps.widgets.picture import png
+from d2lps.widgets.scene import scene
+
+_HERE = Path(__file__).parent
+
+
+class Player(anywidget.AnyWidget):
+    """Animate a trace: every message, and whose data each chunk of every rank's memory holds.
+
+    >>> Player(d2lps.run(work, 4, trace=True).trace, title="ring all-reduce")       # doctest: +SKIP
+
+    title: shown above the picture. show: names of the variables to draw; by default all that the traced function's own
+    variables hold, except one called `scratch`. layout: a place (x, y) in the unit square for each rank, by default a
+    circle. clock: "rounds" (the same in every run) or "time" (seconds as measured or simulated).
+    A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
+    """
+
+    _esm = _HERE / "player.js"
+    _css = _HERE / "player.css"
+    scene = traitlets.Dict().tag(sync=True)
+    t = traitlets.Float(0.0).tag(sync=True)
+
+    def __init__(
+        self,
+        trace: Trace,
+        title: str = "",
+        show: Sequence[str] | None = None,
+        layout: Sequence[tuple[float, float]] | None = None,
+        clock: str = "rounds",
+    ) -> None:
+        super().__init__(scene=scene(trace, title, show, layout, clock))
+
+    def __repr__(self) -> str:
+        """What stands in for the picture where there is none, for those who hear the page rather than see it."""
+        steps = "; ".join(stop["label"] for stop in self.scene["stops"][1:9])
+        counts = f"{len(self.scene['ranks'])} ranks, {len(self.scene['messages'])} messages"
+        return f"Player: {self.scene['title'] or 'a run'}, {counts} ({steps})"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The widget, and a still picture for places without JavaScript: a printed page, a viewer of notebooks."""
+        bundle, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
+        bundle["text/plain"] = repr(self)
+        bundle["image/png"] = base64.b64encode(png(self.scene)).decode()
+        return bundle, metadata
