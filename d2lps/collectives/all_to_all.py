@@ -30,8 +30,9 @@ def all_to_all(
     if output_list[0].dtype != input_list[0].dtype:
         raise ValueError(f"output_list is of {output_list[0].dtype}, input_list of {input_list[0].dtype}: they must be alike")
     check_fits(f"output_list[{comm.rank}]", output_list[comm.rank], f"input_list[{comm.rank}]", input_list[comm.rank])
+    exchange = choose(algorithm, {"direct": _direct, "pairwise": _pairwise})
     comm.copy(output_list[comm.rank], input_list[comm.rank])
-    choose(algorithm, {"direct": _direct, "pairwise": _pairwise})(comm, output_list, input_list)
+    exchange(comm, output_list, input_list)
 
 
 def _direct(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

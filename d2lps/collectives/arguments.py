@@ -40,10 +40,7 @@ def _spell(argument: Any) -> str:
         return describe(argument)
     if isinstance(argument, list | tuple):
         return "[" + ", ".join(map(_spell, argument)) + "]"
-    try:
-        return op_name(argument)
-    except TypeError:
-        return str(argument)
+    return op_name(argument) if isinstance(argument, ReduceOp) else str(argument)
 
 
 def choose(algorithm: str, algorithms: dict[str, Callable[..., None]]) -> Callable[..., None]:
@@ -97,7 +94,7 @@ def check_root_list(comm: Communicator, name: str, tensors: Any, root_name: str,
     if comm.rank == root:
         check_list(comm, name, tensors)
         check_equal(name, tensors, "tensor", tensor)
-    elif tensors:
+    elif tensors is not None and (not isinstance(tensors, list | tuple) or tensors):
         raise ValueError(f"{name} was given on rank {comm.rank}, but only the rank {root_name}={root} has one")
 
 

@@ -58,13 +58,11 @@ def _ring(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor],
     for step in range(1, comm.size):
         comm.step(f"reduce-scatter {step}/{comm.size - 1}")
         place = (comm.rank - 1 - step) % comm.size
-        # The part of this rank itself comes last, and can be collected where it is to stay.
-        incoming = data if place == comm.rank else torch.empty_like(parts[place])
+        incoming = torch.empty_like(parts[place])
         comm.sendrecv(outgoing, right, incoming, left)
         comm.combine(incoming, parts[place], op)
         outgoing = incoming
-    if comm.size == 1:
-        comm.copy(data, parts[0])
+    comm.copy(data, outgoing)  # not earlier: `data` may be part of the input, as in torch
 
 
 def _pairwise(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:

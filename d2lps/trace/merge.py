@@ -60,7 +60,7 @@ def _stacked(tables: list[Columns]) -> Columns:
 
 def _meet(sends: Columns, recvs: Columns, ranks: int) -> tuple[Columns, int]:
     """The messages: sends joined to receives, in the order in which they could start."""
-    tags = 1 + max(int(side["tag"].max(initial=0)) for side in (sends, recvs))
+    tags = np.unique(np.concatenate([sends["tag"], recvs["tag"]]))  # a tag may be large, so its place among them counts
     send_keys = _stream_places(sends["group"], sends["rank"], sends["peer"], sends["tag"], sends["seq"], ranks, tags)
     recv_keys = _stream_places(recvs["group"], recvs["peer"], recvs["rank"], recvs["tag"], recvs["seq"], ranks, tags)
     # A place in a stream is (stream, k); as one integer, so that numpy can intersect two columns of them.
@@ -80,10 +80,10 @@ def _meet(sends: Columns, recvs: Columns, ranks: int) -> tuple[Columns, int]:
 
 
 def _stream_places(
-    group: np.ndarray, src: np.ndarray, dst: np.ndarray, tag: np.ndarray, seq: np.ndarray, ranks: int, tags: int
+    group: np.ndarray, src: np.ndarray, dst: np.ndarray, tag: np.ndarray, seq: np.ndarray, ranks: int, tags: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each row its stream as an integer, and its place in that stream by the order of posting."""
-    stream = ((group * ranks + src) * ranks + dst) * tags + tag
+    stream = ((group * ranks + src) * ranks + dst) * len(tags) + np.searchsorted(tags, tag)
     order = np.lexsort((seq, stream))
     ordered = stream[order]
     first = np.r_[True, ordered[1:] != ordered[:-1]] if len(ordered) else np.zeros(0, dtype=bool)

@@ -112,12 +112,14 @@ class Replay:
         return [Event(kind, rank, self._clock[rank], row, into, source)]
 
     def _post(self, rank: int, row: int) -> list[Event]:
+        """The message leaves when the second of its two ends is posted, in the round after the later one."""
         m = self.trace.messages
         self.round_of[row] = max(self.round_of[row], self._clock[rank] + 1)
         self._posts[row] += 1
-        if m["src"][row] != rank:
+        if self._posts[row] < 2:
             return []
-        return [Event("send", rank, int(self.round_of[row]), row, self._part(m, "dst_", row), self._part(m, "src_", row))]
+        src, round = int(m["src"][row]), int(self.round_of[row])
+        return [Event("send", src, round, row, self._part(m, "dst_", row), self._part(m, "src_", row))]
 
     def _complete(self, rank: int, kind: str, row: int) -> list[Event] | None:
         if self._posts[row] < 2:
@@ -130,13 +132,16 @@ class Replay:
 
     def _meet(self, rank: int, row: int) -> list[Event] | None:
         group = int(self.trace.waits["group"][row])
-        meeting = (group, self._meetings[group, rank])
-        self._met[meeting].add(rank)
-        if len(self._met[meeting]) < self._expected[group]:
+        met = self._met[group, self._meetings[group, rank]]
+        if rank not in met:
+            met.add(rank)
+            if len(met) == self._expected[group]:  # the last one is here: all go on from the latest of their clocks
+                latest = max(self._clock[other] for other in met)
+                for other in met:
+                    self._clock[other] = latest
+        if len(met) < self._expected[group]:
             return None
         self._meetings[group, rank] += 1
-        for other in self._met[meeting]:
-            self._clock[other] = max(self._clock[other], self._clock[rank])
         return [Event("meet", rank, self._clock[rank], row)]
 
     def _sizes_of_groups(self) -> dict[int, int]:

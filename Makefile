@@ -1,0 +1,64 @@
+# Everything starts here: `make book` builds the site, `make test` runs every test. A fresh machine needs Python 3.11 or
+# newer, make and git; the rest is installed into .venv and _build. Another Python: make PYTHON=python3.13 book
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+NODE := _build/node
+SITE := _build/html
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup book test style types test-library test-notebooks test-site lab execute serve clean
+
+help:            ## list these targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: .venv/.done $(NODE)/.done  ## install what the book and its tests need
+
+book: setup      ## build the site from the stored outputs, into _build/html
+	rm -rf $(SITE)
+	$(BIN)/jupyter-book build . --all -W --keep-going
+
+test: style types test-library test-notebooks test-site  ## run every test
+
+style: setup     ## check the style of the code
+	$(BIN)/ruff check .
+
+types: setup     ## check its types
+	$(BIN)/mypy
+
+test-library: setup  ## test the library, and that the stored notebooks are in order
+	$(PYTEST) --ignore tests/test_site.py
+
+test-notebooks: setup  ## run every notebook and compare with its stored outputs
+	$(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 2 --dist loadscope book
+
+test-site: book  ## open every page of the site in Chromium, with the network off
+	D2LPS_SITE=$(SITE) $(PYTEST) tests/test_site.py
+
+lab: setup       ## open the book in JupyterLab
+	$(BIN)/jupyter lab
+
+execute: setup   ## run the notebooks anew and store their outputs; NOTEBOOKS=... for some, FRESH=--fresh for timings too
+	$(BIN)/python book/_tools/execute.py $(FRESH) $(NOTEBOOKS)
+
+serve:           ## show the built site at http://127.0.0.1:8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) 8000
+
+clean:           ## remove all that was installed or built
+	rm -rf .venv _build
+
+# The stamps: each is older than what it was made from when that has changed, and then made again.
+.venv/.done: requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "This book needs Python 3.11 or newer, and found none. Name one: make PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+$(NODE)/.done: book/_tools/package.json .venv/.done
+	mkdir -p $(NODE)
+	cp book/_tools/package.json $(NODE)
+	cd $(NODE) && PATH="$(CURDIR)/$(BIN):$$PATH" npm install --no-package-lock --ignore-scripts --no-audit --no-fund
+	touch $@

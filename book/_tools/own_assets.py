@@ -1,0 +1,62 @@
+"""Scripts and fonts served by the site itself: no page asks another server for anything.
+
+They come from the node modules that `make` installs (package.json names them) and from anywidget's wheel, and are copied to
+`_static/d2lps/` of the site:
+
+    require.js  widget_settings.js  embed-amd.js  anywidget.js  @jupyter-widgets/...  mathjax/...
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.errors import ExtensionError
+
+HERE = Path(__file__).parent
+NODE_MODULES = HERE.parents[1] / "_build" / "node" / "node_modules"
+ANYWIDGET = Path(sys.prefix) / "share" / "jupyter" / "nbextensions" / "anywidget" / "index.js"
+FOLDER = "d2lps"
+# Of MathJax: TeX in, HTML out, its menu, and what reads formulas aloud.
+MATHJAX_PARTS = ("tex-mml-chtml.js", "input/tex", "output/chtml", "ui", "a11y", "sre")
+
+
+def sources() -> dict[str, Path]:
+    """What is copied, by its name under `_static/d2lps/`."""
+    mathjax = NODE_MODULES / "mathjax" / "es5"
+    manager = NODE_MODULES / "@jupyter-widgets" / "html-manager" / "dist"
+    fonts = sorted(manager.glob("*.woff2"))
+    return {
+        "require.js": NODE_MODULES / "requirejs" / "require.js",
+        "widget_settings.js": HERE / "widget_settings.js",
+        "anywidget.js": ANYWIDGET,
+        "embed-amd.js": manager / "embed-amd.js",
+        # embed-amd.js holds two bundles, which look for their fonts in two places.
+        **{f"@jupyter-widgets/{font.name}": font for font in fonts},
+        **{f"@jupyter-widgets/html-manager/dist/{font.name}": font for font in fonts},
+        **{f"mathjax/{part}": mathjax / part for part in MATHJAX_PARTS},
+    }
+
+
+def configure(app: Sphinx, config: Config) -> None:
+    """Point MathJax and the widgets at our copies; the order of the three scripts matters."""
+    config.mathjax_path = f"{FOLDER}/mathjax/tex-mml-chtml.js"
+    names = ("require.js", "widget_settings.js", "embed-amd.js")
+    config.nb_ipywidgets_js = {f"{FOLDER}/{name}": {} for name in names}
+
+
+def copy(app: Sphinx) -> None:
+    """Copy the files into the site, before any page is written."""
+    if app.builder.format != "html":
+        return
+    folder = Path(app.outdir) / "_static" / FOLDER
+    for name, source in sources().items():
+        if not source.exists():
+            raise ExtensionError(f"{source} is missing: run `make book`, which installs it")
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)

@@ -1,0 +1,198 @@
+"""What the tests of the launcher share: waiting for a condition, counting what is left behind, scripts and kernels.
+
+Everything that these tests start carries a mark in its environment: so it can be found wherever it ended up.
+"""
+
+import contextlib
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+import d2lps
+
+MARK = "D2LPS_TEST_MARK"
+os.environ.setdefault(MARK, f"{os.getpid()}-{time.monotonic_ns()}")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """What `condition()` gives as soon as it is true; what it gives at the end if it never is."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return met
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def zygote_of(pid: int) -> psutil.Process | None:
+    """The fork server of a process, if it has one."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "d2lps.launch.forkserver" in child.cmdline():
+                    return child
+    return None
+
+
+def kill_zygote() -> None:
+    """End this process's fork server, and return when it is gone; the next run starts another."""
+    zygote = zygote_of(os.getpid())
+    if zygote is not None:
+        zygote.kill()
+        until(lambda: zygote.status() == psutil.STATUS_ZOMBIE)
+
+
+def started() -> list[psutil.Process]:
+    """Every living process, besides this one, that these tests have started, directly or not."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK) == os.environ[MARK]:
+                found.append(process)
+    return found
+
+
+def listening(processes: list[psutil.Process]) -> list[str]:
+    """The addresses on which some processes wait for connections: `["127.0.0.1"]`."""
+    addresses = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            addresses += [connection.laddr.ip for connection in found]
+    return sorted(addresses)
+
+
+def belongings() -> dict[str, Any]:
+    """What a run may use but must not leave behind."""
+    here = psutil.Process()
+    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    processes = started()
+    return {
+        "processes": sorted(" ".join(process.cmdline())[:80] for process in processes if process.is_running()),
+        "zombies": len([child for child in here.children() if child.status() == psutil.STATUS_ZOMBIE]),
+        "listening": listening([here, *processes]),
+        "open files": sorted(re.sub(r"\d+", "N", name) for name in files),
+        "temporary files": sorted(os.listdir(tempfile.gettempdir())),
+    }
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test that leaves a process, a port, an open file, a temporary file or shared memory behind."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    zygote = zygote_of(os.getpid())
+    if zygote is not None and MARK not in zygote.environ():
+        kill_zygote()  # an earlier test's, before there was a mark
+    d2lps.run(lambda comm: None, 1, backend="gloo")  # from now on there is a fork server, before and after
+    before, memory = belongings(), set(os.listdir("/dev/shm"))
+    yield
+    d2lps.run(lambda comm: None, 1, backend="gloo")
+    until(lambda: belongings() == before and set(os.listdir("/dev/shm")) <= memory, seconds=3)
+    assert belongings() == before
+    assert set(os.listdir("/dev/shm")) <= memory
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+
+def script(path: Path, code: str) -> list[str]:
+    """Write a script and return the command that runs it."""
+    path.write_text(textwrap.dedent(code))
+    return [sys.executable, str(path)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, with the library on the path."""
+    return os.environ | {"PYTHONPATH": str(ROOT)} | more
+
+
+@contextlib.contextmanager
+def running(command: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs while the block does; both its outputs come from one pipe."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment(**more), **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def output_of(command: list[str], **more: str) -> str:
+    """What a command prints, which must end well."""
+    with running(command, **more) as process:
+        text, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, text
+        return text
+
+
+# ---- notebooks ------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A real IPython kernel, as a notebook has it."""
+
+    def __init__(self) -> None:
+        self.manager, self.client = start_new_kernel(kernel_name="python3", env=environment())
+        self.text = self.error = ""
+        self.run("import d2lps, torch, os")
+
+    def start(self, cell: str) -> None:
+        """Begin to run a cell."""
+        self.text = self.error = ""
+        self.client.execute(textwrap.dedent(cell))
+
+    def finish(self, seconds: float = 30.0) -> str:
+        """Wait for the end of the cell; return what it showed, or the name of its error."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self.client.get_iopub_msg(timeout=seconds)
+                content = message["content"]
+                if message["msg_type"] == "stream":
+                    self.text += content["text"]
+                elif message["msg_type"] == "execute_result":
+                    self.text += content["data"]["text/plain"]
+                elif message["msg_type"] == "error":
+                    self.error = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+                    self.text += content["ename"]
+                elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+                    self.client.get_shell_msg(timeout=seconds)
+                    return self.text
+        raise TimeoutError(f"the cell did not end in {seconds} s")
+
+    def run(self, cell: str) -> str:
+        self.start(cell)
+        return self.finish()
+
+    @property
+    def pid(self) -> int:
+        return self.manager.provisioner.pid
+
+    def end(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        self.manager.context.destroy()
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    kernel = Kernel()
+    yield kernel
+    kernel.end()
