@@ -5,10 +5,12 @@
 Run(['rank 0 of 2', 'rank 1 of 2'])
 """
 
-from d2lps import collectives
+from d2lps import collectives, topology
 from d2lps.comm import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.launch import run
 from d2lps.result import Run
+from d2lps.simulator import Model, simulate
+from d2lps.topology import Topology
 from d2lps.trace import Trace
 
 __version__ = "0.1.0"
@@ -16,13 +18,17 @@ __all__ = [
     "Communicator",
     "Deadlock",
     "Mismatch",
+    "Model",
     "RankDied",
     "RankFailed",
     "RankHung",
     "ReduceOp",
     "Run",
+    "Topology",
     "Trace",
     "Work",
     "collectives",
     "run",
+    "simulate",
+    "topology",
 ]

@@ -46,6 +46,8 @@ class Trace:
         self.messages, self.locals, self.waits = messages, locals, waits
         self.buffers, self.steps, self.groups, self.ops = buffers, steps, groups, ops
         self.unmatched = unmatched  # messages of which only one side was ever posted
+        self.topology: Any = None  # of a simulated run: the cluster, and the node of each rank
+        self.nodes: list[Any] = []
 
     def __repr__(self) -> str:
         return f"<Trace: {self.ranks} ranks, {len(self)} messages, {self.messages['nbytes'].sum():,} bytes>"
@@ -69,6 +71,22 @@ class Trace:
         pairs = self.messages["src"] * self.ranks + self.messages["dst"]
         totals = np.bincount(pairs, self.messages["nbytes"], self.ranks**2).astype(np.int64)
         return {divmod(int(pair), self.ranks): int(totals[pair]) for pair in np.unique(pairs)}
+
+    def bytes_on_links(self) -> dict[tuple[Any, Any], int]:
+        """Of a simulated run: {(node, node): bytes} for every link of the cluster that carried any."""
+        if self.topology is None:
+            raise ValueError("only a simulated run knows its links; a real one knows bytes_by_link() between ranks")
+        totals: dict[tuple[Any, Any], int] = {}
+        for (src, dst), nbytes in self.bytes_by_link().items():
+            for link in self.topology.route(self.nodes[src], self.nodes[dst]).links:
+                totals[self.topology.links[link]] = totals.get(self.topology.links[link], 0) + nbytes
+        return totals
+
+    def utilization(self) -> dict[tuple[Any, Any], float]:
+        """Of a simulated run: the share of what each used link could have carried until the last message arrived."""
+        length = float(np.nanmax(self.messages["end"], initial=0.0))
+        edges = self.topology.graph.edges if self.topology is not None else {}
+        return {link: nbytes / (edges[link]["bandwidth"] * length) for link, nbytes in self.bytes_on_links().items() if length}
 
     @property
     def rounds(self) -> int:

@@ -1,0 +1,99 @@
+"""Many machines: how their network is joined."""
+
+import networkx as nx
+
+from d2lps.topology.graph import Topology, connect
+from d2lps.topology.nodes import GB, _check_count, _devices
+
+PORT = 50 * GB  # one InfiniBand NDR port: 400 Gb/s
+NETWORK_HOP = 14e-6  # seconds from GPU to GPU over the network: NCCL, src/graph/tuning.cc, Simple protocol
+
+
+def spine_leaf(
+    racks: int, per_rack: int, spines: int = 2, bandwidth: float = PORT, oversubscription: float = 1.0, latency: float = NETWORK_HOP / 4
+) -> Topology:
+    """Racks of devices, each under a leaf (top-of-rack) switch; every leaf is joined to every spine.
+
+    bandwidth: of a device's link. oversubscription: how much more enters a leaf from below than can leave it above;
+    1 is a network without a bottleneck, 4 a common one. latency: of each link.
+
+    >>> net = spine_leaf(racks=2, per_rack=4, spines=2, oversubscription=4)
+    >>> net.graph.edges["leaf0", "spine0"]["bandwidth"] / 1e9       # 4 x 50 GB/s from below, a quarter on 2 links
+    25.0
+    """
+    for name, count in (("racks", racks), ("per_rack", per_rack), ("spines", spines)):
+        _check_count(name, count)
+    if not oversubscription >= 1:
+        raise ValueError(f"oversubscription={oversubscription!r} is below 1: more could leave a rack than enter it")
+    graph = nx.DiGraph()
+    devices = _devices(graph, racks * per_rack)
+    uplink = per_rack * bandwidth / oversubscription / spines
+    for rack in range(racks):
+        graph.add_node(f"leaf{rack}", kind="switch")
+        for device in devices[rack * per_rack : (rack + 1) * per_rack]:
+            connect(graph, device, f"leaf{rack}", bandwidth, latency)
+        for spine in range(spines):
+            graph.add_node(f"spine{spine}", kind="switch")
+            connect(graph, f"leaf{rack}", f"spine{spine}", uplink, latency)
+    return Topology(graph, f"spine_leaf({racks} x {per_rack})")
+
+
+def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6) -> Topology:
+    """The three-stage fat tree of k-port switches: k pods, k^3/4 devices, full bandwidth between any halves.
+
+    Every link has the same bandwidth. Source: Al-Fares, Loukissas, Vahdat 2008.
+
+    >>> fat_tree(4)
+    <Topology fat_tree(4): 16 devices, 20 switches, 96 links>
+    """
+    _check_count("k", k, least=2)
+    if k % 2:
+        raise ValueError(f"k={k} is odd: half of a switch's ports go up, half go down")
+    half = k // 2
+    graph = nx.DiGraph()
+    devices = iter(_devices(graph, k * half * half))
+    graph.add_nodes_from((f"core{index}" for index in range(half * half)), kind="switch")
+    for pod in range(k):
+        edges, aggregations = [f"edge{pod}.{i}" for i in range(half)], [f"agg{pod}.{i}" for i in range(half)]
+        graph.add_nodes_from(edges + aggregations, kind="switch")
+        for edge in edges:
+            for _ in range(half):
+                connect(graph, next(devices), edge, bandwidth, latency)
+            for aggregation in aggregations:
+                connect(graph, edge, aggregation, bandwidth, latency)
+        for index, aggregation in enumerate(aggregations):
+            for core in range(half):
+                connect(graph, aggregation, f"core{index * half + core}", bandwidth, latency)
+    return Topology(graph, f"fat_tree({k})")
+
+
+def multi_node(node: Topology, k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 2, ports: str = "device") -> Topology:
+    """`k` copies of a machine on one non-blocking network. Nodes are renamed "node0/gpu0", ...
+
+    bandwidth, latency: of each network port. ports: "device", a port for every device, as in machines built for
+    training; or "node", one for the whole machine, which all its devices share through a `nic` switch.
+    """
+    _check_count("k", k)
+    if ports not in ("device", "node"):
+        raise ValueError(f"ports={ports!r} is unknown: choose 'device' or 'node'")
+    graph = nx.DiGraph()
+    graph.add_node("network", kind="switch")
+    for index in range(k):
+        copy = nx.relabel_nodes(node.graph, {name: f"node{index}/{name}" for name in node.graph})
+        graph.add_nodes_from(copy.nodes(data=True))
+        graph.add_edges_from(copy.edges(data=True))
+        devices = [f"node{index}/{device}" for device in node.devices]
+        if ports == "device":
+            for device in devices:
+                connect(graph, device, "network", bandwidth, latency)
+        else:
+            nic = f"node{index}/nic"
+            graph.add_node(nic, kind="switch")
+            for device in devices:  # to the port, a device is limited by its own bus, not by the cable
+                connect(graph, device, nic, _fastest(node), 0.0)
+            connect(graph, nic, "network", bandwidth, latency)
+    return Topology(graph, f"{k} x {node.name}")
+
+
+def _fastest(node: Topology) -> float:
+    return max(node.bandwidth, default=PORT)
