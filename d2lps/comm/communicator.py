@@ -21,7 +21,7 @@ import torch
 
 from d2lps.comm import ops
 from d2lps.comm.ops import ReduceOp
-from d2lps.comm.staging import stage, unstage
+from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.standing import Board, NoBoard, Standing, callers_line
 from d2lps.comm.work import Transfer, Work
 from d2lps.trace.recorder import Recorder
@@ -75,12 +75,14 @@ class Communicator(ABC):
     def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
         """Say where a message from `src` shall go; it is there when the returned `Work` has been waited for."""
         self._check_message(tensor, "src", src, tag)
+        check_writable(tensor)
         return self._work("recv", tensor, src, tag)
 
     def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
         """Send and receive at the same time, so that a ring of ranks that all send first does not deadlock."""
         self._check_message(tensor, "dst", dst, tag)
         self._check_message(into, "src", src, tag)
+        check_writable(into)
         sent, received = self._post_both(tensor, dst, into, src, tag)
         received.wait()
         sent.wait()
@@ -100,7 +102,7 @@ class Communicator(ABC):
         self._check_pair("combine", into, other)
         start = self.now()
         if not into.is_meta:
-            ops.apply(op, into.detach(), other.detach())
+            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
         if self.recorder:
             self.recorder.local(ops.op_name(op), into, other, start)
 
@@ -108,7 +110,7 @@ class Communicator(ABC):
         """`into[:] = other`, within this rank, where the trace can see it."""
         self._check_pair("copy", into, other)
         start = self.now()
-        into.detach().copy_(other.detach().view(into.shape))
+        into.detach().copy_(other.detach().reshape(into.shape))
         if self.recorder:
             self.recorder.local("COPY", into, other, start)
 
@@ -120,6 +122,10 @@ class Communicator(ABC):
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
+        """A flat tensor as `parts` views of nearly equal lengths, the longer ones first, as `torch.tensor_split` cuts it."""
+        return tensor.tensor_split(parts)
 
     # ---- groups and time ------------------------------------------------------------------------------------------
 

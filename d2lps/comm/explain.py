@@ -22,9 +22,12 @@ class State:
     function: str = ""
 
 
-def explain(states: Sequence[State], reason: str) -> RankHung:
-    """A Deadlock that names the circle of waits if there is one, else a RankHung; ready to be raised."""
-    circle = find_circle(states)
+def explain(states: Sequence[State], reason: str, stuck: int | None = None) -> RankHung:
+    """A Deadlock that names the circle of waits if there is one, else a RankHung; ready to be raised.
+
+    `stuck`: the rank whose wait asks for an explanation, when the others may well be moving.
+    """
+    circle = find_circle(states, stuck)
     lines = [describe_state(state) for state in states]
     lines += _hints(states)
     if circle:
@@ -41,24 +44,31 @@ def waits_for(states: Sequence[State]) -> dict[int, list[int]]:
         if standing is None:
             edges[rank] = []
         elif standing.action not in _TOGETHER:
-            edges[rank] = [standing.peer]
+            edges[rank] = [] if _meet(rank, standing, at.get(standing.peer)) else [standing.peer]
         else:  # whoever of the group is not at the same meeting
             edges[rank] = [peer for peer in standing.group if peer != rank and not _same_meeting(standing, at.get(peer))]
     return edges
+
+
+def _meet(rank: int, mine: Standing, theirs: Standing | None) -> bool:
+    """Whether these are the two ends of one message: it is under way, however slowly, and no circle goes through it."""
+    if theirs is None or {mine.action, theirs.action} != {"send", "recv"}:
+        return False
+    return (theirs.peer, theirs.tag, theirs.group) == (rank, mine.tag, mine.group)
 
 
 def _same_meeting(one: Standing, other: Standing | None) -> bool:
     return other is not None and (one.action, one.group) == (other.action, other.group)
 
 
-def find_circle(states: Sequence[State]) -> list[int]:
-    """The ranks of one circle of waits, in order; empty if there is none.
+def find_circle(states: Sequence[State], stuck: int | None = None) -> list[int]:
+    """The ranks of one circle of waits (to which the waits of `stuck` lead), in order; empty if there is none.
 
     A rank that waits for a circle is stuck too, but not to blame: it is not in the list.
     """
     edges = waits_for(states)
     done: set[int] = set()
-    for start in edges:
+    for start in edges if stuck is None else [stuck]:
         path: list[int] = []
         stack = [(start, iter(edges[start]))] if start not in done else []
         while stack:
@@ -78,7 +88,7 @@ def find_circle(states: Sequence[State]) -> list[int]:
 
 
 def describe_state(state: State) -> str:
-    """`  rank 1 waits to receive 40 B from rank 0, tag 0 (in work, line 3: comm.recv(x, 0))`."""
+    """`  rank 1 waits for rank 0 to send 40 B, tag 0 (in work, line 3: comm.recv(x, 0))`."""
     standing = state.standing
     if standing is None:
         where = place(state.file, state.line, state.function) if state.line else ""

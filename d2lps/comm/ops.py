@@ -38,7 +38,7 @@ _NAMES |= {"MAX": ReduceOp.MAX, "BAND": ReduceOp.BAND, "BOR": ReduceOp.BOR, "BXO
 def op_name(op: ReduceOp) -> str:
     """`op_name(ReduceOp.SUM) == "SUM"`; a value that is no ReduceOp is a TypeError that shows it."""
     for name, known in _NAMES.items():
-        if op == known:
+        if isinstance(op, ReduceOp) and op == known:
             return name
     raise TypeError(f"op must be a torch.distributed.ReduceOp (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR), not {op!r}")
 

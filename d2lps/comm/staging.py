@@ -12,10 +12,16 @@ import torch
 
 def stage(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The elements of `tensor` as one flat contiguous tensor on `device`: its own memory if it can be, else a copy."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # what is only marked as conjugated is so on the wire
     if device is not None and tensor.device.type not in (device.type, "meta"):
         tensor = tensor.to(device)
     return tensor.contiguous().view(-1)
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    """Refuse, before anything is sent, a tensor that cannot take what arrives: an expanded one has no place for it."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} was expanded: several elements share one place in memory")
 
 
 def unstage(staged: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -34,6 +40,7 @@ def flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     >>> column
     tensor([1., 1.])
     """
+    check_writable(tensor)
     run = stage(tensor)
     yield run
     unstage(run, tensor)

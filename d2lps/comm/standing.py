@@ -49,7 +49,7 @@ class NoBoard:
 class SharedBoard:
     """One slot for each rank in a mapped file: the rank writes its own, the launcher reads them all."""
 
-    SLOT = 4096
+    SLOT = 16384  # the group of the most ranks that one machine may have fits into a note
 
     def __init__(self, descriptor: int, rank: int) -> None:
         self.memory = mmap.mmap(descriptor, 0)

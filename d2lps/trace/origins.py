@@ -78,6 +78,8 @@ class Origins:
         pieces = self.carried.pop(event.index) if event.kind == "recv" else self._read(event.source)
         if event.kind == "recv":
             self.carried[event.index] = pieces
+        if event.source.length != event.into.length:
+            pieces = _as_one(pieces, event.source.offset, event.into.length)
         begin = event.into.offset - event.source.offset
         arriving = [piece.at(piece.offset + begin) for piece in pieces]
         if event.kind == "combine":
@@ -89,6 +91,15 @@ class Origins:
         pieces, fresh = self._memory[part.buffer].read(part.offset, part.offset + part.length)
         self.initial += [Part(part.buffer, piece.offset, piece.length) for piece in fresh]
         return pieces
+
+
+def _as_one(pieces: list[Piece], offset: int, length: int) -> list[Piece]:
+    """What a strided tensor carried, packed into fewer bytes: of all its sources, without telling element by element."""
+    sources: Sources = Counter()
+    for piece in pieces:
+        ranks = {buffer for buffer, _ in sources}
+        sources += Counter({source: n for source, n in piece.sources.items() if source[0] not in ranks})
+    return [Piece(offset, length, sources)] if length and sources else []
 
 
 class _Memory:

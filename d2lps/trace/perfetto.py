@@ -56,10 +56,12 @@ def _locals(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _messages(trace: Trace) -> Iterator[dict[str, Any]]:
-    """An arrow from where the sender was ready to where the receiver had it."""
+    """An arrow from where the sender was ready to where the receiver had it; it needs a slice, if only a dot, at each end."""
     m = trace.messages
     for index, (src, dst, sent, end) in enumerate(zip(*(m[n].tolist() for n in ("src", "dst", "sent", "end")), strict=True)):
         if end == end:  # not one that was never waited for
             arrow = {"pid": 0, "cat": "message", "name": "message", "id": index}
+            yield _slice(src, f"to {dst}", sent, sent)
             yield {"ph": "s", "tid": src, "ts": sent * 1e6, **arrow}
+            yield _slice(dst, f"from {src}", end, end)
             yield {"ph": "f", "bp": "e", "tid": dst, "ts": end * 1e6, **arrow}

@@ -86,6 +86,7 @@ class Replay:
         self._met: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, its k-th meeting) -> ranks there
         self._meetings: dict[tuple[int, int], int] = defaultdict(int)  # (group, rank) -> meetings left behind
         self._expected = self._sizes_of_groups()
+        self._buffered: set[int] = set()  # messages whose send was complete before their receive was posted
         moved = True
         while moved:
             moved = False
@@ -97,6 +98,18 @@ class Replay:
                     place[rank] += 1
                     moved = True
                     yield from event
+            if not moved:
+                released = self._release([program[k] for program, k in zip(programs, place, strict=True) if k < len(program)])
+                moved = bool(released)
+                yield from released
+
+    def _release(self, lines: list[tuple[int, str, int]]) -> list[Event]:
+        """All ranks wait, as they did not in the run: sends that stand in the way were buffered, the smallest at least."""
+        nbytes = self.trace.messages["nbytes"]
+        rows = [row for _, kind, row in lines if kind == "sent" and self._posts[row] == 1]
+        rows = [row for row in rows if nbytes[row] == nbytes[rows].min()]
+        self._buffered.update(rows)
+        return [self._departure(row) for row in rows]
 
     def _try(self, rank: int, kind: str, row: int) -> list[Event] | None:
         """The events of one line of a rank's program; None while another rank has to come first."""
@@ -113,15 +126,20 @@ class Replay:
 
     def _post(self, rank: int, row: int) -> list[Event]:
         """The message leaves when the second of its two ends is posted, in the round after the later one."""
-        m = self.trace.messages
-        self.round_of[row] = max(self.round_of[row], self._clock[rank] + 1)
         self._posts[row] += 1
-        if self._posts[row] < 2:
+        if row in self._buffered:
             return []
+        self.round_of[row] = max(self.round_of[row], self._clock[rank] + 1)
+        return [self._departure(row)] if self._posts[row] == 2 else []
+
+    def _departure(self, row: int) -> Event:
+        m = self.trace.messages
         src, round = int(m["src"][row]), int(self.round_of[row])
-        return [Event("send", src, round, row, self._part(m, "dst_", row), self._part(m, "src_", row))]
+        return Event("send", src, round, row, self._part(m, "dst_", row), self._part(m, "src_", row))
 
     def _complete(self, rank: int, kind: str, row: int) -> list[Event] | None:
+        if kind == "sent" and row in self._buffered:
+            return []  # the sender did not wait
         if self._posts[row] < 2:
             return None
         m, round = self.trace.messages, int(self.round_of[row])

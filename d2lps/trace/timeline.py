@@ -35,7 +35,8 @@ def draw(trace: Trace, ax: Axes | None = None) -> Axes:
     ax.set_xlabel(f"time ({unit})")
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize="small")
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize="small")
     return ax
 
 
