@@ -1,0 +1,97 @@
+"""All-reduce: the sum (or product, minimum, ...) of all ranks' tensors, on every rank. What data-parallel training lives on.
+
+One algorithm a file. Each is a function of (communicator, flat tensor, op) that leaves the result in the tensor; an average
+is a sum that is divided once, where it is complete, before it is handed on.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from d2lps.collectives.all_reduce.auto import pick
+from d2lps.collectives.all_reduce.blockwise import blockwise
+from d2lps.collectives.all_reduce.double_tree import double_tree
+from d2lps.collectives.all_reduce.halving_doubling import halving_doubling
+from d2lps.collectives.all_reduce.hierarchical import hierarchical
+from d2lps.collectives.all_reduce.native import native
+from d2lps.collectives.all_reduce.ring import ring
+from d2lps.collectives.all_reduce.rooted import flat, tree
+from d2lps.collectives.all_reduce.two_rings import two_rings
+from d2lps.collectives.arguments import check_reduction, check_tensor, choose, collective
+from d2lps.comm import Communicator, ReduceOp, staging
+
+__all__ = ["all_reduce"]
+
+
+@collective("tensor", "op", "algorithm")
+def all_reduce(
+    comm: Communicator, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring", **options: Any
+) -> None:
+    """Combine the `tensor` of all ranks by `op`; every rank's `tensor` holds the result.
+
+    >>> tensor = torch.tensor([1.0, 2.0]) * (comm.rank + 1)         # on 3 ranks   # doctest: +SKIP
+    >>> all_reduce(comm, tensor)                        # tensor([6., 12.]) everywhere    # doctest: +SKIP
+
+    tensor: any shape, the same on every rank. algorithm, with L = ceil(log2 p), and its options:
+    "flat"              reduce to rank 0, one after another, and broadcast so: 2(p - 1) steps, rank 0 sends (p - 1) n bytes
+    "tree"              the same by binomial trees: 2L steps, rank 0 sends L n bytes
+    "double_tree"       two trees, half of the data each, in `chunks`: at most 2(chunks + L - 1) steps, 2n bytes
+    "ring"              chunks of n/p bytes round a ring: 2(p - 1) steps, each rank sends 2(p - 1)/p n bytes, the least there is
+    "two_rings"         as much each way round, or several `rings` with `shares` of the data: the same steps and bytes
+    "blockwise"         every rank adds up one block, all messages at once: 2 steps, 2(p - 1)/p n bytes
+    "halving_doubling"  exchanges of n/2, n/4, ... bytes: 2L steps, 2(p - 1)/p n bytes for a power of two
+    "hierarchical"      rings inside `groups`, then across them: few bytes on the slow links between machines
+    "native"            the world's own, gloo's or NCCL's, whose messages no trace sees
+    "auto"              the one that `d2lps.cost.choose` finds cheapest, for links of `alpha` and `beta`, and `overhead`
+    The result is the same on all ranks to the bit; sums of floats differ in the last digits from algorithm to algorithm.
+    Errors: AVG of integers is a ValueError; so is an option that the algorithm does not have. Sources: in each file.
+    """
+    check_tensor("tensor", tensor)
+    check_reduction(tensor, op)
+    chosen = choose(algorithm, _ALGORITHMS)
+    if options:
+        _check_options(algorithm, options)
+    with staging.flat(tensor) as data:
+        chosen(comm, data, op, **options)
+
+
+def _auto(
+    comm: Communicator,
+    data: torch.Tensor,
+    op: ReduceOp,
+    *,
+    alpha: float | None = None,
+    beta: float | None = None,
+    overhead: float | None = None,
+) -> None:
+    """Ask the formulas, and do as they say."""
+    _ALGORITHMS[pick(comm, data.nbytes, alpha, beta, overhead).algorithm](comm, data, op)
+
+
+_ALGORITHMS = {
+    "flat": flat,
+    "tree": tree,
+    "ring": ring,
+    "native": native,
+    "double_tree": double_tree,
+    "two_rings": two_rings,
+    "blockwise": blockwise,
+    "halving_doubling": halving_doubling,
+    "hierarchical": hierarchical,
+    "auto": _auto,
+}
+
+
+def _options_of(algorithm: str) -> list[str]:
+    """`_options_of("two_rings") == ["rings", "shares"]`: what its function takes by name."""
+    parameters = inspect.signature(_ALGORITHMS[algorithm]).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def _check_options(algorithm: str, options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in (known := _options_of(algorithm)):
+            takers = [repr(other) for other in _ALGORITHMS if name in _options_of(other)]
+            hint = f"algorithm={' or '.join(takers)} has it" if takers else "no algorithm has it"
+            raise TypeError(f"algorithm={algorithm!r} has no option {name!r} (it has {', '.join(known) or 'none'}); {hint}")
