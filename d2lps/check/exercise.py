@@ -44,7 +44,8 @@ class Exercise:
                 trouble = self._trouble(function, p, size)
                 if trouble:
                     return Verdict(False, f"with {p} rank{'s' if p > 1 else ''} and {size} elements, {trouble}")
-        return Verdict(True, self._praise(function, max(ranks), f"{len(ranks) * len(sizes)} cases, {min(ranks)} to {max(ranks)} ranks"))
+        cases = f"{len(ranks) * len(sizes)} cases, {min(ranks)} to {max(ranks)} ranks"
+        return Verdict(True, self._praise(function, max(ranks), cases))
 
     def _run(self, function: Callable[..., Any], p: int, size: int) -> Run:
         prepare = self.prepare
