@@ -1,0 +1,123 @@
+"""The shape of the library: imports only point down, and files and functions stay small enough to read at one sitting."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "d2lps").rglob("*.py"))
+
+# From the bottom to the top (DESIGN, section 3). A part may import its own layer's others and those below.
+LAYERS = [
+    {"comm", "trace", "topology", "result"},
+    {"signatures", "processgroup", "launch", "sharedmemory", "simulator"},
+    {"collectives", "aggregate", "compress", "cost"},
+    {"backend", "parallel", "kvstore"},
+    {"widgets", "check", "bench"},
+]
+# What a part may import where that is less than its layer allows: an algorithm knows of no world.
+ONLY = {part: LAYERS[2] | {"comm"} for part in LAYERS[2]} | {
+    "trace": set(),  # the bottom of the bottom: comm writes into it
+    "result": {"trace"},
+    "topology": set(),
+}
+
+
+def name_of(file: Path) -> str:
+    """`d2lps/comm/ops.py` is the module d2lps.comm.ops, `d2lps/comm/__init__.py` the module d2lps.comm."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_of(module: str) -> str:
+    """The part of the library that a module belongs to: "comm" for d2lps.comm.ops, "" for d2lps itself."""
+    return [*module.split("."), ""][1]
+
+
+MODULES = {name_of(file): file for file in FILES}
+
+
+def nodes(tree: ast.AST, at_run_time: bool) -> Iterator[ast.AST]:
+    """All nodes; at run time those under `if TYPE_CHECKING:` and inside functions do not count."""
+    for node in ast.iter_child_nodes(tree):
+        if at_run_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from (later for part in node.orelse for later in [part, *nodes(part, at_run_time)])
+            continue
+        yield node
+        yield from nodes(node, at_run_time)
+
+
+@cache
+def imports(module: str, at_run_time: bool = False) -> set[str]:
+    """The modules of d2lps that a module imports, types alone left out."""
+    found = set()
+    for node in nodes(ast.parse(MODULES[module].read_text()), at_run_time):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively: write the whole name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    # `from d2lps.comm import flat` names d2lps.comm, `from d2lps.comm import ops` names d2lps.comm.ops
+    inside = {name if name in MODULES else name.rpartition(".")[0] for name in found if name.split(".")[0] == "d2lps"}
+    return inside & MODULES.keys() - {module}
+
+
+def floor(part: str) -> int:
+    return next(height for height, layer in enumerate(LAYERS) if part in layer)
+
+
+def test_every_part_has_a_layer() -> None:
+    assert {part_of(module) for module in MODULES} - {""} <= set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_point_down(module: str) -> None:
+    part = part_of(module)
+    if not part:
+        pytest.skip("the package itself gathers its parts")
+    theirs = {other: part_of(other) for other in imports(module)}
+    for other, below in theirs.items():
+        assert below, f"{module} imports the whole package d2lps: name the part"
+        assert below == part or floor(below) <= floor(part), f"{module} imports {other}, which is above it"
+        assert below == part or below in ONLY.get(part, {below}), f"{module} imports {other}; {part} may import {ONLY[part]}"
+
+
+def test_no_two_parts_import_each_other() -> None:
+    edges = {(part_of(module), part_of(other)) for module in MODULES for other in imports(module, at_run_time=True)}
+    both = {(a, b) for a, b in edges if (b, a) in edges and a < b and a}
+    assert not both
+
+
+def test_no_module_imports_itself_round_a_circle() -> None:
+    def circle(path: list[str]) -> list[str]:
+        for other in sorted(imports(path[-1], at_run_time=True)):
+            if other in path:
+                return [*path[path.index(other) :], other]
+            if other not in harmless and (found := circle([*path, other])):
+                return found
+        harmless.add(path[-1])
+        return []
+
+    harmless: set[str] = set()
+    for module in MODULES:
+        assert not (found := circle([module])), " -> ".join(found)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_functions_are_short(module: str) -> None:
+    text = MODULES[module].read_text()
+    assert len(text.splitlines()) <= 300, "lines in the file"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            assert node.end_lineno - first + 1 <= 45, f"lines in {node.name}"
+
+
+def test_nine_functions_in_ten_have_less_than_25_lines() -> None:
+    functions = [n for file in FILES for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)]
+    long = [node.name for node in functions if node.end_lineno - node.lineno + 1 >= 25]
+    assert len(long) <= len(functions) / 10, long
