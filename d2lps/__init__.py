@@ -5,7 +5,7 @@
 Run(['rank 0 of 2', 'rank 1 of 2'])
 """
 
-from d2lps import collectives, topology
+from d2lps import aggregate, check, collectives, cost, topology
 from d2lps.comm import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.launch import run
 from d2lps.result import Run
@@ -27,7 +27,10 @@ __all__ = [
     "Topology",
     "Trace",
     "Work",
+    "aggregate",
+    "check",
     "collectives",
+    "cost",
     "run",
     "simulate",
     "topology",

@@ -10,7 +10,8 @@ import functools
 import hashlib
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
 from d2lps.comm.communicator import describe
-from d2lps.comm.work import Transfer, Work
+from d2lps.comm.work import Transfer
 from d2lps.signatures import Signatures
 
 _STATEMENT = 512  # bytes of a statement that ranks compare; a longer one ends in its hash
@@ -50,6 +51,7 @@ class ProcessGroupCommunicator(Communicator):
         self.generator = torch.Generator().manual_seed(self.rank)
         self.store = store  # for the debug mode: where ranks leave the signatures of their messages
         self._signatures: Signatures | None = None
+        self._posting: Any = None  # on NCCL, the messages that are being posted together
         self._splits = 0
 
     # ---- messages -------------------------------------------------------------------------------------------------
@@ -65,18 +67,18 @@ class ProcessGroupCommunicator(Communicator):
         self._check_tag(tag)
         return self._transfer(self.group.recv([staged], self._place[src], tag))
 
-    def _post_both(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int) -> tuple[Work, Work]:
+    @contextmanager
+    def together(self) -> Iterator[None]:
         # NCCL runs what is posted singly one after another, so two ranks that both send first would wait for ever.
         if self.backend != "nccl":
-            return super()._post_both(tensor, dst, into, src, tag)
-        with dist._coalescing_manager(group=self.group, device=self.device, async_ops=True) as together:
-            works = super()._post_both(tensor, dst, into, src, tag)
-        for work in works:
-            work._transfer = _OnStream(together)
-        return works
+            yield
+            return
+        with dist._coalescing_manager(group=self.group, device=self.device, async_ops=True) as self._posting:
+            yield
+        self._posting = None
 
     def _transfer(self, work: Any) -> Transfer:
-        return _OnStream(work) if self.backend == "nccl" else work
+        return _OnStream(self._posting or work) if self.backend == "nccl" else work
 
     def _check_tag(self, tag: int) -> None:
         if self.backend == "nccl" and tag:

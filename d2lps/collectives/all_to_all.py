@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from d2lps.collectives.arguments import check_fits, check_list, choose, collective
+from d2lps.collectives.exchange import exchange
 from d2lps.comm import Communicator
 
 
@@ -39,10 +40,7 @@ def _direct(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequenc
     """Post everything, then wait for everything."""
     comm.step("all-to-all")
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
-    work = [comm.irecv(outputs[src], src) for src in others]
-    work += [comm.isend(inputs[dst], dst) for dst in others]
-    for message in work:
-        message.wait()
+    exchange(comm, [(inputs[dst], dst) for dst in others], [(outputs[src], src) for src in others])
 
 
 def _pairwise(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

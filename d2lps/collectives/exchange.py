@@ -16,7 +16,8 @@ def exchange(comm: Communicator, sends: Iterable[Addressed], recvs: Iterable[Add
 
     Two messages to one rank must stand in the order in which that rank receives them.
     """
-    work = [comm.irecv(into, src) for into, src in recvs]
-    work += [comm.isend(tensor, dst) for tensor, dst in sends]
+    with comm.together():
+        work = [comm.irecv(into, src) for into, src in recvs]
+        work += [comm.isend(tensor, dst) for tensor, dst in sends]
     for message in work:
         message.wait()

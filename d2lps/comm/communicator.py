@@ -83,9 +83,22 @@ class Communicator(ABC):
         self._check_message(tensor, "dst", dst, tag)
         self._check_message(into, "src", src, tag)
         check_writable(into)
-        sent, received = self._post_both(tensor, dst, into, src, tag)
+        with self.together():
+            received = self._work("recv", into, src, tag)
+            sent = self._work("send", tensor, dst, tag)
         received.wait()
         sent.wait()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Post several messages in this block that depend on one another, and wait after it.
+
+        NCCL needs to be told, and then treats them as one; in all other worlds posted messages progress by themselves.
+
+        >>> with comm.together():                           # doctest: +SKIP
+        ...     work = [comm.irecv(room[src], src) for src in others] + [comm.isend(mine, dst) for dst in others]
+        """
+        yield
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this."""
@@ -218,11 +231,6 @@ class Communicator(ABC):
     def _posted(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Hand a message to the world."""
         return (self._post_send if action == "send" else self._post_recv)(staged, peer, tag)
-
-    def _post_both(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int) -> tuple[Work, Work]:
-        """A send and a receive that progress together."""
-        received = self._work("recv", into, src, tag)
-        return self._work("send", tensor, dst, tag), received
 
     def _wire(self) -> torch.device | None:
         """The device that the transport reads from; None where any will do."""

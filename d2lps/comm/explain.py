@@ -22,10 +22,10 @@ class State:
     function: str = ""
 
 
-def explain(states: Sequence[State], reason: str, stuck: int | None = None) -> RankHung:
+def explain(states: Sequence[State], reason: str, stuck: Sequence[int] | None = None) -> RankHung:
     """A Deadlock that names the circle of waits if there is one, else a RankHung; ready to be raised.
 
-    `stuck`: the rank whose wait asks for an explanation, when the others may well be moving.
+    `stuck`: the ranks whose waits ask for an explanation, where others may well be moving.
     """
     circle = find_circle(states, stuck)
     lines = [describe_state(state) for state in states]
@@ -61,14 +61,14 @@ def _same_meeting(one: Standing, other: Standing | None) -> bool:
     return other is not None and (one.action, one.group) == (other.action, other.group)
 
 
-def find_circle(states: Sequence[State], stuck: int | None = None) -> list[int]:
-    """The ranks of one circle of waits (to which the waits of `stuck` lead), in order; empty if there is none.
+def find_circle(states: Sequence[State], stuck: Sequence[int] | None = None) -> list[int]:
+    """The ranks of one circle of waits to which the waits of `stuck` lead, in order from the lowest; empty if there is none.
 
     A rank that waits for a circle is stuck too, but not to blame: it is not in the list.
     """
     edges = waits_for(states)
     done: set[int] = set()
-    for start in edges if stuck is None else [stuck]:
+    for start in edges if stuck is None else stuck:
         path: list[int] = []
         stack = [(start, iter(edges[start]))] if start not in done else []
         while stack:
@@ -81,7 +81,9 @@ def find_circle(states: Sequence[State], stuck: int | None = None) -> list[int]:
                 stack.pop()
                 path.pop()
             elif peer in path:
-                return path[path.index(peer) :]
+                circle = path[path.index(peer) :]
+                lowest = circle.index(min(circle))
+                return circle[lowest:] + circle[:lowest]
             else:
                 stack.append((peer, iter(edges[peer])))
     return []
