@@ -15,9 +15,8 @@ from d2lps.simulator.scheduler import Task
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def explain_standstill(tasks: list[Task]) -> RankHung:
+def explain_standstill(tasks: list[Task], now: float) -> RankHung:
     """The exception that says what each rank waits for, at which line, and in what circle."""
-    now = max((task.ended or 0.0) for task in tasks)
     return explain([_state(task) for task in tasks], f"at {now:.6g} s of virtual time nothing can happen any more")
 
 

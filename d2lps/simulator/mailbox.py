@@ -46,14 +46,11 @@ class Message(Flow):
     def arrived(self) -> None:
         if not self.incoming.is_meta:
             self.incoming.copy_(self.outgoing)
-        self._complete()
-
-    def _complete(self) -> None:
         self.done = True
         if self.one is not None:
             self.scheduler.happened(self.one)
-            if self.other is not None:
-                self.scheduler.happened(self.other)
+        if self.other is not None:
+            self.scheduler.happened(self.other)
 
     def will_wake(self, task: Task) -> None:
         if self.one is None:
@@ -61,11 +58,12 @@ class Message(Flow):
         else:
             self.other = task
 
-    def check(self) -> None:
-        """Both ends must speak of as many elements of one dtype."""
+    def check(self) -> int:
+        """The bytes of the message; both ends must speak of as many elements of one dtype."""
         outgoing, incoming = self.outgoing, self.incoming
-        if outgoing.numel() == incoming.numel() and outgoing.dtype is incoming.dtype:
-            return
+        nbytes: int = outgoing.nbytes
+        if nbytes == incoming.nbytes and outgoing.dtype is incoming.dtype:
+            return nbytes
         _, src, dst, tag = self.stream.key
         sends, expects = (describe(end.flatten()) for end in (self.outgoing, self.incoming))
         stream = f"message from rank {src} to rank {dst}, tag {tag}"
@@ -144,9 +142,8 @@ class Mailbox:
 
     def _depart(self, message: Message) -> None:
         """Both ends are there: the bytes set out."""
-        message.check()
-        stream = message.stream
-        self.network.send(message, stream.links, stream.latency, message.outgoing.nbytes, stream.bandwidth)
+        nbytes, stream = message.check(), message.stream
+        self.network.send(message, stream.links, stream.latency, nbytes, stream.bandwidth)
 
     def _send_eagerly(self, stream: Stream, tensor: torch.Tensor) -> Message:
         message = EagerMessage(stream, self.scheduler)

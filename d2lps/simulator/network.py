@@ -91,7 +91,7 @@ class Network:
 
     def _change(self, beginning: list[Flow], ended: list[Flow]) -> None:
         """Take flows off their links, put others on, and find the rates of those that this concerns."""
-        flows_on, now, touched = self.flows_on, self.now, set()
+        flows_on, touched = self.flows_on, set()
         for flow in ended:
             flow.end = -1.0
             for link in flow.route:
@@ -100,16 +100,16 @@ class Network:
                 if on:
                     touched.add(link)
         for flow in beginning:
+            alone = True
             for link in flow.route:
-                flows_on[link][flow] = None
-        for flow in beginning:
-            for link in flow.route:
-                if len(flows_on[link]) > 1:
+                on = flows_on[link]
+                if on:
                     touched.add(link)
-                    break
-            else:  # alone on all its links: no system of equations for that
-                flow.rate, flow.since = flow.peak, now
-                self._schedule(flow, now + flow.left / flow.peak)
+                    alone = False
+                on[flow] = None
+            if alone:  # no system of equations for that; and should another join it later, both are solved again
+                flow.rate, flow.since = flow.peak, self.now
+                self._schedule(flow, self.now + flow.left / flow.peak)
         if touched:
             self._solve(self._connected(touched))
 

@@ -119,7 +119,7 @@ class _Simulation:
                 task.error.add_note(f"raised by rank {task.rank} of {len(tasks)}, at {self.network.now:.6g} s of virtual time")
                 raise task.error
         if any(task.ended is None for task in tasks):
-            raise explain_standstill(tasks)
+            raise explain_standstill(tasks, self.network.now)
 
     def _result(self) -> Run:
         tasks = self.scheduler.tasks
