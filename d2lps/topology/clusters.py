@@ -10,7 +10,12 @@ NETWORK_HOP = 14e-6  # seconds from GPU to GPU over the network: NCCL, src/graph
 
 
 def spine_leaf(
-    racks: int, per_rack: int, spines: int = 2, bandwidth: float = PORT, oversubscription: float = 1.0, latency: float = NETWORK_HOP / 4
+    racks: int,
+    per_rack: int,
+    spines: int = 2,
+    bandwidth: float = PORT,
+    oversubscription: float = 1.0,
+    latency: float = NETWORK_HOP / 4,
 ) -> Topology:
     """Racks of devices, each under a leaf (top-of-rack) switch; every leaf is joined to every spine.
 
@@ -25,7 +30,7 @@ def spine_leaf(
         _check_count(name, count)
     if not oversubscription >= 1:
         raise ValueError(f"oversubscription={oversubscription!r} is below 1: more could leave a rack than enter it")
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="spine_leaf")
     devices = _devices(graph, racks * per_rack)
     uplink = per_rack * bandwidth / oversubscription / spines
     for rack in range(racks):
@@ -50,7 +55,7 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6) 
     if k % 2:
         raise ValueError(f"k={k} is odd: half of a switch's ports go up, half go down")
     half = k // 2
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="fat_tree")
     devices = iter(_devices(graph, k * half * half))
     graph.add_nodes_from((f"core{index}" for index in range(half * half)), kind="switch")
     for pod in range(k):
@@ -67,30 +72,33 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6) 
     return Topology(graph, f"fat_tree({k})")
 
 
-def multi_node(node: Topology, k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 2, ports: str = "device") -> Topology:
+def multi_node(
+    node: Topology, k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 2, ports: str = "device"
+) -> Topology:
     """`k` copies of a machine on one non-blocking network. Nodes are renamed "node0/gpu0", ...
 
-    bandwidth, latency: of each network port. ports: "device", a port for every device, as in machines built for
-    training; or "node", one for the whole machine, which all its devices share through a `nic` switch.
+    bandwidth, latency: of each network port. ports: "device", a port for every device (and host), as in machines built
+    for training; or "node", one for the whole machine, which all share through a `nic` switch. Messages between nodes of
+    one machine stay inside it.
     """
     _check_count("k", k)
     if ports not in ("device", "node"):
         raise ValueError(f"ports={ports!r} is unknown: choose 'device' or 'node'")
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="multi_node", machine=node.graph.graph.get("preset", ""))
     graph.add_node("network", kind="switch")
     for index in range(k):
         copy = nx.relabel_nodes(node.graph, {name: f"node{index}/{name}" for name in node.graph})
-        graph.add_nodes_from(copy.nodes(data=True))
+        graph.add_nodes_from(copy.nodes(data=True), machine=f"node{index}")
         graph.add_edges_from(copy.edges(data=True))
-        devices = [f"node{index}/{device}" for device in node.devices]
+        leaves = [f"node{index}/{leaf}" for leaf in node.devices + node.hosts]
         if ports == "device":
-            for device in devices:
-                connect(graph, device, "network", bandwidth, latency)
+            for leaf in leaves:
+                connect(graph, leaf, "network", bandwidth, latency)
         else:
             nic = f"node{index}/nic"
             graph.add_node(nic, kind="switch")
-            for device in devices:  # to the port, a device is limited by its own bus, not by the cable
-                connect(graph, device, nic, _fastest(node), 0.0)
+            for leaf in leaves:  # to the port, a device is limited by its own bus, not by the cable
+                connect(graph, leaf, nic, _fastest(node), 0.0)
             connect(graph, nic, "network", bandwidth, latency)
     return Topology(graph, f"{k} x {node.name}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -37,9 +38,10 @@ class Topology:
 
     Nodes have a `kind`: "device" (a rank lives on each by default), "host" (a CPU and its memory) or "switch".
     A route is a shortest one, in links, and among those one of least latency. Switches and hosts pass messages on,
-    devices only where a preset says so (`forwards=True`). Where several next hops are equally good, the one with number
-    (number of the destination) modulo (how many there are) is taken, in the order of the graph: the same in every run,
-    and spread over the links.
+    devices only where a preset says so (`forwards=True`). Where several next hops are equally good, the destination's
+    number chooses, its lowest digit at the first such place, the next digit at the next: the same way in every run,
+    and spread over the links. Nodes may name the `machine` that they are part of: a message between two nodes of one
+    machine stays inside if there is a way, be it longer.
     """
 
     def __init__(self, graph: nx.DiGraph, name: str = "topology") -> None:
@@ -54,7 +56,7 @@ class Topology:
         self.latency: list[float] = [float(graph.edges[link]["latency"]) for link in self.links]
         self._number = {node: number for number, node in enumerate(self.nodes)}
         self._link_number = {link: number for number, link in enumerate(self.links)}
-        self._distances: dict[Node, dict[Node, tuple[int, float]]] = {}
+        self._distances: dict[tuple[Node, str | None], dict[Node, tuple[int, float]]] = {}
         self._routes: dict[tuple[Node, Node], Route] = {}
 
     def __repr__(self) -> str:
@@ -78,20 +80,31 @@ class Topology:
         for node in (src, dst):
             if node not in self._number:
                 raise ValueError(f"{node!r} is not a node of {self.name}; it has {_some(self.nodes)}")
-        here, links = src, []
-        while here != dst:
-            nearer = self._next_hops(here, dst)
-            if not nearer:
-                raise ValueError(f"{self.name} has no route from {src!r} to {dst!r}")
-            step = nearer[self._number[dst] % len(nearer)]
-            links.append(self._link_number[here, step])
-            here = step
+        machine = self._machine(src) if self._machine(src) == self._machine(dst) else None
+        nodes = self._walk(src, dst, machine) or self._walk(src, dst, None)
+        if not nodes:
+            raise ValueError(f"{self.name} has no route from {src!r} to {dst!r}")
+        links = tuple(self._link_number[link] for link in pairwise(nodes))
         latency = math.fsum(self.latency[link] for link in links)
-        return Route(tuple(links), latency, min((self.bandwidth[link] for link in links), default=math.inf))
+        return Route(links, latency, min((self.bandwidth[link] for link in links), default=math.inf))
 
-    def _next_hops(self, here: Node, dst: Node) -> list[Node]:
+    def _walk(self, src: Node, dst: Node, machine: str | None) -> list[Node]:
+        """The nodes from one to another, all of them in `machine` if it is given; empty if there is no way."""
+        nodes, digits = [src], self._number[dst]
+        while nodes[-1] != dst:
+            nearer = self._next_hops(nodes[-1], dst, machine)
+            if not nearer:
+                return []
+            digits, choice = divmod(digits, len(nearer))
+            nodes.append(nearer[choice])
+        return nodes
+
+    def _machine(self, node: Node) -> str | None:
+        return self.graph.nodes[node].get("machine")
+
+    def _next_hops(self, here: Node, dst: Node, machine: str | None) -> list[Node]:
         """The neighbours of `here` through which the rest of the way is best."""
-        distances = self._distances_to(dst)
+        distances = self._distances_to(dst, machine)
         ways = [(self._beyond(here, node, distances), node) for node in self.graph.successors(here) if node in distances]
         best = min((way for way, _ in ways), default=None)
         return [node for way, node in ways if way == best]
@@ -101,21 +114,24 @@ class Topology:
         links, latency = distances[there]
         return links + 1, round(latency + self.latency[self._link_number[here, there]], 12)
 
-    def _distances_to(self, dst: Node) -> dict[Node, tuple[int, float]]:
+    def _distances_to(self, dst: Node, machine: str | None) -> dict[Node, tuple[int, float]]:
         """From each node that passes messages on, and from `dst` itself, to `dst`: breadth first, layer by layer."""
-        if dst not in self._distances:
+        if (dst, machine) not in self._distances:
             distances: dict[Node, tuple[int, float]] = {dst: (0, 0.0)}
             frontier = [dst]
             while frontier:
                 layer: dict[Node, tuple[int, float]] = {}
                 for far in frontier:
                     for node in self.graph.predecessors(far):
-                        if node not in distances and self.graph.nodes[node]["forwards"]:
+                        if node not in distances and self._passes_on(node, machine):
                             layer[node] = min(self._beyond(node, far, distances), layer.get(node, (len(self.nodes), 0.0)))
                 distances |= layer
                 frontier = list(layer)
-            self._distances[dst] = distances
-        return self._distances[dst]
+            self._distances[dst, machine] = distances
+        return self._distances[dst, machine]
+
+    def _passes_on(self, node: Node, machine: str | None) -> bool:
+        return bool(self.graph.nodes[node]["forwards"]) and machine in (None, self._machine(node))
 
     # ---- other clusters like this one -----------------------------------------------------------------------------
 

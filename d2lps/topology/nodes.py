@@ -29,7 +29,7 @@ def _devices(graph: nx.DiGraph, count: int, **data: object) -> list[str]:
 def star(n: int, bandwidth: float, latency: float = 0.0) -> Topology:
     """`n` devices around one switch that is never the bottleneck; each link has `bandwidth` and `latency`."""
     _check_count("n", n)
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="star")
     for device in _devices(graph, n):
         graph.add_node("switch", kind="switch")
         connect(graph, device, "switch", bandwidth, latency)
@@ -39,7 +39,7 @@ def star(n: int, bandwidth: float, latency: float = 0.0) -> Topology:
 def ring(n: int, bandwidth: float, latency: float = 0.0) -> Topology:
     """`n` devices in a circle, each joined to its two neighbours; they pass messages on."""
     _check_count("n", n)
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="ring")
     names = _devices(graph, n, forwards=True)
     for index in range(n if n > 2 else n - 1):
         connect(graph, names[index], names[(index + 1) % n], bandwidth, latency)
@@ -52,7 +52,7 @@ def pcie_tree(n: int, bandwidth: float = PCIE3_X16, latency: float = PCIE_HOP) -
     With bandwidth=16e9 and latency=0 it is the machine of the 60, 80 and 15 ms in Dive into Deep Learning.
     """
     _check_count("n", n)
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="pcie_tree")
     leaves = _devices(graph, n)
     graph.add_node("cpu", kind="host", forwards=False)
     graph.add_node("pcie", kind="switch")
@@ -75,7 +75,7 @@ def dgx1(bandwidth: float = NVLINK2, latency: float = NVLINK_HOP, pcie: float = 
 
     Two devices without an NVLink between them talk over PCIe: GPUs do not pass messages on.
     """
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="dgx1")
     names = _devices(graph, 8)
     for order, links in zip(dgx1_rings(), (2, 1), strict=True):
         for one, other in zip(order, order[1:] + order[:1], strict=True):
@@ -95,7 +95,7 @@ def dgx1(bandwidth: float = NVLINK2, latency: float = NVLINK_HOP, pcie: float = 
 
 def _nvswitch(n: int, bandwidth: float, latency: float, name: str) -> Topology:
     """Every device has a link to a switch (in truth several switches in parallel) that is never the bottleneck."""
-    graph = nx.DiGraph()
+    graph = nx.DiGraph(preset="nvswitch")
     for device in _devices(graph, n):
         graph.add_node("nvswitch", kind="switch")
         connect(graph, device, "nvswitch", bandwidth, latency / 2)  # a hop from GPU to GPU passes two links
