@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from types import FrameType
 
 from d2lps.comm import RankHung
@@ -42,6 +43,8 @@ def _state(task: Task) -> State:
 def _readers_line(task: Task) -> tuple[str, int, str]:
     """The innermost frame of a suspended rank that is not the library's."""
     frame: FrameType | None = task.greenlet.gr_frame
+    if task.backward is not None:
+        frame = sys._current_frames()[task.backward.ident or 0]
     while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else ("", 0, "")

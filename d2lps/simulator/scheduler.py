@@ -1,13 +1,16 @@
 """Ranks as greenlets: each runs plain blocking code until it must wait, then another one goes on.
 
 One switch costs a third of a microsecond, a hundredth of what two threads would pay. They share one thread of the
-interpreter, and so whatever torch keeps for each thread: the gradient mode is put back at every switch.
+interpreter, and so whatever torch keeps for each thread: modes are put back at every switch, and a backward pass has a
+thread of its own (see backward.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import torch
@@ -16,12 +19,14 @@ from greenlet import getcurrent, greenlet
 from d2lps.simulator.network import Network
 
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_is_inference_mode_enabled, _is_any_autocast_enabled = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
+_hooks, _push_hooks = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._push_saved_tensors_default_hooks
 
 
 class Task:
     """One rank's thread of control."""
 
-    __slots__ = ("comm", "ended", "error", "greenlet", "rank", "result", "waiting_for", "wanted")
+    __slots__ = ("backward", "comm", "ended", "error", "greenlet", "pause", "rank", "result", "waiting_for", "wanted")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -32,6 +37,8 @@ class Task:
         self.ended: float | None = None
         self.result: Any = None
         self.error: BaseException | None = None
+        self.pause: Callable[[], Any]  # lets the others go on
+        self.backward: Thread | None = None  # in which its backward pass runs, while one does
 
 
 class Scheduler:
@@ -42,19 +49,21 @@ class Scheduler:
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
         self._hub = getcurrent()
-        self._to_hub = self._hub.switch
 
     def add(self, task: Task, function: Callable[[], Any]) -> None:
         """A task that will run `function`."""
 
         def life() -> None:
             try:
-                task.result = function()
+                with torch.inference_mode(False):  # gradients are on, whoever waits in whatever mode meanwhile
+                    task.result = function()
             except BaseException as error:
                 task.error = error
             task.ended = self.network.now
 
         task.greenlet = greenlet(life, parent=self._hub)
+        task.greenlet.task = task
+        task.pause = self._hub.switch
         self.tasks.append(task)
         self.ready.append(task)
 
@@ -74,7 +83,11 @@ class Scheduler:
         """Called by a task: go on when `wanted` calls of `happened` have been made for it."""
         task.wanted, task.waiting_for = wanted, waiting_for
         grad = _is_grad_enabled()
-        self._to_hub()
+        if _is_inference_mode_enabled() or _is_any_autocast_enabled() or _hooks(True):
+            with _neutral():
+                task.pause()
+        else:
+            task.pause()
         if _is_grad_enabled() is not grad:
             _set_grad_enabled(grad)
 
@@ -89,3 +102,25 @@ class Scheduler:
         for task in self.tasks:
             if task.ended is None and task.greenlet:
                 task.greenlet.throw()
+
+
+@contextmanager
+def _neutral() -> Iterator[None]:
+    """Out of the inference mode, of autocast, and of hooks for saved tensors (checkpointing has some), while others run."""
+    autocast, hooks = torch.is_autocast_enabled("cpu"), []
+    if autocast:  # and without the weights that it has converted: another rank's may change
+        torch.set_autocast_enabled("cpu", False)
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+    while (pair := _hooks(True)) is not None:
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        for pair in reversed(hooks):
+            _push_hooks(*pair)
+        if autocast:
+            torch.autocast_increment_nesting()
+            torch.set_autocast_enabled("cpu", True)

@@ -11,6 +11,7 @@ import cloudpickle
 import torch
 
 from d2lps.result import Run
+from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import Meetings, SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
 from d2lps.simulator.mailbox import Mailbox
@@ -102,8 +103,9 @@ class _Simulation:
         collecting = gc.isenabled()
         gc.disable()  # a million small objects and no cycles among them: the collector would only look at them again
         try:
-            self.scheduler.run()
-            self._raise_first()
+            with backward_in_threads():
+                self.scheduler.run()
+                self._raise_first()
         finally:
             self.scheduler.kill()
             torch.set_rng_state(randomness)

@@ -1,0 +1,244 @@
+"""Predicted and measured on real hosts: Linux network namespaces, joined by a bridge, each link shaped to 400 Mb/s.
+
+A cluster in a box. Every host has a network stack of its own and runs one process of an env:// job, as it would under
+torchrun; `tc tbf` lets only so many bytes a second into each end of its cable. Needs root, and a kernel with the parts.
+This file is both: the test, and (run as a script) the job on the hosts.
+"""
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import d2lps
+from d2lps import Communicator
+from d2lps.collectives import all_reduce
+
+ROOT = Path(__file__).resolve().parents[1]
+MEGABITS = 400
+FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of our data in it: tbf counts the former
+SIZES = [3, 5, 8]  # how many of the hosts take part
+BANDWIDTH = MEGABITS / 8 * 1e6 * PAYLOAD / FRAME
+ELEMENTS = 2_500_000  # 10 MB
+# A bucket of 256 KB is 5 ms of the link: with less, a busy machine that looks at it too late wastes it; with more, it would
+# no longer shape messages of 25 ms. The queue holds 5 ms, as that of a switch would, and drops what is more.
+SHAPE = f"tbf rate {MEGABITS}mbit burst 256kb latency 5ms"
+
+
+# ---- what the ranks do, in both worlds ----------------------------------------------------------------------------------
+
+
+def ring(comm: Communicator, device: str) -> None:
+    all_reduce(comm, torch.ones(ELEMENTS, device=device), algorithm="ring")
+
+
+def one_server(comm: Communicator, device: str) -> None:
+    """All others send to rank 0, which adds up and sends the sum back."""
+    tensor, others = torch.ones(ELEMENTS, device=device), range(1, comm.size)
+    if comm.rank:
+        comm.send(tensor, 0)
+        comm.recv(tensor, 0)
+        return
+    received = [torch.empty_like(tensor) for _ in others]
+    for work in [comm.irecv(into, src) for into, src in zip(received, others, strict=True)]:
+        work.wait()
+    for incoming in received[1:]:
+        comm.combine(received[0], incoming)
+    for work in [comm.isend(received[0], dst) for dst in others]:
+        work.wait()
+
+
+def all_servers(comm: Communicator, device: str) -> None:
+    all_reduce(comm, torch.ones(ELEMENTS, device=device), algorithm="blockwise")
+
+
+def ping_pong(comm: Communicator, device: str) -> float:
+    """Seconds that a message of four bytes takes from rank 0 to rank 1."""
+    ball, trips = torch.zeros(1), []
+    for _ in range(40):
+        start = comm.now()
+        for src in (0, 1):
+            if comm.rank == src:
+                comm.send(ball, 1 - src)
+            elif comm.rank < 2:
+                comm.recv(ball, src)
+        trips.append((comm.now() - start) / 2)
+    return statistics.median(trips)
+
+
+ALGORITHMS: dict[str, Callable[[Communicator, str], None]] = {"ring": ring, "one_server": one_server, "all_servers": all_servers}
+REPEATED = {"ring": 5, "one_server": 1, "all_servers": 3}
+
+
+def job(rank: int, size: int, host: str) -> dict[str, float]:
+    """One host's process: the latency, and the median time of each algorithm."""
+    enter(host)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address(0), "MASTER_PORT": str(29400 + size)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    # TCP that backs off when packets are dropped, and that every kernel has; each namespace has its own setting.
+    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
+    torch.set_num_threads(1)
+    measured = {"hosts": size, "latency": d2lps.run(ping_pong, size, "cpu").results[0]}
+    for name, algorithm in ALGORITHMS.items():
+        # Of several, the fastest: whatever else this machine does can only add to it.
+        measured[name] = min(d2lps.run(algorithm, size, "cpu").time for _ in range(REPEATED[name]))
+    return measured
+
+
+def enter(host: str) -> None:
+    """Move this process to another network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{host}") as namespace:
+        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"cannot enter {host}")
+
+
+def main(hosts: list[str]) -> None:
+    """For some of the hosts, and for more: fork one process each (torch is imported once); print what the first measures."""
+    for size in SIZES:
+        children = []
+        for rank, host in enumerate(hosts[:size]):
+            children.append(os.fork())
+            if not children[-1]:
+                measured = job(rank, size, host)
+                if rank == 0:
+                    print(json.dumps(measured), flush=True)
+                os._exit(0)
+        if any(os.waitpid(child, 0)[1] for child in children):
+            sys.exit(1)
+
+
+# ---- the hosts ----------------------------------------------------------------------------------------------------------
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+def ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+
+
+def inside(host: str, command: str) -> None:
+    ip(f"netns exec {host} {command}")
+
+
+@contextlib.contextmanager
+def shaped_hosts(count: int) -> Iterator[list[str]]:
+    """So many namespaces, joined by a bridge that lives in one more; nothing of it is left at the end."""
+    prefix = f"d2lps-{os.getpid()}"
+    switch, hosts = f"{prefix}-switch", [f"{prefix}-host{index}" for index in range(count)]
+    try:
+        for name in (switch, *hosts):
+            ip(f"netns add {name}")
+            inside(name, "ip link set lo up")
+        inside(switch, "ip link add bridge type bridge")
+        inside(switch, "ip link set bridge up")
+        for index, host in enumerate(hosts):
+            ip(f"link add eth0 netns {host} type veth peer name port{index} netns {switch}")
+            inside(host, f"ip address add {address(index)}/24 dev eth0")
+            inside(switch, f"ip link set port{index} master bridge")
+            for name, end in ((host, "eth0"), (switch, f"port{index}")):
+                inside(name, f"ip link set {end} up")
+                inside(name, f"tc qdisc add dev {end} root {SHAPE}")
+        yield hosts
+    finally:
+        for name in (*hosts, switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def measure(hosts: list[str]) -> list[dict[str, float]]:
+    """Run this file as the job on the hosts: what came of it, by size."""
+    command = [sys.executable, __file__, *hosts]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without names: no news
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0
+    return [json.loads(line) for line in output.splitlines()]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.exit()
+
+
+# ---- the tests ------------------------------------------------------------------------------------------------------------
+
+import pytest  # noqa: E402
+
+from d2lps.simulator import simulate  # noqa: E402
+from d2lps.topology import star  # noqa: E402
+
+
+@functools.cache
+def why_not() -> str:
+    """What keeps this machine from having hosts in a box; "" if nothing does."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    for tool in ("ip", "tc"):
+        if not shutil.which(tool):
+            return f"there is no `{tool}`: install iproute2"
+    try:
+        with shaped_hosts(2):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"`{' '.join(error.cmd)}` fails: {error.stderr.strip()}"
+
+
+@pytest.fixture(scope="module")
+def all_measured() -> list[dict[str, float]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with shaped_hosts(max(SIZES)) as hosts:
+        return measure(hosts)
+
+
+@pytest.fixture(params=SIZES)
+def measured(request: pytest.FixtureRequest, all_measured: list[dict[str, float]]) -> dict[str, float]:
+    return all_measured[SIZES.index(request.param)]
+
+
+def predicted(name: str, measured: dict[str, Any]) -> float:
+    cluster = star(measured["hosts"], BANDWIDTH, measured["latency"] / 2)
+    return simulate(ALGORITHMS[name], cluster, "meta", device="meta", trace=False).time
+
+
+@pytest.mark.parametrize("name", ["ring", "one_server"])
+def test_real_hosts_take_as_long_as_predicted(name: str, measured: dict[str, float]) -> None:
+    assert measured[name] == pytest.approx(predicted(name, measured), rel=0.1)
+
+
+def test_incast_makes_blockwise_slower_than_predicted(measured: dict[str, float]) -> None:
+    # n - 1 streams meet at each host, and overrun its link's queue: TCP backs off, which no max-min fairness knows of.
+    assert measured["all_servers"] > predicted("all_servers", measured)
+
+
+@pytest.mark.usefixtures("all_measured")
+def test_nothing_of_the_hosts_is_left() -> None:
+    with pytest.raises(ZeroDivisionError), shaped_hosts(2) as hosts:
+        assert set(hosts) <= namespaces()
+        raise ZeroDivisionError  # not even when something goes wrong
+    assert not [name for name in namespaces() if name.startswith(f"d2lps-{os.getpid()}")]
+
+
+def namespaces() -> set[str]:
+    """The names of all network namespaces of this machine."""
+    return set(os.listdir("/var/run/netns"))

@@ -1,0 +1,845 @@
+"""d2lps.simulate: virtual time that a person can work out, and results that real processes give too."""
+
+import contextlib
+import gc
+import itertools
+import math
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import greenlet
+import numpy as np
+import pytest
+import torch
+from oracles import Call, perform, rooms_for
+
+import d2lps
+from d2lps import Communicator, Mismatch, ReduceOp
+from d2lps.collectives import all_gather, all_reduce, broadcast
+from d2lps.simulator import Model, simulate
+from d2lps.topology import dgx1, fat_tree, pcie_tree, ring, star
+
+MB = 1_000_000
+
+
+def message(nbytes: int, device: Any = "meta") -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def pass_on(comm: Communicator, nbytes: int = 1000) -> float:
+    """Rank 0 sends to rank 1; when was each done?"""
+    if comm.rank == 0:
+        comm.send(message(nbytes, comm.device), 1)
+    elif comm.rank == 1:
+        comm.recv(message(nbytes, comm.device), 0)
+    return comm.now()
+
+
+def reduce_ones(comm: Communicator, elements: int = 12, algorithm: str = "ring") -> torch.Tensor:
+    tensor = torch.arange(float(elements), device=comm.device) + comm.rank
+    all_reduce(comm, tensor, algorithm=algorithm)
+    return tensor
+
+
+# ---- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_takes_the_latency_of_its_links_and_its_bytes_over_their_bandwidth() -> None:
+    run = simulate(pass_on, star(2, bandwidth=1e9, latency=1e-6), 4000)
+    assert run.time == pytest.approx(2e-6 + 4e-6)
+    assert run[0] == run[1] == run.time  # rendezvous: both are done when it has arrived
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(8, 0.224028), (16, 0.240060)])
+def test_the_ring_takes_as_long_as_simgrid_says(ranks: int, seconds: float) -> None:
+    # SimGrid 3.32: 160 MB on one full-duplex switch, 10 Gb/s and 1 us a link.
+    def work(comm: Communicator) -> None:
+        all_reduce(comm, torch.empty(40_000_000, device=comm.device), algorithm="ring")
+
+    for trace in (True, False):
+        assert simulate(work, star(ranks, 1.25e9, 1e-6), device="meta", trace=trace).time == pytest.approx(seconds, rel=1e-5)
+
+
+def test_messages_that_share_a_link_share_its_bandwidth() -> None:
+    def work(comm: Communicator) -> float:
+        if comm.rank:
+            comm.send(message(comm.rank * 100 * MB, comm.device), 0)
+        else:
+            for received in [comm.irecv(message(src * 100 * MB, comm.device), src) for src in (1, 2)]:
+                received.wait()
+        return comm.now()
+
+    # Half the link each for 0.2 s; then the second has 100 MB left and the link to itself.
+    assert simulate(work, star(3, 1e9), device="meta") == pytest.approx([0.3, 0.2, 0.3])
+
+
+def test_both_directions_of_a_link_are_independent() -> None:
+    def work(comm: Communicator) -> None:
+        out, into = message(100 * MB, comm.device), message(100 * MB, comm.device)
+        comm.sendrecv(out, 1 - comm.rank, into, 1 - comm.rank)
+
+    assert simulate(work, star(2, 1e9), device="meta").time == pytest.approx(0.1)
+
+
+def test_chunks_that_are_not_equal_take_as_long_as_the_longest_in_each_step() -> None:
+    def work(comm: Communicator) -> None:
+        all_reduce(comm, torch.empty(10, device=comm.device), algorithm="ring")
+
+    # 10 elements among 4 ranks are 3, 3, 2, 2: in each of the 6 steps somebody sends 3, 12 bytes.
+    assert simulate(work, star(4, bandwidth=4.0), device="meta").time == pytest.approx(6 * 12 / 4)
+
+
+def test_sleep_moves_virtual_time_and_nothing_else() -> None:
+    def work(comm: Communicator) -> list[float]:
+        before = comm.now()
+        comm.sleep(3600.0 * (comm.rank + 1))
+        return [before, comm.now()]
+
+    run = simulate(work, star(2, 1e9))
+    assert run == [[0.0, 3600.0], [0.0, 7200.0]] and run.time == 7200.0
+
+
+def test_a_receiver_that_comes_late_keeps_its_sender_waiting() -> None:
+    def work(comm: Communicator) -> float:
+        if comm.rank == 1:
+            comm.sleep(0.5)
+        return pass_on(comm)
+
+    assert simulate(work, star(2, bandwidth=1e4)) == pytest.approx([0.6, 0.6])
+
+
+def test_a_barrier_takes_no_time_but_waits_for_all() -> None:
+    def work(comm: Communicator) -> float:
+        comm.sleep(comm.rank / 4)
+        comm.barrier()
+        return comm.now()
+
+    assert simulate(work, star(3, 1e9, 1.0)) == [0.5] * 3
+
+
+def test_a_straggler_slows_everyone() -> None:
+    cluster = star(4, bandwidth=1e6)
+    usual, slow = (simulate(reduce_ones, net, 4000).time for net in (cluster, cluster.straggler("gpu2", 8)))
+    assert slow == pytest.approx(8 * usual)
+
+
+def test_a_broken_link_makes_a_detour() -> None:
+    whole = ring(4, bandwidth=1e9, latency=1.0)
+    broken = whole.without(("gpu0", "gpu1"))
+    assert simulate(pass_on, whole, 0, ranks=2).time == 1.0
+    assert simulate(pass_on, broken, 0, ranks=2).time == 3.0
+
+
+def test_an_empty_message_pays_the_latency_only() -> None:
+    assert simulate(pass_on, star(2, 1.0, 0.25), 0).time == 0.5
+
+
+# ---- placement ----------------------------------------------------------------------------------------------------------
+
+
+def test_by_default_a_rank_lives_on_every_device() -> None:
+    def where(comm: Communicator) -> tuple[Any, int, str]:
+        return comm.node, comm.size, comm.topology.name
+
+    machine = pcie_tree(3)
+    assert simulate(where, machine) == [(gpu, 3, "pcie_tree(3)") for gpu in ("gpu0", "gpu1", "gpu2")]
+    assert simulate(where, machine, ranks=2) == [(gpu, 2, "pcie_tree(3)") for gpu in ("gpu0", "gpu1")]
+
+
+def test_ranks_live_where_they_are_put_be_it_on_the_host() -> None:
+    machine = pcie_tree(4, bandwidth=1e6, latency=0.0).slowed(("cpu", "pcie"), 10)
+    nodes = [*machine.devices, *machine.hosts]
+    assert simulate(lambda comm: comm.node, machine, ranks=nodes) == nodes
+    assert simulate(pass_on, machine, 1000, ranks=["gpu3", "cpu"]).time == pytest.approx(0.01)
+    assert simulate(pass_on, machine, 1000, ranks=["gpu3", "gpu1"]).time == pytest.approx(0.001)
+
+
+def test_messages_between_ranks_on_one_node_are_free() -> None:
+    for model in (Model(), Model(per_message=1.0), Model(eager=math.inf, per_message=1.0)):
+        run = simulate(pass_on, star(2, 1e9, 1.0), 10**9, ranks=["gpu1", "gpu1"], device="meta", model=model)
+        assert run.time == 0.0
+    assert simulate(reduce_ones, star(1, 1e9), ranks=["gpu0"] * 3)[0].tolist() == [3.0 * n + 3 for n in range(12)]
+
+
+def test_even_a_switch_can_have_a_rank() -> None:
+    assert simulate(pass_on, star(2, 1e6), 1000, ranks=["gpu0", "switch"]).time == pytest.approx(0.001)
+
+
+# ---- the same results as real processes -------------------------------------------------------------------------------
+
+ALGORITHMS = {
+    "broadcast": ["flat", "tree"],
+    "scatter": ["linear", "tree"],
+    "reduce": ["flat", "tree"],
+    "all_reduce": ["flat", "tree", "double_tree", "ring", "two_rings", "blockwise", "halving_doubling", "hierarchical"],
+    "gather": ["linear", "tree"],
+    "all_gather": ["ring", "bruck"],
+    "all_gather_into_tensor": ["ring", "bruck"],
+    "reduce_scatter": ["ring", "pairwise"],
+    "reduce_scatter_tensor": ["ring", "pairwise"],
+    "all_to_all": ["direct", "pairwise"],
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_every_collective_gives_the_bits_that_real_processes_give(ranks: int) -> None:
+    kinds = [("SUM", torch.float32), ("AVG", torch.bfloat16), ("SUM", torch.int64), ("MAX", torch.float16)]
+    wanted = [
+        Call(name, algorithm, op if "reduce" in name else "SUM", dtype, root=ranks // 2, n=n, uneven=n == 64, layout=n % 4)
+        for name, algorithms in ALGORITHMS.items()
+        for algorithm in algorithms
+        for (op, dtype), n in zip(kinds, (1001, 64, 7, 64), strict=True)
+    ]
+    if ranks > 1:
+        equal = ("broadcast", "scatter", "reduce", "gather")  # all of a rooted collective's tensors are
+        wanted = [call for call in wanted if not (call.collective in equal and call.uneven)]
+    rooms = rooms_for(wanted, ranks)
+    real = d2lps.run(perform, ranks, wanted, rooms, backend="gloo")
+    # On one node, as the processes are: "hierarchical" asks who shares a machine.
+    simulated = simulate(perform, star(1, 1e9), wanted, rooms, ranks=["gpu0"] * ranks)
+    for call, *outcomes in zip(wanted, *real, *simulated, strict=True):
+        assert not any(outcome.complaint for outcome in outcomes), call
+        for one, other in zip(outcomes[:ranks], outcomes[ranks:], strict=True):
+            assert all(map(torch.equal, one.output, other.output)), call
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"])
+@pytest.mark.parametrize("topology", [pcie_tree(8), dgx1(), fat_tree(4)], ids=lambda topology: topology.name)
+def test_all_reduce_is_right_on_every_network(topology: Any, algorithm: str) -> None:
+    n = len(topology.devices)
+    results = simulate(reduce_ones, topology, 1001, algorithm)
+    assert all(result.tolist() == [n * (x + (n - 1) / 2) for x in range(1001)] for result in results)
+
+
+def test_results_are_bit_for_bit_the_same_every_time() -> None:
+    def work(comm: Communicator) -> list[float]:
+        tensor = torch.randn(1001, generator=comm.generator)
+        all_reduce(comm, tensor, algorithm="halving_doubling")
+        comm.sleep(torch.rand(1, generator=comm.generator).item())
+        all_reduce(comm, tensor, ReduceOp.AVG, algorithm="blockwise")
+        return [comm.now(), *tensor.tolist()]
+
+    one, other = (simulate(work, fat_tree(4)) for _ in range(2))
+    assert one.results == other.results and one.time == other.time
+    for table in ("messages", "locals", "waits"):
+        first, second = getattr(one.trace, table), getattr(other.trace, table)
+        assert first.keys() == second.keys()
+        assert all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
+
+
+def test_every_rank_has_its_own_copy_of_function_closure_and_arguments() -> None:
+    seen: list[int] = []
+    shared, function = torch.zeros(2), lambda comm, given: None
+
+    def work(comm: Communicator, given: dict[str, int]) -> tuple[list[int], float, dict[str, int], int]:
+        seen.append(comm.rank)
+        shared.add_(comm.rank)
+        given["rank"] = comm.rank
+        work.calls = getattr(work, "calls", 0) + 1  # type: ignore[attr-defined]
+        comm.barrier()
+        return seen, shared.sum().item(), given, work.calls  # type: ignore[attr-defined]
+
+    given = {"rank": -1}
+    run = simulate(work, star(3, 1e9), given)
+    assert run == [([rank], 2.0 * rank, {"rank": rank}, 1) for rank in range(3)]
+    assert seen == [] and shared.sum() == 0 and given == {"rank": -1} and not hasattr(work, "calls")
+    assert simulate(function, star(3, 1e9), given) == [None] * 3
+
+
+def test_the_generators_are_those_of_real_ranks() -> None:
+    def draws(comm: Communicator) -> list[float]:
+        return torch.rand(3, generator=comm.generator).tolist()
+
+    run = simulate(draws, star(3, 1e9))
+    assert run == d2lps.run(draws, 3, backend="gloo") and len(set(map(tuple, run))) == 3
+
+
+def test_nested_functions_of_d2lps_work_inside_a_rank() -> None:
+    def outer(comm: Communicator) -> float:
+        inside = simulate(pass_on, star(2, 1e3), 1000).time
+        comm.sleep(inside)
+        return comm.now()
+
+    assert simulate(outer, star(2, 1e9)) == [1.0, 1.0]
+
+
+# ---- torch's modes: each rank's own -----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_waits_inside_no_grad_does_not_change_another() -> None:
+    def work(comm: Communicator) -> list[bool]:
+        seen = []
+        if comm.rank == 0:
+            with torch.no_grad():
+                comm.recv(torch.zeros(1), 1)
+                seen.append(torch.is_grad_enabled())
+        else:
+            comm.sleep(1.0)
+            seen.append(torch.is_grad_enabled())
+            comm.send(torch.zeros(1), 0)
+        return [*seen, torch.is_grad_enabled()]
+
+    assert simulate(work, star(2, 1e9)) == [[False, True], [True, True]]
+
+
+def test_a_rank_starts_with_gradients_whoever_waits_where() -> None:
+    def work(comm: Communicator) -> bool:
+        grad = torch.is_grad_enabled()
+        with torch.no_grad():
+            comm.barrier()  # rank 0 waits in here while the others start
+        return grad and torch.is_grad_enabled()
+
+    with torch.no_grad():  # as those of a real run, whose caller's mode is nothing to them
+        assert simulate(work, star(3, 1e9)) == [True] * 3
+        assert not torch.is_grad_enabled()
+
+
+MODES: dict[str, tuple[Callable[[], Any], Callable[[], bool]]] = {
+    "no_grad": (torch.no_grad, lambda: not torch.is_grad_enabled()),
+    "inference": (torch.inference_mode, torch.is_inference_mode_enabled),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.is_autocast_enabled("cpu")),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_come_and_go_with_their_rank(mode: str) -> None:
+    def work(comm: Communicator) -> list[bool]:
+        enter, inside = MODES[mode]
+        seen = []
+        for step in range(6):
+            if (comm.rank + step) % 3:
+                with enter():
+                    comm.sleep(0.1 * (comm.rank + 1))
+                    comm.barrier() if step == 4 else None
+                    seen.append(inside())
+            else:
+                comm.sleep(0.15)
+                comm.barrier() if step == 4 else None
+                seen.append(not inside())
+            seen.append(not inside())
+        return seen
+
+    assert simulate(work, star(3, 1e9)) == [[True] * 12] * 3
+    assert not MODES[mode][1]()
+
+
+def test_what_autocast_has_converted_is_forgotten_when_the_weights_change() -> None:
+    def work(comm: Communicator) -> list[float]:
+        weight, outputs = torch.ones(1, 1, requires_grad=True), []
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs.append((torch.ones(1, 1) @ weight).item())
+                comm.sleep(1.0 + comm.rank / 7)  # others are inside, too, at any time
+            with torch.no_grad():
+                weight += 1
+        return outputs
+
+    assert simulate(work, star(3, 1e9)) == [[1.0, 2.0, 3.0]] * 3
+
+
+# ---- training, with messages inside the backward pass ---------------------------------------------------------------------
+
+
+def train(comm: Communicator, layers: int = 3, steps: int = 3) -> tuple[list[float], torch.Tensor]:
+    """Data parallel training; a hook of each parameter averages its gradient as soon as it is there."""
+    torch.manual_seed(0)
+    blocks = [(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(layers)]
+    model = torch.nn.Sequential(*itertools.chain.from_iterable(blocks))
+    parameters, losses = list(model.parameters()), []
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        all_reduce(comm, parameter.grad, ReduceOp.AVG, algorithm="ring")
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(average)
+    batch = torch.randn(16, 8, generator=comm.generator)
+    for _ in range(steps):
+        loss = (model(batch) - batch.flip(1)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+            total = loss.detach().clone()
+            all_reduce(comm, total, ReduceOp.AVG)
+            losses.append(total.item())
+    return losses, torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def same_training(one: d2lps.Run, other: d2lps.Run) -> None:
+    assert one[0][0] == other[0][0] and one[0][0][-1] < one[0][0][0]  # it learns
+    for (losses, weights), (other_losses, other_weights) in zip(one, other, strict=True):
+        assert losses == other_losses and torch.equal(weights, other_weights)
+        assert torch.equal(weights, one[0][1])  # and the replicas agree
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_training_with_hooks_gives_the_numbers_of_real_processes(ranks: int) -> None:
+    same_training(simulate(train, star(ranks, 1e9, 1e-6)), d2lps.run(train, ranks, backend="gloo"))
+
+
+def test_more_ranks_wait_in_hooks_than_torch_lets_backward_passes_nest() -> None:
+    def work(comm: Communicator) -> float:
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: comm.barrier())
+        (comm.rank * x).backward()
+        return x.grad.item()  # type: ignore[union-attr]
+
+    assert simulate(work, star(70, 1e9)) == list(range(70))  # torch would hand the 61st to another thread
+
+
+def test_every_hook_runs_for_its_own_rank_at_its_own_time() -> None:
+    def work(comm: Communicator) -> list[tuple[int, float]]:
+        seen = []
+        x = torch.ones(3, requires_grad=True)
+
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            comm.sleep(0.5 + comm.rank)
+            seen.append((int(grad[0].item()), comm.now()))
+            return grad
+
+        x.register_hook(hook)
+        ((comm.rank + 2) * x).sum().backward()
+        return seen
+
+    assert simulate(work, star(4, 1e9)) == [[(rank + 2, 0.5 + rank)] for rank in range(4)]
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Tensor parallel: add up what the ranks have, forward; hand the gradient back, summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.comm = comm
+        all_reduce(comm, total := tensor.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        all_reduce(ctx.comm, total := gradient.clone())
+        return None, total
+
+
+def test_functions_that_communicate_forward_and_backward() -> None:
+    def work(comm: Communicator) -> list[float]:
+        x = torch.tensor([1.0 + comm.rank], requires_grad=True)
+        inner = SumOverRanks.apply(comm, x * x)
+        SumOverRanks.apply(comm, inner * (comm.rank + 1)).backward()
+        again = torch.autograd.grad(SumOverRanks.apply(comm, x**3), x, create_graph=True)[0]
+        (second,) = torch.autograd.grad(again.sum(), x)
+        return [x.grad.item(), again.item(), second.item()]  # type: ignore[union-attr]
+
+    run = simulate(work, star(3, 1e9))
+    assert run == d2lps.run(work, 3, backend="gloo")
+    # x.grad: 3 ranks of gradient 1, times rank + 1, summed over ranks, times 2x
+    assert run[1] == [3 * 6 * 2 * 2.0, 3 * 3 * 2.0**2, 3 * 6 * 2.0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_runs_forward_again_inside_backward(reentrant: bool) -> None:
+    def work(comm: Communicator) -> list[float]:
+        x = torch.tensor([0.5 + comm.rank], requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(lambda t: SumOverRanks.apply(comm, t.sin()), x, use_reentrant=reentrant)
+        (y * (comm.rank + 1)).sum().backward()
+        return [y.item(), x.grad.item()]  # type: ignore[union-attr]
+
+    sines = sum(math.sin(0.5 + rank) for rank in range(3))
+    wanted = [[sines, 6 * math.cos(0.5 + rank)] for rank in range(3)]
+    assert simulate(work, star(3, 1e9)).results == [pytest.approx(one) for one in wanted]
+
+
+def test_an_error_inside_a_hook_is_raised_and_leaves_no_thread() -> None:
+    def work(comm: Communicator) -> None:
+        x = torch.ones(1, requires_grad=True)
+
+        def hook(grad: torch.Tensor) -> None:
+            comm.barrier()
+            if comm.rank == 1:
+                raise LookupError("in the hook")
+            comm.barrier()
+
+        x.register_hook(hook)
+        x.sum().backward()
+
+    threads = threading.active_count()
+    with pytest.raises(LookupError, match="in the hook") as caught:
+        simulate(work, star(3, 1e9))
+    assert caught.value.__notes__ == ["raised by rank 1 of 3, at 0 s of virtual time"]
+    assert threading.active_count() == threads
+
+
+def test_a_deadlock_inside_a_hook_names_the_hooks_line() -> None:
+    def work(comm: Communicator) -> None:
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: comm.recv(torch.zeros(1), 1 - comm.rank))
+        x.sum().backward()
+
+    threads = threading.active_count()
+    with pytest.raises(d2lps.Deadlock, match="rank 0 -> rank 1 -> rank 0") as caught:
+        simulate(work, star(2, 1e9))
+    assert str(caught.value).count("x.register_hook(lambda grad: comm.recv") == 2
+    assert threading.active_count() == threads
+
+
+# ---- the model: eager messages, costs -----------------------------------------------------------------------------------
+
+
+def test_a_buffered_send_is_done_at_once_and_carries_a_copy() -> None:
+    def work(comm: Communicator) -> tuple[float, list[float]]:
+        tensor = torch.full((2,), 1.0)
+        if comm.rank == 0:
+            comm.send(tensor, 1)
+            done = comm.now()
+            tensor.fill_(2.0)  # too late to change what was sent
+            return done, tensor.tolist()
+        comm.sleep(1.0)
+        comm.recv(tensor, 0)
+        return comm.now(), tensor.tolist()
+
+    run = simulate(work, star(2, 8.0, 0.125), model=Model(eager=8))
+    assert run == [(0.0, [2.0, 2.0]), (1.25, [1.0, 1.0])]  # it left at once: 2 latencies and 8 bytes at 8 B/s
+    assert simulate(work, star(2, 8.0, 0.125), model=Model(eager=7))[0] == (2.25, [2.0, 2.0])  # a byte too long
+
+
+def test_a_buffered_message_that_is_already_here_is_received_at_once() -> None:
+    def work(comm: Communicator) -> float:
+        if comm.rank == 1:
+            comm.sleep(5.0)
+        return pass_on(comm, 8)
+
+    assert simulate(work, star(2, 8.0, 0.125), model=Model(eager=8)) == [0.0, 5.0]
+
+
+def test_short_and_long_messages_of_one_stream_stay_in_order() -> None:
+    def work(comm: Communicator) -> list[int]:
+        sizes, seen = [1, 9, 2, 8, 9, 3], []
+        if comm.rank == 0:
+            for sent in [comm.isend(torch.full((n,), n, dtype=torch.uint8), 1) for n in sizes]:
+                sent.wait()
+        else:
+            comm.sleep(0.5)
+            for n in sizes:
+                comm.recv(into := torch.zeros(n, dtype=torch.uint8), 0)
+                seen.append(int(into[-1]))
+        return seen
+
+    assert simulate(work, star(2, 8.0), model=Model(eager=8))[1] == [1, 9, 2, 8, 9, 3]
+
+
+@pytest.mark.parametrize("eager", [0, 16, math.inf])
+def test_collectives_are_right_under_every_send_mode(eager: float) -> None:
+    wanted = [Call(name, algorithm, n=7, root=1) for name in ALGORITHMS for algorithm in ALGORITHMS[name]]
+    cluster, rooms = star(5, 1e9, 1e-6), rooms_for(wanted, 5)
+    usual, other = (simulate(perform, cluster, wanted, rooms, model=model) for model in (Model(), Model(eager=eager)))
+    for one, two in zip(itertools.chain(*usual), itertools.chain(*other), strict=True):
+        assert not two.complaint and all(map(torch.equal, one.output, two.output))
+
+
+def test_a_message_costs_what_the_model_says() -> None:
+    assert simulate(pass_on, star(2, 1e3), 1000, model=Model(per_message=0.25)).time == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("trace", [True, False])
+def test_combining_costs_what_the_model_says(device: str, trace: bool) -> None:
+    def work(comm: Communicator) -> None:
+        comm.combine(torch.zeros(25, device=comm.device), torch.zeros(25, device=comm.device))
+
+    assert simulate(work, star(2, 1e9), device=device, model=Model(per_combined_byte=0.01), trace=trace).time == 1.0
+
+
+def test_the_ring_pays_for_messages_and_additions() -> None:
+    # 4 ranks, chunks of 1000 B at 1 MB/s: 6 steps of 1 ms and 1/4 s each, 3 additions of 1/2 s.
+    model = Model(per_message=0.25, per_combined_byte=0.5e-3)
+    assert simulate(reduce_ones, star(4, 1e6), 1000, model=model).time == pytest.approx(6 * 0.251 + 3 * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"eager": -1}, "eager=-1 is not a number from 0 up"),
+        ({"eager": "big"}, "eager='big' is not a number from 0 up"),
+        ({"per_message": float("nan")}, "per_message=nan is not a number from 0 up"),
+        ({"per_message": math.inf}, "per_message is infinite: nothing would ever happen"),
+        ({"per_combined_byte": True}, "per_combined_byte=True is not a number from 0 up"),
+    ],
+)
+def test_a_model_that_makes_no_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Model(**wrong)
+
+
+# ---- meta tensors -------------------------------------------------------------------------------------------------------
+
+
+def test_700_gigabytes_cost_nothing() -> None:
+    def work(comm: Communicator) -> tuple[str, torch.Size]:
+        gradients = torch.empty(175_000_000_000, device=comm.device)
+        all_reduce(comm, gradients)
+        return gradients.device.type, gradients.shape
+
+    run = simulate(work, star(8, 50e9), device="meta")
+    assert run[0] == ("meta", torch.Size([175_000_000_000]))
+    assert run.time == pytest.approx(2 * 7 / 8 * 700e9 / 50e9)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"])
+def test_time_does_not_depend_on_whether_there_is_content_or_a_trace(algorithm: str) -> None:
+    times = [
+        simulate(reduce_ones, star(6, 1e6, 1e-3), 1000, algorithm, device=device, trace=trace).time
+        for device in ("cpu", "meta")
+        for trace in (True, False)
+    ]
+    assert len(set(times)) == 1
+
+
+# ---- groups -------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_have_messages_and_barriers_of_their_own() -> None:
+    def work(comm: Communicator) -> tuple[int, int, float, float]:
+        row = comm.split(comm.rank // 3, key=-comm.rank)
+        assert row is not None
+        all_reduce(row, total := torch.tensor([float(comm.rank)]))
+        if comm.rank < 3:
+            comm.sleep(1.0)
+        row.barrier()
+        return row.rank, row.size, total.item(), comm.now()
+
+    run = simulate(work, star(5, math.nextafter(1e30, 2e30)))
+    assert [result[:3] for result in run] == [(2, 3, 3.0), (1, 3, 3.0), (0, 3, 3.0), (1, 2, 7.0), (0, 2, 7.0)]
+    assert [result[3] for result in run] == pytest.approx([1.0, 1.0, 1.0, 0.0, 0.0])
+
+
+def test_who_joins_no_group_gets_none() -> None:
+    def work(comm: Communicator) -> Any:
+        group = comm.split(None if comm.rank == 1 else 0)
+        if group is None:
+            return None
+        again = group.split(group.rank, key=0)  # a group of a group
+        assert again is not None
+        return group.members, again.members, (group.node, group.device.type, group.generator is comm.generator)
+
+    alone = ("cpu", True)
+    assert simulate(work, star(3, 1e9)) == [([0, 2], [0], ("gpu0", *alone)), None, ([0, 2], [2], ("gpu2", *alone))]
+
+
+def test_two_groups_of_the_same_ranks_do_not_hear_each_other() -> None:
+    def work(comm: Communicator) -> float:
+        one, other = comm.split(0), comm.split(0)
+        assert one is not None and other is not None
+        if comm.rank == 0:
+            works = [other.isend(torch.tensor([2.0]), 1), one.isend(torch.tensor([1.0]), 1)]
+            for sent in works:
+                sent.wait()
+            return 0.0
+        one.recv(into := torch.zeros(1), 0)
+        other.recv(torch.zeros(1), 0)
+        return into.item()
+
+    assert simulate(work, star(2, 1e9))[1] == 1.0
+
+
+# ---- the trace ----------------------------------------------------------------------------------------------------------
+
+
+def test_results_time_and_trace() -> None:
+    cluster = star(4, 1e6, 1e-3)
+    run = simulate(reduce_ones, cluster, 1000)
+    assert isinstance(run, d2lps.Run) and len(run) == 4 and run.trace.ranks == 4
+    assert run.trace.topology is cluster and run.trace.nodes == cluster.devices
+    assert len(run.trace) == 4 * 6 and run.trace.rounds == 6 and run.trace.messages["nbytes"].sum() == 4 * 6 * 1000
+    assert run.trace.messages["end"].max() == pytest.approx(run.time)
+
+
+def test_a_trace_is_that_of_a_real_run_but_for_its_times() -> None:
+    simulated, real = simulate(reduce_ones, star(3, 1e9)).trace, d2lps.run(reduce_ones, 3, backend="gloo", trace=True).trace
+    columns = ("src", "dst", "tag", "nbytes", "src_offset", "src_length", "dst_offset", "dst_length", "src_seq", "dst_seq")
+
+    def rows(trace: d2lps.Trace) -> list[tuple[Any, ...]]:
+        steps = [trace.steps[step] for step in trace.messages["step"]]
+        return sorted(zip(steps, *(trace.messages[name].tolist() for name in columns), strict=True))
+
+    assert rows(simulated) == rows(real)
+    assert [(b.rank, b.name, b.nbytes) for b in simulated.buffers] == [(b.rank, b.name, b.nbytes) for b in real.buffers]
+
+
+def test_without_a_trace_there_is_none() -> None:
+    with pytest.raises(ValueError, match="this run left no trace"):
+        _ = simulate(pass_on, star(2, 1e9), trace=False).trace
+
+
+def test_links_know_what_they_carried() -> None:
+    trace = simulate(pass_on, pcie_tree(2, 1e6, 0.0), 1000, ranks=["gpu1", "cpu"]).trace
+    assert trace.bytes_on_links() == {("gpu1", "pcie"): 1000, ("pcie", "cpu"): 1000}
+
+
+def test_utilization_is_the_share_of_what_a_link_could_have_carried() -> None:
+    cluster = pcie_tree(2, bandwidth=1e6, latency=0.0).slowed(("cpu", "pcie"), 4)
+    trace = simulate(pass_on, cluster, 1000, ranks=["gpu1", "cpu"]).trace
+    assert trace.utilization() == pytest.approx({("gpu1", "pcie"): 0.25, ("pcie", "cpu"): 1.0})
+
+
+def test_the_ring_fills_every_link_of_a_ring_in_one_direction() -> None:
+    trace = simulate(reduce_ones, ring(4, 1e6), 1000).trace
+    assert trace.bytes_on_links() == {(f"gpu{r}", f"gpu{(r + 1) % 4}"): 6000 for r in range(4)}
+    assert trace.utilization() == pytest.approx({(f"gpu{r}", f"gpu{(r + 1) % 4}"): 1.0 for r in range(4)})
+
+
+def test_a_real_run_has_no_links() -> None:
+    trace = d2lps.run(reduce_ones, 2, backend="gloo", trace=True).trace
+    with pytest.raises(ValueError, match="only a simulated run knows its links"):
+        trace.bytes_on_links()
+
+
+# ---- mistakes -----------------------------------------------------------------------------------------------------------
+
+CLUSTER = star(3, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: simulate(pass_on, CLUSTER, ranks=4), ValueError, r"ranks=4, but star\(3\) has 3 devices"),
+        (lambda: simulate(pass_on, CLUSTER, ranks=0), ValueError, r"ranks=0, but star\(3\) has 3 devices"),
+        (lambda: simulate(pass_on, CLUSTER, ranks=["gpu0", "tpu"]), ValueError, r"ranks must name nodes of star\(3\); \['tpu'\]"),
+        (lambda: simulate(pass_on, CLUSTER, ranks=[]), ValueError, "an empty list"),
+        (lambda: simulate(pass_on, 4), TypeError, "simulate needs a Topology, not 4"),  # type: ignore[arg-type]
+        (lambda: simulate("pass_on", CLUSTER), TypeError, "simulate needs a function"),  # type: ignore[arg-type]
+        (lambda: simulate(pass_on, CLUSTER, device="cuda"), ValueError, "device='cuda' is unknown: choose 'cpu' or 'meta'"),
+        (lambda: simulate(lambda comm: comm.sleep(-1), CLUSTER), ValueError, "seconds=-1 is not a number from 0 up"),
+        (lambda: simulate(lambda comm: comm.sleep(math.nan), CLUSTER), ValueError, "seconds=nan is not a number from 0 up"),
+        (lambda: simulate(lambda comm: comm.send(torch.ones(1), comm.rank), CLUSTER), ValueError, "is this rank itself"),
+        (lambda: simulate(reduce_ones, CLUSTER, 3, "native"), ValueError, "algorithm='native' is the all-reduce of gloo or NCCL"),
+        (lambda: simulate(pass_on, star(3, 1e9).without("switch")), ValueError, r"star\(3\) has no route from 'gpu0' to 'gpu1'"),
+    ],
+)
+def test_a_mistake_is_named(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_an_exception_names_its_rank_and_its_virtual_time() -> None:
+    def work(comm: Communicator) -> None:
+        comm.sleep(0.125)
+        if comm.rank == 2:
+            raise KeyError("lost")
+        comm.barrier()
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        simulate(work, CLUSTER)
+    assert caught.value.__notes__ == ["raised by rank 2 of 3, at 0.125 s of virtual time"]
+
+
+def test_a_message_that_does_not_fit_is_named() -> None:
+    def work(comm: Communicator, into: torch.Tensor) -> None:
+        comm.send(torch.zeros(3), 1, tag=5) if comm.rank == 0 else comm.recv(into, 0, tag=5)
+
+    for model in (Model(), Model(eager=math.inf)):
+        for into, expects in ((torch.zeros(4), "float32[4]"), (torch.zeros(3, dtype=torch.int32), "int32[3]")):
+            with pytest.raises(Mismatch) as caught:
+                simulate(work, star(2, 1e9), into, model=model)
+            said = f"message from rank 0 to rank 1, tag 5: the sender sends float32[3], the receiver expects {expects}"
+            assert str(caught.value) == said
+
+
+def test_debug_compares_calls_of_collectives() -> None:
+    def work(comm: Communicator) -> None:
+        broadcast(comm, torch.zeros(2), src=comm.rank)
+
+    with pytest.raises(Mismatch, match="the ranks disagree"):
+        simulate(work, star(2, 1e9), debug=True)
+
+
+# ---- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def fails(comm: Communicator) -> None:
+    torch.manual_seed(5)
+    torch.rand(3)
+    random.random()
+    with torch.no_grad():
+        comm.barrier()
+        if comm.rank == 1:
+            raise LookupError("gone")
+        comm.barrier()
+
+
+def hangs(comm: Communicator) -> None:
+    with torch.inference_mode():
+        comm.recv(torch.zeros(1), (comm.rank + 1) % comm.size)
+
+
+def living_greenlets() -> int:
+    gc.collect()
+    return sum(type(thing) is greenlet.greenlet and bool(thing) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("program", [pass_on, fails, hangs, train])
+def test_nothing_is_left_behind(program: Callable[..., Any]) -> None:
+    torch.manual_seed(123)
+    state, greenlets, threads = torch.get_rng_state(), living_greenlets(), threading.active_count()
+    engine = torch.autograd.Variable._execution_engine
+    with contextlib.suppress(LookupError, d2lps.Deadlock):
+        simulate(program, CLUSTER)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert gc.isenabled() and living_greenlets() == greenlets
+    assert threading.active_count() == threads and torch.autograd.Variable._execution_engine is engine
+
+
+def test_who_hangs_can_still_clean_up() -> None:
+    cleaned: list[int] = []
+
+    def work(comm: Communicator, tell: Callable[[int], None]) -> None:
+        try:
+            comm.recv(torch.zeros(1), 1 - comm.rank)
+        finally:
+            tell(comm.rank)
+
+    import sys
+
+    sys.modules[__name__].CLEANED = cleaned  # type: ignore[attr-defined]  # reached by name: closures are copied
+    with pytest.raises(d2lps.Deadlock):
+        simulate(work, star(2, 1e9), tell)
+    assert sorted(cleaned) == [0, 1]
+
+
+def tell(rank: int) -> None:
+    globals()["CLEANED"].append(rank)
+
+
+def test_a_switched_off_collector_stays_off() -> None:
+    gc.disable()
+    try:
+        simulate(pass_on, CLUSTER)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_simulations_in_two_threads_do_not_meet() -> None:
+    results: dict[int, Any] = {}
+
+    def one(number: int) -> None:
+        results[number] = simulate(reduce_ones, star(4, 1e6), 1000 * (number + 1)).time
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == pytest.approx({0: 0.006, 1: 0.012})
+
+
+def test_gathering_is_the_other_half_of_the_ring() -> None:
+    def work(comm: Communicator) -> list[float]:
+        tensors = [torch.zeros(2) for _ in range(comm.size)]
+        all_gather(comm, tensors, torch.full((2,), float(comm.rank)))
+        return torch.cat(tensors).tolist()
+
+    run = simulate(work, star(3, 8.0))
+    assert run[2] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0] and run.time == pytest.approx(2.0)
