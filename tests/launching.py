@@ -31,7 +31,7 @@ def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     """What `condition()` gives as soon as it is true; what it gives at the end if it never is."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.005)
+        time.sleep(0.02)
     return met
 
 
@@ -76,13 +76,29 @@ def listening(processes: list[psutil.Process]) -> list[str]:
     return sorted(addresses)
 
 
+def command_of(process: psutil.Process) -> str:
+    """What a process runs, without its numbers; "" if it has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return re.sub(r"\d+", "N", " ".join(process.cmdline()))[:80]
+    return ""
+
+
+def orphans() -> list[psutil.Process]:
+    """Those of them whose parent is gone."""
+    here = started()
+    known = {os.getpid(), *(process.pid for process in here)}
+    with contextlib.suppress(psutil.Error):
+        return [process for process in here if process.ppid() not in known]
+    return orphans()
+
+
 def belongings() -> dict[str, Any]:
     """What a run may use but must not leave behind."""
     here = psutil.Process()
     files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
     processes = started()
     return {
-        "processes": sorted(" ".join(process.cmdline())[:80] for process in processes if process.is_running()),
+        "processes": sorted(filter(None, map(command_of, processes))),
         "zombies": len([child for child in here.children() if child.status() == psutil.STATUS_ZOMBIE]),
         "listening": listening([here, *processes]),
         "open files": sorted(re.sub(r"\d+", "N", name) for name in files),
@@ -91,8 +107,11 @@ def belongings() -> dict[str, Any]:
 
 
 @pytest.fixture
-def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test that leaves a process, a port, an open file, a temporary file or shared memory behind."""
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], bool]]:
+    """Fails a test that leaves a process, a port, an open file, a temporary file or shared memory behind.
+
+    In the test, `nothing_left(3)` says whether within 3 seconds all processes are gone that have been started since.
+    """
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -101,11 +120,14 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     if zygote is not None and MARK not in zygote.environ():
         kill_zygote()  # an earlier test's, before there was a mark
     d2lps.run(lambda comm: None, 1, backend="gloo")  # from now on there is a fork server, before and after
+    until(lambda: not orphans())  # what an earlier test has killed
     before, memory = belongings(), set(os.listdir("/dev/shm"))
-    yield
+    known = started()
+    yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds))
     d2lps.run(lambda comm: None, 1, backend="gloo")
     until(lambda: belongings() == before and set(os.listdir("/dev/shm")) <= memory, seconds=3)
-    assert belongings() == before
+    left = {what: now for what, now in belongings().items() if now != before[what]}
+    assert not left, f"left behind: {left}; before: { {what: before[what] for what in left} }"
     assert set(os.listdir("/dev/shm")) <= memory
 
 
@@ -152,7 +174,8 @@ class Kernel:
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3", env=environment())
         self.text = self.error = ""
-        self.run("import d2lps, torch, os")
+        self.run("import d2lps, functools, os, torch")
+        self.run("run = functools.partial(d2lps.run, backend='gloo'); run(lambda comm: None, 1)")  # now there is a fork server
 
     def start(self, cell: str) -> None:
         """Begin to run a cell."""
@@ -183,7 +206,7 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        return self.manager.provisioner.pid
+        return self.manager.provisioner.pid  # type: ignore[union-attr]
 
     def end(self) -> None:
         self.client.stop_channels()

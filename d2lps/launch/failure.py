@@ -7,7 +7,7 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +17,7 @@ from d2lps.comm.standing import Standing
 from d2lps.launch.rank import Failure, Job
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
-_INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<")
+_INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<frozen")
 _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
@@ -62,21 +62,25 @@ def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None)
 
 
 def hung(
-    job: Job, notes: Mapping[int, Standing | None], stacks: Mapping[int, str], pids: Mapping[int, int]
+    job: Job,
+    overdue: Sequence[int],
+    notes: Mapping[int, Standing | None],
+    stacks: Mapping[int, str],
+    pids: Mapping[int, int],
 ) -> RankHung:
-    """The exception for a wait that lasted too long; ranks without a note are running, stopped, or have returned."""
+    """The exception for ranks that have waited too long; those without a note run, are stopped, or have returned."""
     states = []
     for rank in range(job.ranks):
         if rank not in notes:
             states.append(State(rank, None, "has returned"))
-        elif notes[rank] is not None:
-            states.append(State(rank, notes[rank]))
-        elif _is_stopped(pids[rank]):
-            states.append(State(rank, None, "is stopped (SIGSTOP)"))
+            continue
+        note = notes[rank]
+        place = (note.file, note.line, note.function) if note is not None else _innermost(stacks[rank])
+        if _is_stopped(pids[rank]):  # wherever it was: nobody waits for anything but this
+            states.append(State(rank, None, "is stopped (SIGSTOP)", *place))
         else:
-            states.append(State(rank, None, "is running", *_innermost(stacks[rank])))
-    waiting = min((note.since, rank) for rank, note in notes.items() if note is not None)[1]
-    return explain(states, f"rank {waiting} has waited for more than timeout={job.timeout:g} s")
+            states.append(State(rank, note, "" if note is not None else "is running", *place))
+    return explain(states, f"rank {overdue[0]} has waited for more than timeout={job.timeout:g} s", overdue)
 
 
 def _is_stopped(pid: int) -> bool:

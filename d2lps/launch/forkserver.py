@@ -11,7 +11,6 @@ keeper. The standard library's forkserver has the first half of this; its childr
 """
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from d2lps.launch import wire
+from d2lps.launch.lineage import adopt_orphans, children, die_with_parent, kill_session
 
 
 def serve(caller: socket.socket) -> None:
@@ -35,6 +35,7 @@ def serve(caller: socket.socket) -> None:
     torch.set_num_threads(1)  # before the fork: no thread pool to lose
     assert numpy
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the keepers
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks a rank where it is: may come before the rank has a handler
     while True:
         try:
             _, (run,) = wire.receive(caller)
@@ -49,12 +50,13 @@ def serve(caller: socket.socket) -> None:
 def keep(caller: socket.socket) -> None:
     """The keeper: fork the ranks, report each end as (rank, wait status), and leave nothing behind."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    adopt_orphans()
     with contextlib.suppress(EOFError, OSError):
         setting, _ = wire.receive(caller)
         os.chdir(setting["directory"])
         os.environ.clear()
         os.environ.update(setting["environment"])
-        sys.path[:] = setting["path"]
+        sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
         processes: dict[int, int] = {}
         try:
             for rank in range(setting["ranks"]):
@@ -71,7 +73,7 @@ def _fork_rank(rank: int, files: list[int], caller: socket.socket) -> int:
     if pid == 0:
         caller.close()
         os.setsid()  # a session of its own: whatever the rank starts can be ended with it
-        _die_with_parent()
+        die_with_parent()
         from d2lps.launch.rank import main
 
         _child(main, rank, *files)
@@ -94,7 +96,7 @@ def _report_ends(caller: socket.socket, processes: dict[int, int]) -> None:
         for pid in list(processes):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                _kill_session(pid)  # what a dead rank had started itself
+                kill_session(pid)  # what a dead rank had started itself
                 wire.send(caller, (processes.pop(pid), status))
         ready = [key.fileobj for key, _ in selector.select()]
         if woken in ready:
@@ -104,28 +106,19 @@ def _report_ends(caller: socket.socket, processes: dict[int, int]) -> None:
 
 
 def _end(processes: dict[int, int]) -> None:
+    """Kill the ranks, and what they started and left: orphans are the keeper's own children (see adopt_orphans)."""
     for pid in processes:
-        _kill_session(pid)
+        kill_session(pid)
     for pid in processes:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
-
-
-def _kill_session(pid: int) -> None:
-    """SIGKILL to a rank and all it started: it works on stopped processes too."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _die_with_parent() -> None:
-    """Linux: should the keeper itself be killed, its ranks are too. Asked for in the one thread that forks."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent or parent == 1:
-            os._exit(1)
+    with contextlib.suppress(ChildProcessError):
+        while True:  # until there is no child any more
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+            if not ended:
+                for pid in children():
+                    kill_session(pid)
+                os.waitpid(-1, 0)
 
 
 def _child(work: Callable[..., None], *args: Any) -> None:
@@ -144,4 +137,4 @@ def _child(work: Callable[..., None], *args: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    _child(serve, socket.socket(fileno=int(sys.argv[1])))  # its end need not take apart what torch has built

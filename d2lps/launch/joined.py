@@ -2,7 +2,9 @@
 
 import os
 import pickle
+import re
 import socket
+import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,12 +14,17 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from d2lps.comm import RankFailed, RankHung
+from d2lps.comm.explain import State, describe_state
+from d2lps.comm.standing import Standing
 from d2lps.launch.rank import Success, execute
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.result import Run
 from d2lps.trace import merge
 
 _inside = False
+_TIMED_OUT = re.compile("timed out|timeout|no signature", re.IGNORECASE)  # gloo, a store, the debug mode
+_LOST = re.compile("connection|broken pipe", re.IGNORECASE)
 
 
 def under_launcher() -> bool:
@@ -32,18 +39,46 @@ def join(
     world = int(os.environ["WORLD_SIZE"])
     if ranks != world:
         raise ValueError(f"ranks={ranks}, but this job was launched with WORLD_SIZE={world} processes: they must be equal")
-    backend, device = _resolve(backend)
-    comm = _communicator(backend, device, timeout)
+    try:
+        comm, meeting = _groups(*_resolve(backend), timeout)
+    except dist.DistStoreError as error:
+        told = f"rank {os.environ['RANK']} has waited for more than timeout={timeout:g} s for every rank of the job to call run"
+        raise RankHung(told) from error
     comm.debug = debug
     global _inside
     _inside = True
     try:
-        success = execute(comm, function, args, trace)
+        return _exchange(_called(function, comm, args, timeout, trace), comm.rank, meeting, trace)
+    except BaseException as error:
+        _clear_frames(error)
+        raise
     finally:
         _inside = False
-    run = _exchange(success, comm, trace)
-    dist.destroy_process_group(comm.group)
-    return run
+        for group in (comm.group, meeting):
+            dist.destroy_process_group(group)
+        # gloo closes a group's sockets when the last reference is gone; until then others would wait for this rank.
+        comm.group = group = meeting = None
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of the variables in an exception's tracebacks, the groups among them; the lines stay."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _called(
+    function: Callable[..., Any], comm: ProcessGroupCommunicator, args: tuple[Any, ...], timeout: float, trace: bool
+) -> Success:
+    """The outcome of the function; a wait that fails is explained."""
+    comm.board = note = _LastNote()
+    try:
+        return execute(comm, function, args, trace)
+    except (RuntimeError, TimeoutError) as error:
+        told = _explained(error, State(comm.rank, note.standing), timeout) if note.standing is not None else None
+        if told is None:  # it did not fail in a wait
+            raise
+        raise told from error
 
 
 def _resolve(backend: str) -> tuple[str, torch.device]:
@@ -61,25 +96,50 @@ def _resolve(backend: str) -> tuple[str, torch.device]:
     return "gloo", torch.device("cpu")
 
 
-def _communicator(backend: str, device: torch.device, timeout: float) -> ProcessGroupCommunicator:
-    """A group of this run's own, so that its timeout and its messages are nobody else's."""
+class _LastNote:
+    """A board for one: torch says neither who waited nor for whom, so what it says is put beside the last note."""
+
+    standing: Standing | None = None
+
+    def write(self, standing: Standing | None) -> None:
+        self.standing = standing
+
+
+def _groups(backend: str, device: torch.device, timeout: float) -> tuple[ProcessGroupCommunicator, Any]:
+    """A group of this run's own, whose timeout and messages are nobody else's, and one to meet in at its end.
+
+    There a rank may wait for as long as another still works: `timeout` bounds the waits within the function.
+    """
     if not dist.is_initialized():
         dist.init_process_group(backend)
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
-    store = dist.distributed_c10d._get_default_store()
-    return ProcessGroupCommunicator(group, device, timeout=timeout, store=store)
+    group, meeting = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout)), dist.new_group(backend=backend)
+    # A store of this run's own too: an earlier run that failed has left its signatures behind.
+    store = dist.PrefixStore(f"d2lps/{group.group_name}", dist.distributed_c10d._get_default_store())
+    return ProcessGroupCommunicator(group, device, timeout=timeout, store=store), meeting
 
 
-def _exchange(mine: Success, comm: ProcessGroupCommunicator, trace: bool) -> Run:
+def _explained(error: Exception, state: State, timeout: float) -> Exception | None:
+    """A wait that failed, told as a run on one machine would tell it, as far as this rank can know."""
+    if _TIMED_OUT.search(str(error)):
+        return RankHung(f"rank {state.rank} has waited for more than timeout={timeout:g} s\n{describe_state(state)}")
+    if _LOST.search(str(error)):
+        return RankFailed(f"rank {state.rank} has lost another rank, which tells why itself\n{describe_state(state)}")
+    return None
+
+
+def _exchange(mine: Success, rank: int, meeting: Any, trace: bool) -> Run:
     """Tell every rank what every rank returned; torch pickles it, among processes of one job that trust one another."""
-    everyone: list[Any] = [None] * comm.size
-    dist.all_gather_object(everyone, (socket.gethostname(), pickle.dumps(mine)), group=comm.group)
+    everyone: list[Any] = [None] * meeting.size()
+    try:
+        dist.all_gather_object(everyone, (socket.gethostname(), pickle.dumps(mine)), group=meeting)
+    except RuntimeError as error:
+        raise RankFailed(f"rank {rank} has returned, but another rank has failed, which tells why itself") from error
     outcomes: list[tuple[str, Success]] = [(host, pickle.loads(packed)) for host, packed in everyone]
     logs = [outcome.log for _, outcome in outcomes if outcome.log is not None]
     return Run(
         [cloudpickle.loads(outcome.result) for _, outcome in outcomes],
         _longest(outcomes),
-        merge(logs, comm.size) if trace else None,
+        merge(logs, len(logs)) if trace else None,
     )
 
 

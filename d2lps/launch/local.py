@@ -7,16 +7,17 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
 
-from d2lps.comm.standing import SharedBoard
+from d2lps.comm.standing import SharedBoard, Standing
 from d2lps.launch import wire, zygote
 from d2lps.launch.failure import died, hung, raise_in_caller
+from d2lps.launch.lineage import kill_session
 from d2lps.launch.output import Output
 from d2lps.launch.rank import Failure, Job, Success
 from d2lps.result import Run
@@ -121,6 +122,8 @@ class Group:
         if self.keeper in ready:
             rank, status = self._keepers_word()
             self.ended[rank] = status
+            if rank in self.pending and not self.pending[rank].poll():
+                del self.pending[rank]  # said nothing, though a process that it had started may still hold its line open
 
     def _collect_until(self, deadline: float) -> None:
         while len(self.outcomes) < self.job.ranks and not self._dead() and (patience := deadline - time.monotonic()) > 0:
@@ -131,6 +134,8 @@ class Group:
         try:
             (rank, status), _ = wire.receive(self.keeper)
         except (EOFError, OSError):
+            for pid in self.pids.values():
+                kill_session(pid)  # on Linux the ranks are dead by now, but not what they had started
             raise RuntimeError("the process that watched over the ranks was killed, and they with it") from None
         return rank, status
 
@@ -144,16 +149,24 @@ class Group:
 
     def _check_waits(self) -> None:
         """End the run if a rank has waited for longer than `timeout` in one place."""
-        notes = {rank: self.board.read(rank) for rank in self.pending}
-        now = time.monotonic()
-        if any(note is not None and now - note.since > self.job.timeout for note in notes.values()):
-            for rank, note in notes.items():
-                if note is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(self.pids[rank], signal.SIGUSR2)  # faulthandler writes where it is
-            time.sleep(_TICK)
-            stacks = {rank: self._stack(rank) for rank in self.pending}
-            raise hung(self.job, notes, stacks, self.pids)
+        notes = self._notes()
+        late = self._overdue(notes)
+        if not late:
+            return
+        for rank in notes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR2)  # faulthandler writes where it is
+        time.sleep(_TICK)
+        # Whose note has changed by now is not stuck: it is no part of a deadlock.
+        notes = {rank: note if rank in late or note == self.board.read(rank) else None for rank, note in notes.items()}
+        raise hung(self.job, self._overdue(notes), notes, {rank: self._stack(rank) for rank in notes}, self.pids)
+
+    def _notes(self) -> dict[int, Standing | None]:
+        return {rank: self.board.read(rank) for rank in self.pending}
+
+    def _overdue(self, notes: Mapping[int, Standing | None]) -> list[int]:
+        latest = time.monotonic() - self.job.timeout
+        return [rank for rank, note in notes.items() if note is not None and note.since < latest]
 
     def _stack(self, rank: int) -> str:
         return os.pread(self.stacks[rank].fileno(), 1 << 16, 0).decode(errors="replace")

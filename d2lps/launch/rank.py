@@ -86,11 +86,8 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, li
 
 def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, ...], trace: bool) -> Success:
     """Call the function with every rank starting at the same time, and pack its result."""
-    if trace:
-        comm.recorder = Recorder(comm.rank, comm.now)
-    recorder, comm.recorder = comm.recorder, None
-    comm.barrier()
-    comm.recorder = recorder
+    comm._barrier()  # the launcher's, not the reader's: no note and no trace tells of it
+    recorder = comm.recorder = Recorder(comm.rank, comm.now) if trace else None
     started = comm.now()
     result = function(comm, *args)
     ended = comm.now()
@@ -111,17 +108,18 @@ def _packed(result: Any, rank: int) -> bytes:
 
 def failure(error: BaseException) -> Failure:
     """Pack an exception: itself if it can be pickled, its text and frames in any case."""
+    when = time.monotonic()  # pickling may take its time, and the earliest failure is the one that counts
     pickled: bytes | None
     try:
-        pickled = cloudpickle.dumps(error.with_traceback(None) if error.__traceback__ is None else error)
-        pickle.loads(pickled)
+        pickled = cloudpickle.dumps(error) if isinstance(error, Exception) else None  # sys.exit() shall not end the caller
+        pickle.loads(pickled or pickle.dumps(None))
     except Exception:
         pickled = None
     frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
     # The reader's own frames: those of the launcher say nothing.
     launcher = os.path.join(_PACKAGE, "launch")
     shown = [frame for frame in frames if not frame[0].startswith(launcher)]
-    return Failure(time.monotonic(), pickled, type(error).__name__, str(error), shown or frames)
+    return Failure(when, pickled, type(error).__name__, str(error), shown or frames)
 
 
 def _redirect(out: int, err: int) -> None:
@@ -153,7 +151,7 @@ def _join(rank: int, job: Job, listener: int) -> Communicator:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=patience)
-    return ProcessGroupCommunicator(device=device, timeout=job.timeout, store=store)
+    return ProcessGroupCommunicator(device=device, timeout=patience.total_seconds(), store=store)
 
 
 def _device(kind: str, rank: int) -> torch.device:

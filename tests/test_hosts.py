@@ -1,0 +1,156 @@
+"""Several machines for real: three network namespaces, each with a cable to a switch, and one rank on each.
+
+    host 0 --- +--------+
+    host 1 --- | switch |      all of them namespaces of this machine; needs Linux, root, and the `ip` command
+    host 2 --- +--------+
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import psutil
+import pytest
+from launching import environment, script, started, until
+
+HOSTS = 3
+TIMEOUT = 2  # seconds: what the script below gives to d2lps.run
+PREFIX = f"d2lps-{os.getpid()}"
+
+
+def ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+
+
+def build() -> None:
+    for name in ["switch", *(f"host{i}" for i in range(HOSTS))]:
+        ip(f"netns add {PREFIX}-{name}")
+    switch = f"-n {PREFIX}-switch"
+    ip(f"{switch} link add bridge type bridge")
+    ip(f"{switch} link set bridge up")
+    for i in range(HOSTS):
+        host = f"-n {PREFIX}-host{i}"
+        ip(f"{switch} link add port{i} type veth peer name eth0 netns {PREFIX}-host{i}")
+        ip(f"{switch} link set port{i} master bridge up")
+        ip(f"{host} addr add 10.77.0.{i + 1}/24 dev eth0")
+        ip(f"{host} link set eth0 up")
+        ip(f"{host} link set lo up")
+
+
+def tear_down() -> None:
+    """Remove what was built; cables and bridge go with their namespaces."""
+    names = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
+    for name in names:
+        if name.startswith(PREFIX):
+            ip(f"netns del {name}")
+
+
+@pytest.fixture(scope="module")
+def cables() -> Iterator[None]:
+    if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):
+        pytest.skip("network namespaces need Linux, root and the ip command")
+    try:
+        build()
+    except subprocess.CalledProcessError as error:
+        tear_down()
+        pytest.skip(f"no network namespaces here: {' '.join(error.cmd)}: {error.stderr.strip()}")
+    yield
+    tear_down()
+
+
+SCRIPT = f"""
+import json, os, sys, time
+from pathlib import Path
+import torch
+import d2lps
+from d2lps.collectives import all_reduce
+
+folder = Path(sys.argv[1])
+
+def bytes_sent():
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+def ring(comm):
+    tensor = torch.full((3_000_000,), float(comm.rank))
+    before = bytes_sent()
+    all_reduce(comm, tensor, algorithm="ring")
+    return tensor.unique().tolist(), bytes_sent() - before
+
+def for_ever(comm):
+    (folder / f"going.{{comm.rank}}").touch()
+    while True:
+        all_reduce(comm, torch.ones(100_000), algorithm="ring")
+
+found = d2lps.run(ring, {HOSTS}, backend="gloo", trace=True)
+try:
+    d2lps.run(for_ever, {HOSTS}, backend="gloo", timeout={TIMEOUT})
+except Exception as error:
+    told = [time.monotonic(), type(error).__name__, str(error)]
+notes = [found.results, found.trace.bytes_sent().tolist(), told]
+(folder / f"notes.{{os.environ['RANK']}}").write_text(json.dumps(notes))
+"""
+
+
+def start(command: list[str]) -> list[subprocess.Popen[bytes]]:
+    """One rank on each host, as a launcher on that host would start it."""
+    processes = []
+    for rank in range(HOSTS):
+        job = environment(RANK=str(rank), WORLD_SIZE=str(HOSTS), MASTER_ADDR="10.77.0.1", MASTER_PORT="29500")
+        job |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        processes.append(subprocess.Popen(["ip", "netns", "exec", f"{PREFIX}-host{rank}", *command], env=job))
+    return processes
+
+
+class Job(NamedTuple):
+    """What came of the script: per rank its results, its trace's bytes, and when and how the second run ended."""
+
+    results: list[list[tuple[list[float], int]]]
+    sent: list[list[int]]
+    endings: list[tuple[float, str, str]]  # seconds after the cut, the error's type, its text
+    codes: list[int]
+    left: set[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def job(cables: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Run the script on all hosts, and cut the cable of host 2 in the middle of its second run."""
+    folder, known = tmp_path_factory.mktemp("hosts"), set(started())
+    processes = start([*script(folder / "on_hosts.py", SCRIPT), str(folder)])
+    try:
+        assert until(lambda: all((folder / f"going.{rank}").exists() for rank in range(HOSTS)), seconds=60)
+        ip(f"-n {PREFIX}-switch link set port2 down")
+        cut = time.monotonic()
+        codes = [process.wait(30) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    notes = [json.loads((folder / f"notes.{rank}").read_text()) for rank in range(HOSTS)]
+    endings = [(when - cut, kind, text) for _, _, (when, kind, text) in notes]
+    return Job([results for results, _, _ in notes], [sent for _, sent, _ in notes], endings, codes, set(started()) - known)
+
+
+def test_a_ring_goes_from_host_to_host(job: Job) -> None:
+    assert [[values for values, _ in results] for results in job.results] == [[[3.0]] * HOSTS] * HOSTS
+
+
+def test_the_cables_carried_what_the_trace_says(job: Job) -> None:
+    assert job.sent == [[2 * 2 * 4_000_000] * HOSTS] * HOSTS  # 2(p - 1) messages of n/p = 4 MB
+    assert all(16e6 < counted < 1.05 * 16e6 for _, counted in job.results[0])  # headers and acknowledgements come on top
+
+
+def test_a_cut_cable_is_noticed_on_every_host(job: Job) -> None:
+    for after, kind, text in job.endings:
+        assert 0 < after < TIMEOUT + 3
+        assert kind in ("RankHung", "RankFailed") and " in all_reduce (in for_ever, " in text
+    assert "RankHung" in {kind for _, kind, _ in job.endings}
+
+
+def test_the_job_ends_and_leaves_nothing(job: Job) -> None:
+    assert job.codes == [0] * HOSTS
+    assert job.left == set()

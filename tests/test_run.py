@@ -1,0 +1,727 @@
+"""d2lps.run on this machine: what it calls, what it gives back, and the rules of its messages."""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+import functools
+import io
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launching import Kernel, kernel, kill_zygote, nothing_left, output_of, script, until, zygote_of
+
+import d2lps
+from d2lps import Communicator, Deadlock, Mismatch, RankHung, ReduceOp
+from d2lps.collectives import all_gather, all_reduce, broadcast
+
+Runner = Callable[..., d2lps.Run]
+
+
+@pytest.fixture(params=["gloo"])
+def run(request: pytest.FixtureRequest) -> Runner:
+    """d2lps.run with each transport that needs no GPU."""
+    return functools.partial(d2lps.run, backend=request.param)
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_results_are_in_rank_order(run: Runner, ranks: int) -> None:
+    assert run(lambda comm: (comm.rank, comm.size), ranks) == [(rank, ranks) for rank in range(ranks)]
+
+
+def test_arguments_reach_every_rank(run: Runner) -> None:
+    assert run(lambda comm, a, b: [*a, b, comm.rank], 2, ["x"], "y") == [["x", "y", 0], ["x", "y", 1]]
+
+
+def test_a_run_is_a_sequence(run: Runner) -> None:
+    squares = run(lambda comm: comm.rank**2, 4)
+    assert (squares[3], squares[-1], squares[1:3], len(squares)) == (9, 9, [1, 4], 4)
+    assert list(squares) == squares.results == [0, 1, 4, 9]
+    assert squares == [0, 1, 4, 9] and squares == d2lps.Run([0, 1, 4, 9], time=7.0) and squares != [0, 1, 4]
+    assert repr(squares) == "Run([0, 1, 4, 9])"
+    assert 9 in squares and sum(squares) == 14
+
+
+def test_time_is_that_of_the_slowest_rank_without_the_launch(run: Runner) -> None:
+    start = time.monotonic()
+    result = run(lambda comm: comm.sleep(0.2) if comm.rank == 1 else None, 3)
+    assert 0.2 <= result.time < time.monotonic() - start
+
+
+def test_ranks_start_together(run: Runner) -> None:
+    def work(comm: Communicator) -> tuple[float, float]:
+        started = comm.now()
+        comm.sleep(0.3)
+        return started, comm.now()
+
+    times = run(work, 3).results
+    assert max(started for started, _ in times) < min(ended for _, ended in times)
+
+
+def test_a_trace_is_there_when_asked_for(run: Runner) -> None:
+    assert len(run(lambda comm: all_reduce(comm, torch.ones(3), algorithm="ring"), 3, trace=True).trace) == 2 * 2 * 3
+    with pytest.raises(ValueError, match="this run left no trace: start it with trace=True"):
+        _ = run(lambda comm: None, 1).trace
+
+
+def test_big_results(run: Runner) -> None:
+    result = run(lambda comm: torch.full((12_500_000,), float(comm.rank)), 2)
+    assert [tensor.nbytes for tensor in result] == [50_000_000] * 2
+    assert all(bool((tensor == rank).all()) for rank, tensor in enumerate(result))
+
+
+def test_big_arguments(run: Runner) -> None:
+    big = torch.arange(12_500_000, dtype=torch.float32)
+    assert run(lambda comm, tensor: bool((tensor == torch.arange(12_500_000)).all()), 2, big) == [True, True]
+
+
+# ---- what can be run ------------------------------------------------------------------------------------------------
+
+
+def of_this_module(comm: Communicator) -> tuple[str, int]:
+    return __name__, comm.rank
+
+
+class Adder:
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def add(self, comm: Communicator) -> int:
+        return self.start + comm.rank
+
+    def __call__(self, comm: Communicator) -> int:
+        return self.start - comm.rank
+
+
+def test_functions_of_a_module(run: Runner) -> None:
+    assert run(of_this_module, 2) == [(__name__, 0), (__name__, 1)]
+
+
+def test_methods_and_other_callables(run: Runner) -> None:
+    assert run(Adder(10).add, 2) == [10, 11]
+    assert run(Adder(10), 2) == [10, 9]
+    assert run(functools.partial(lambda factor, comm: factor * comm.rank, 5), 2) == [0, 5]
+
+
+def test_closures_and_nested_functions(run: Runner) -> None:
+    factor = 3
+
+    def outer(comm: Communicator) -> int:
+        def inner(value: int) -> int:
+            return factor * value if value < 2 else inner(value - 1)
+
+        return inner(comm.rank)
+
+    assert run(outer, 4) == [0, 3, 3, 3]
+
+
+def test_each_rank_has_its_own_copy(run: Runner) -> None:
+    seen: list[int] = []
+
+    def work(comm: Communicator) -> list[int]:
+        seen.append(comm.rank)
+        return seen
+
+    assert run(work, 2) == [[0], [1]]
+    assert seen == []
+
+
+def test_a_function_defined_in_a_cell(kernel: Kernel) -> None:
+    kernel.run("""
+        offset = 10
+        class Pair:
+            def __init__(self, a, b): self.a, self.b = a, b
+        def work(comm):
+            print("hello from", comm.rank)
+            return Pair(comm.rank, comm.rank + offset)
+    """)
+    assert kernel.run("[pair.b for pair in run(work, 2)]") == "rank 0 | hello from 0\nrank 1 | hello from 1\n[10, 11]"
+
+
+def test_the_traceback_of_a_cell_has_its_lines(kernel: Kernel) -> None:
+    kernel.run("""
+        def broken(comm):
+            if comm.rank == 1:
+                raise ZeroDivisionError("on purpose")
+    """)
+    assert kernel.run("run(broken, 2)") == "ZeroDivisionError"
+    assert "Traceback of rank 1 of 2" in kernel.error
+    assert 'raise ZeroDivisionError("on purpose")' in kernel.error.partition("The above exception was the direct cause")[0]
+
+
+def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    command = script(
+        tmp_path / "plain.py",
+        """
+        import d2lps
+
+        print("imported once")
+        def work(comm):
+            return helper(comm.rank)
+        def helper(rank):
+            return rank + 1
+        print(d2lps.run(work, 3, backend="gloo"))
+        """,
+    )
+    assert output_of(command) == "imported once\nRun([1, 2, 3])\n"
+
+
+# ---- what the ranks print -------------------------------------------------------------------------------------------
+
+
+def test_prints_are_labelled_and_in_rank_order(run: Runner, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank + 1 < comm.size:
+            comm.recv(torch.zeros(1), comm.rank + 1)  # so the last rank prints first
+        print(f"one\nof {comm.rank}")
+        print(f"problem of {comm.rank}", file=sys.stderr)
+        if comm.rank:
+            comm.send(torch.zeros(1), comm.rank - 1)
+
+    run(work, 3)
+    out, err = capfd.readouterr()
+    assert out == "rank 0 | one\nrank 0 | of 0\nrank 1 | one\nrank 1 | of 1\nrank 2 | one\nrank 2 | of 2\n"
+    assert err == "rank 0 | problem of 0\nrank 1 | problem of 1\nrank 2 | problem of 2\n"
+
+
+def test_what_python_did_not_print_is_shown_too(run: Runner, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(comm: Communicator) -> None:
+        print("from Python")
+        os.write(1, b"from C\n")
+        subprocess.run(["sh", "-c", "echo from a subprocess; echo its complaint >&2"], check=True)
+
+    run(work, 1)
+    assert capfd.readouterr() == (
+        "rank 0 | from Python\nrank 0 | from C\nrank 0 | from a subprocess\n",
+        "rank 0 | its complaint\n",
+    )
+
+
+def test_odd_output(run: Runner, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(comm: Communicator) -> None:
+        print("é\n\nno end", end="")
+        sys.stdout.flush()
+        os.write(1, b" \xff")
+
+    run(work, 1)
+    assert capfd.readouterr().out == "rank 0 | é\nrank 0 | \nrank 0 | no end \ufffd\n"
+
+
+def test_of_too_much_output_the_end_is_shown(run: Runner, capfd: pytest.CaptureFixture[str]) -> None:
+    run(lambda comm: print(("." * 99 + "\n") * 15_000 + "the end"), 1)
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "rank 0 | ... 500,008 bytes left out ..."
+    assert lines[-1] == "rank 0 | the end"
+    assert sum(len(line) - len("rank 0 | ") + 1 for line in lines[1:]) == 1_000_000
+
+
+def test_what_was_printed_before_a_failure_is_shown(run: Runner, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(comm: Communicator) -> None:
+        print("as far as here")
+        raise ValueError("no further")
+
+    with pytest.raises(ValueError, match="no further"):
+        run(work, 1)
+    assert capfd.readouterr().out == "rank 0 | as far as here\n"
+
+
+class Witness(io.StringIO):
+    """A standard output that makes a file when something has been written to it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def write(self, text: str) -> int:
+        self.file.touch()
+        return super().write(text)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_live_shows_lines_before_the_end(run: Runner, live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Witness(tmp_path / "shown"))
+
+    def work(comm: Communicator, shown: Path) -> bool:
+        print("a line")
+        return bool(until(shown.exists, seconds=10 if live else 0.5))
+
+    assert run(work, 1, tmp_path / "shown", live=live) == [live]
+    assert sys.stdout.getvalue() == "rank 0 | a line\n"  # type: ignore[attr-defined]
+
+
+# ---- wrong calls ----------------------------------------------------------------------------------------------------
+
+WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: d2lps.run(print, 0), ValueError, "ranks=0 is not a number of processes from 1 to 1024"),
+    (lambda: d2lps.run(print, -1), ValueError, "ranks=-1 is not a number of processes from 1 to 1024"),
+    (lambda: d2lps.run(print, True), ValueError, "ranks=True is not a number of processes from 1 to 1024"),
+    (lambda: d2lps.run(print, "4"), ValueError, "ranks='4' is not a number of processes from 1 to 1024"),  # type: ignore[arg-type]
+    (lambda: d2lps.run(print, 4.0), ValueError, "ranks=4.0 is not a number of processes from 1 to 1024"),  # type: ignore[arg-type]
+    (lambda: d2lps.run(print, 5000), ValueError, "ranks=5000 is not a number of processes from 1 to 1024"),
+    (lambda: d2lps.run(print, 2, backend="pigeon"), ValueError, "backend='pigeon' is unknown: choose one of 'auto', "),
+    (
+        lambda: d2lps.run(print, torch.cuda.device_count() + 1, backend="nccl"),
+        ValueError,
+        f"backend='nccl' needs a GPU for each rank: {torch.cuda.device_count() + 1} ranks, but this machine has ",
+    ),
+    (lambda: d2lps.run(print, 2, timeout=0), ValueError, "timeout=0 is not a number of seconds above 0"),
+    (lambda: d2lps.run(print, 2, timeout=-1), ValueError, "timeout=-1 is not a number of seconds above 0"),
+    (lambda: d2lps.run(print, 2, timeout=float("nan")), ValueError, "timeout=nan is not a number of seconds above 0"),
+    (lambda: d2lps.run(print, 2, timeout="5"), ValueError, "timeout='5' is not a number of seconds above 0"),  # type: ignore[arg-type]
+    (lambda: d2lps.run(4, print), TypeError, "run needs a function of a communicator, not 4"),  # type: ignore[arg-type]
+    (
+        lambda: d2lps.run(lambda comm, lock: None, 2, threading.Lock(), backend="gloo"),
+        TypeError,
+        "the function or its arguments cannot be sent to other processes: cannot pickle '_thread.lock' object",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, kind, message", WRONG_CALLS, ids=[message[:20] for _, _, message in WRONG_CALLS])
+def test_a_wrong_call_starts_nothing(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    kill_zygote()
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    zygote = zygote_of(os.getpid())
+    assert zygote is None or zygote.status() == "zombie"
+
+
+def test_a_result_that_cannot_be_sent_back(run: Runner) -> None:
+    with pytest.raises(TypeError) as caught:
+        run(lambda comm: threading.Lock() if comm.rank == 1 else 0, 2)
+    assert str(caught.value) == (
+        "rank 1 returned a lock, which cannot be sent back to the caller (cannot pickle '_thread.lock' object); "
+        "return numbers, strings, tensors, or containers of them"
+    )
+
+
+# ---- what surrounds a rank ------------------------------------------------------------------------------------------
+
+
+def test_directory_path_and_environment_are_the_callers(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reader_module.py").write_text("value = 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("D2LPS_GIVEN", "yes")
+    monkeypatch.delenv("HOME", raising=False)
+
+    def work(comm: Communicator) -> tuple[Any, ...]:
+        import reader_module  # type: ignore[import-not-found]
+
+        return os.getcwd(), reader_module.value, os.environ.get("D2LPS_GIVEN"), os.environ.get("HOME")
+
+    assert run(work, 2) == [(str(tmp_path), 7, "yes", None)] * 2
+
+
+def test_an_edited_module_is_read_anew(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def work(comm: Communicator) -> int:
+        import edited_module  # type: ignore[import-not-found]
+
+        return edited_module.value
+
+    for value in (1, 22):
+        (tmp_path / "edited_module.py").write_text(f"value = {value}\n")
+        assert run(work, 1) == [value]
+
+
+def test_a_rank_computes_in_one_thread(run: Runner) -> None:
+    assert run(lambda comm: torch.get_num_threads(), 2) == [1, 1]
+
+
+def test_random_numbers_differ_by_rank_and_repeat_by_run(run: Runner) -> None:
+    def draw(comm: Communicator) -> list[int]:
+        return torch.randint(2**31, (4,), generator=comm.generator).tolist()
+
+    first = run(draw, 3)
+    assert len({tuple(numbers) for numbers in first}) == 3
+    assert run(draw, 3) == first
+
+
+def test_ranks_do_not_share_the_state_of_other_generators(run: Runner) -> None:
+    drawn = run(lambda comm: (random.random(), float(np.random.rand())), 3)
+    assert len({number for pair in drawn for number in pair}) == 6
+
+
+def test_ranks_listen_on_the_loopback_interface_alone(run: Runner) -> None:
+    def work(comm: Communicator) -> list[str]:
+        import psutil
+
+        connections = psutil.Process().net_connections("inet")
+        return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
+
+    addresses = [address for addresses in run(work, 2) for address in addresses]
+    assert addresses and all(address.removeprefix("::ffff:") == "127.0.0.1" for address in addresses)
+
+
+# ---- many runs ------------------------------------------------------------------------------------------------------
+
+
+def sum_of(run: Runner, value: int) -> list[float]:
+    """A run of 2 ranks whose result can only be its own."""
+
+    def work(comm: Communicator) -> float:
+        tensor = torch.full((100,), float(value))
+        all_reduce(comm, tensor)
+        return tensor.sum().item()
+
+    return run(work, 2).results
+
+
+def test_a_run_inside_a_rank(run: Runner) -> None:
+    def work(comm: Communicator) -> list[int]:
+        if comm.rank == 1:
+            return d2lps.run(lambda inner: inner.rank + 10, 2, backend="gloo").results
+        return []
+
+    assert run(work, 2) == [[], [10, 11]]
+
+
+def test_eight_runs_at_once_from_threads(run: Runner) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda value: sum_of(run, value), range(8))) == [[200.0 * value] * 2 for value in range(8)]
+
+
+def test_eight_runs_at_once_from_processes(run: Runner) -> None:
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    processes = [context.Process(target=lambda v=value: answers.put((v, sum_of(run, v)))) for value in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert sorted(answers.get() for _ in processes) == [(value, [200.0 * value] * 2) for value in range(8)]
+
+
+def test_fifty_runs_in_a_row_leave_nothing(run: Runner, nothing_left: None) -> None:
+    for value in range(50):
+        assert sum_of(run, value) == [200.0 * value] * 2
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_one_tag_arrive_in_order(run: Runner) -> None:
+    def work(comm: Communicator) -> list[float]:
+        tensors = [torch.tensor([float(i)]) for i in range(5)]
+        if comm.rank == 0:
+            works = [comm.isend(tensor, 1, tag=3) for tensor in tensors]
+        else:
+            tensors = [torch.zeros(1) for _ in tensors]
+            works = [comm.irecv(tensor, 0, tag=3) for tensor in tensors]
+        for transfer in reversed(works):  # the order of waiting does not matter
+            transfer.wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert run(work, 2)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_tags_and_sources_are_received_in_any_order(run: Runner) -> None:
+    def work(comm: Communicator) -> list[float]:
+        if comm.rank < 2:
+            works = [comm.isend(torch.tensor([tag + comm.rank / 2], dtype=torch.float64), 2, tag) for tag in (0, 1, 2**31 - 1)]
+            for transfer in works:
+                transfer.wait()
+            return []
+        received = []
+        for src, tag in [(1, 2**31 - 1), (0, 1), (1, 0), (0, 2**31 - 1), (0, 0), (1, 1)]:
+            comm.recv(into := torch.zeros(1, dtype=torch.float64), src, tag)
+            received.append(into.item())
+        return received
+
+    assert run(work, 3)[2] == [2**31 - 0.5, 1.0, 0.5, 2**31 - 1.0, 0.0, 1.5]
+
+
+def test_a_send_is_complete_only_when_its_receive_is_posted(run: Runner) -> None:
+    def both_send_first(comm: Communicator) -> None:
+        comm.send(torch.zeros(1), 1 - comm.rank)
+        comm.recv(torch.zeros(1), 1 - comm.rank)
+
+    with pytest.raises(Deadlock):
+        run(both_send_first, 2, timeout=0.5)
+
+
+def test_a_work_is_complete_once_waited_for(run: Runner) -> None:
+    def work(comm: Communicator) -> list[bool]:
+        tensor = torch.zeros(1)
+        transfer = comm.isend(tensor, 1) if comm.rank == 0 else comm.irecv(tensor, 0)
+        before = transfer.is_completed()
+        transfer.wait()
+        transfer.wait()  # a second wait returns at once
+        return [before, transfer.is_completed()]
+
+    assert run(work, 2) == [[False, True]] * 2
+
+
+def test_strided_tensors_at_both_ends(run: Runner) -> None:
+    def work(comm: Communicator) -> torch.Tensor:
+        if comm.rank == 0:
+            comm.send(torch.arange(6.0).view(2, 3).t(), 1)  # 0 3 1 4 2 5
+            return torch.empty(0)
+        into = torch.full((2, 6), -1.0)
+        comm.recv(into[:, ::2], 0)
+        return into
+
+    assert run(work, 2)[1].tolist() == [[0, -1, 3, -1, 1, -1], [4, -1, 2, -1, 5, -1]]
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool]
+DTYPES += [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+def test_every_dtype(run: Runner) -> None:
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        received = []
+        for dtype in DTYPES:
+            tensor = torch.tensor([0, 1, 3]).to(dtype)
+            if comm.rank == 0:
+                comm.send(tensor, 1)
+            else:
+                comm.recv(into := torch.zeros_like(tensor), 0)
+                received.append(into)
+        return received
+
+    for dtype, tensor in zip(DTYPES, run(work, 2)[1], strict=True):
+        assert tensor.dtype == dtype and torch.equal(tensor, torch.tensor([0, 1, 3]).to(dtype))
+
+
+def test_tensors_without_elements_or_dimensions_or_with_gradients(run: Runner) -> None:
+    def work(comm: Communicator) -> tuple[float, float]:
+        empty, scalar = torch.zeros(0), torch.tensor(float(7 - 7 * comm.rank))
+        learned = torch.full((2,), 5.0 - 5.0 * comm.rank, requires_grad=True)
+        for tensor in (empty, scalar, learned, empty):
+            comm.send(tensor, 1) if comm.rank == 0 else comm.recv(tensor, 0)
+        return scalar.item(), learned.sum().item()
+
+    assert run(work, 2)[1] == (7.0, 10.0)
+
+
+ITSELF = " is this rank itself: a rank sends no message to itself, use comm.copy"
+WRONG_MESSAGES: list[tuple[str, Callable[[Communicator], Any], str]] = [
+    ("self", lambda comm: comm.send(torch.zeros(1), 0), "dst=0" + ITSELF),
+    ("self", lambda comm: comm.recv(torch.zeros(1), 0), "src=0" + ITSELF),
+    ("rank", lambda comm: comm.send(torch.zeros(1), 2), "dst=2 is not a rank of this group of 2 (0 to 1)"),
+    ("rank", lambda comm: comm.recv(torch.zeros(1), -1), "src=-1 is not a rank of this group of 2 (0 to 1)"),
+    ("rank", lambda comm: comm.isend(torch.zeros(1), True), "dst=True is not a rank of this group of 2 (0 to 1)"),
+    ("rank", lambda comm: comm.irecv(torch.zeros(1), 1.0), "src=1.0 is not a rank of this group of 2 (0 to 1)"),  # type: ignore[arg-type]
+    ("tag", lambda comm: comm.send(torch.zeros(1), 1, -1), "tag=-1 is not an integer from 0 to 2**31 - 1"),
+    ("tag", lambda comm: comm.recv(torch.zeros(1), 1, 2**31), "tag=2147483648 is not an integer from 0 to 2**31 - 1"),
+    ("tag", lambda comm: comm.send(torch.zeros(1), 1, "a"), "tag='a' is not an integer from 0 to 2**31 - 1"),  # type: ignore[arg-type]
+    ("tensor", lambda comm: comm.send([1, 2], 1), "a message is a torch.Tensor, not list: [1, 2]"),  # type: ignore[arg-type]
+    ("tensor", lambda comm: comm.recv(None, 1), "a message is a torch.Tensor, not NoneType: None"),  # type: ignore[arg-type]
+    (
+        "sendrecv",
+        lambda comm: comm.sendrecv(torch.zeros(1), 1, torch.zeros(1), 5),
+        "src=5 is not a rank of this group of 2 (0 to 1)",
+    ),
+    ("split", lambda comm: comm.split("red"), "color must be None or an integer below 2**62, not 'red'"),  # type: ignore[arg-type]
+    ("split", lambda comm: comm.split(0, key=True), "key must be None or an integer below 2**62, not True"),
+]
+
+
+def test_a_wrong_message_is_refused_before_anything_moves(run: Runner) -> None:
+    def work(comm: Communicator) -> list[str]:
+        said = []
+        for _, call, _ in WRONG_MESSAGES if comm.rank == 0 else []:
+            try:
+                call(comm)
+            except (TypeError, ValueError) as error:
+                said.append(str(error))
+        comm.sendrecv(torch.ones(1), 1 - comm.rank, into := torch.zeros(1), 1 - comm.rank)  # all is well afterwards
+        return [*said, str(into.item())]
+
+    assert run(work, 2) == [[message for _, _, message in WRONG_MESSAGES] + ["1.0"], ["1.0"]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_sendrecv_goes_round_a_ring_without_deadlock(run: Runner, ranks: int) -> None:
+    def work(comm: Communicator) -> list[float]:
+        passing, seen = torch.tensor([float(comm.rank)]), []
+        for _ in range(comm.size):
+            comm.sendrecv(passing, (comm.rank + 1) % comm.size, into := torch.zeros(1), (comm.rank - 1) % comm.size)
+            passing = into
+            seen.append(into.item())
+        return seen
+
+    assert run(work, ranks) == [[(rank - 1 - step) % ranks for step in range(ranks)] for rank in range(ranks)]
+
+
+def test_nobody_leaves_a_barrier_before_the_last_has_come(run: Runner) -> None:
+    def work(comm: Communicator) -> tuple[float, float]:
+        comm.sleep(0.1 * comm.rank)
+        came = comm.now()
+        comm.barrier()
+        return came, comm.now()
+
+    times = run(work, 3).results
+    assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_split_by_color_key_and_none(run: Runner) -> None:
+    def work(comm: Communicator) -> list[Any]:
+        groups = [
+            comm.split(comm.rank % 2),
+            comm.split(0, key=-comm.rank),
+            comm.split(None if comm.rank == 1 else -7),
+            comm.split(comm.rank),
+        ]
+        return [group and (group.rank, group.members) for group in groups]
+
+    assert run(work, 4) == [
+        [(0, [0, 2]), (3, [3, 2, 1, 0]), (0, [0, 2, 3]), (0, [0])],
+        [(0, [1, 3]), (2, [3, 2, 1, 0]), None, (0, [1])],
+        [(1, [0, 2]), (1, [3, 2, 1, 0]), (1, [0, 2, 3]), (0, [2])],
+        [(1, [1, 3]), (0, [3, 2, 1, 0]), (2, [0, 2, 3]), (0, [3])],
+    ]
+
+
+def test_messages_in_a_reversed_group_go_to_the_right_ranks(run: Runner) -> None:
+    def work(comm: Communicator) -> float:
+        backwards = comm.split(0, key=-comm.rank)
+        right, left = (backwards.rank + 1) % comm.size, (backwards.rank - 1) % comm.size
+        backwards.sendrecv(torch.tensor([float(comm.rank)]), right, into := torch.zeros(1), left)
+        return into.item()
+
+    assert run(work, 3) == [1.0, 2.0, 0.0]
+
+
+def test_collectives_inside_groups(run: Runner) -> None:
+    def work(comm: Communicator) -> list[Any]:
+        row, column = comm.split(comm.rank // 3), comm.split(comm.rank % 3)
+        total = torch.tensor([float(comm.rank)])
+        all_reduce(row, total)
+        broadcast(column, root := torch.tensor([float(comm.rank)]), src=1)
+        all_gather(column, pieces := [torch.zeros(1), torch.zeros(1)], torch.tensor([float(comm.rank)]))
+        return [total.item(), root.item(), [piece.item() for piece in pieces]]
+
+    assert run(work, 6) == [[3.0 if rank < 3 else 12.0, 3.0 + rank % 3, [rank % 3, rank % 3 + 3]] for rank in range(6)]
+
+
+def test_a_split_of_a_split(run: Runner) -> None:
+    def work(comm: Communicator) -> Any:
+        half = comm.split(comm.rank // 3)
+        ends = half.split(None if half.rank == 1 else 0, key=-half.rank)
+        if ends is None:
+            return None
+        all_reduce(ends, total := torch.tensor([float(comm.rank)]))
+        return ends.rank, ends.members, total.item()
+
+    assert run(work, 6) == [(1, [2, 0], 2.0), None, (0, [2, 0], 2.0), (1, [5, 3], 8.0), None, (0, [5, 3], 8.0)]
+
+
+def test_messages_of_different_groups_never_meet(run: Runner) -> None:
+    def work(comm: Communicator) -> list[float]:
+        both = comm.split(0)
+        if comm.rank == 0:
+            first, second = comm.isend(torch.tensor([1.0]), 1), both.isend(torch.tensor([2.0]), 1)
+            first.wait(), second.wait()
+            return []
+        both.recv(of_both := torch.zeros(1), 0)
+        comm.recv(of_world := torch.zeros(1), 0)
+        return [of_world.item(), of_both.item()]
+
+    assert run(work, 2)[1] == [1.0, 2.0]
+
+
+# ---- the debug mode -------------------------------------------------------------------------------------------------
+
+
+def mismatch(run: Runner, work: Callable[[Communicator], Any], ranks: int) -> str:
+    with pytest.raises(Mismatch) as caught:
+        run(work, ranks, debug=True)
+    return str(caught.value)
+
+
+def meet(send: torch.Tensor, recv: torch.Tensor) -> Callable[[Communicator], None]:
+    return lambda comm: comm.send(send, 1, tag=4) if comm.rank == 0 else comm.recv(recv, 0, tag=4)
+
+
+def test_debug_names_a_wrong_dtype(run: Runner) -> None:
+    said = mismatch(run, meet(torch.zeros(4), torch.zeros(4, dtype=torch.int32)), 2)
+    assert said == "message from rank 0 to rank 1, tag 4: the sender sends float32[4], the receiver expects int32[4]"
+
+
+@pytest.mark.parametrize("expected", [3, 5])
+def test_debug_names_a_wrong_length(run: Runner, expected: int) -> None:
+    said = mismatch(run, meet(torch.zeros(2, 2), torch.zeros(expected)), 2)
+    assert said == f"message from rank 0 to rank 1, tag 4: the sender sends float32[4], the receiver expects float32[{expected}]"
+
+
+def test_debug_names_a_wrong_root(run: Runner) -> None:
+    assert mismatch(run, lambda comm: broadcast(comm, torch.zeros(3), src=comm.rank // 2), 3) == (
+        "the ranks disagree: rank 2 calls broadcast(tensor=float32[3], src=1, algorithm=tree); "
+        "ranks 0, 1 call broadcast(tensor=float32[3], src=0, algorithm=tree)"
+    )
+
+
+def test_debug_names_a_different_collective(run: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        broadcast(comm, torch.zeros(3)) if comm.rank == 0 else all_reduce(comm, torch.zeros(3), algorithm="ring")
+
+    assert mismatch(run, work, 2) == (
+        "the ranks disagree: rank 0 calls broadcast(tensor=float32[3], src=0, algorithm=tree); "
+        "rank 1 calls all_reduce(tensor=float32[3], op=SUM, algorithm=ring)"
+    )
+
+
+def test_debug_names_a_different_operation(run: Runner) -> None:
+    ops = [ReduceOp.SUM, ReduceOp.MAX]
+    assert mismatch(run, lambda comm: all_reduce(comm, torch.zeros(3), ops[comm.rank], algorithm="ring"), 2) == (
+        "the ranks disagree: rank 0 calls all_reduce(tensor=float32[3], op=SUM, algorithm=ring); "
+        "rank 1 calls all_reduce(tensor=float32[3], op=MAX, algorithm=ring)"
+    )
+
+
+def test_debug_names_a_different_shape(run: Runner) -> None:
+    assert mismatch(run, lambda comm: all_reduce(comm, torch.zeros(3, 1 + comm.rank), algorithm="ring"), 2) == (
+        "the ranks disagree: rank 0 calls all_reduce(tensor=float32[3, 1], op=SUM, algorithm=ring); "
+        "rank 1 calls all_reduce(tensor=float32[3, 2], op=SUM, algorithm=ring)"
+    )
+
+
+def test_debug_names_ranks_of_the_whole_run_in_a_group(run: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        odd = comm.split(comm.rank % 2)
+        if comm.rank % 2:
+            odd.send(torch.zeros(2), 1) if odd.rank == 0 else odd.recv(torch.zeros(3), 0)
+
+    said = mismatch(run, work, 4)
+    assert said == "message from rank 1 to rank 3, tag 0: the sender sends float32[2], the receiver expects float32[3]"
+
+
+def test_debug_changes_no_result(run: Runner) -> None:
+    def work(comm: Communicator) -> list[float]:
+        pair = comm.split(comm.rank // 2)
+        tensor = torch.full((5,), 1.0 + comm.rank)
+        all_reduce(comm, tensor)
+        all_reduce(pair, tensor, algorithm="tree")
+        works = [comm.isend(tensor, (comm.rank + 1) % 4), comm.irecv(into := torch.zeros(5), (comm.rank - 1) % 4)]
+        for transfer in works:
+            transfer.wait()
+        return into.tolist()
+
+    assert run(work, 4, debug=True) == [[20.0] * 5] * 4
+
+
+def test_debug_still_finds_a_deadlock(run: Runner) -> None:
+    with pytest.raises(RankHung, match="rank 0 -> rank 1 -> rank 0"):
+        run(lambda comm: comm.recv(torch.zeros(1), 1 - comm.rank), 2, debug=True, timeout=0.5)

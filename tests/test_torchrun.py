@@ -1,0 +1,233 @@
+"""d2lps.run in a job that a launcher has started: torchrun, or any that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+Starting such a job takes seconds, so a script runs much in one go, and each test looks at what one part of it left.
+"""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from launching import environment, nothing_left, running, script, started, until
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+# Every script begins with this: note(name, call) leaves what a call gave or raised, and how long it took, in a file.
+NOTES = """
+import json, os, sys, time
+import torch
+import d2lps
+from d2lps.collectives import all_reduce
+
+def note(name, call):
+    start = time.monotonic()
+    try:
+        found = call()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    rank = os.environ["RANK"]
+    with open(os.path.join(sys.argv[1], f"{name}.{rank}"), "w") as file:
+        json.dump([time.monotonic() - start, found], file)
+
+def run(function, *args, ranks=4, **options):
+    return d2lps.run(function, ranks, *args, backend="gloo", **options)
+"""
+
+
+def notes_of(directory: Path, name: str) -> list[Any]:
+    """What each of the 4 ranks noted, by rank."""
+    return [json.loads((directory / f"{name}.{rank}").read_text())[1] for rank in range(4)]
+
+
+def seconds_of(directory: Path, name: str) -> list[float]:
+    return [json.loads((directory / f"{name}.{rank}").read_text())[0] for rank in range(4)]
+
+
+def job(path: Path, code: str) -> list[str]:
+    return [*script(path, NOTES + textwrap.dedent(code)), str(path.parent)]
+
+
+# ---- under torchrun -------------------------------------------------------------------------------------------------
+
+MANY_RUNS = """
+def work(comm, add):
+    tensor = torch.full((8,), float(comm.rank + add))
+    all_reduce(comm, tensor, algorithm="ring")
+    return tensor[0].item()
+
+def traced():
+    result = run(work, 1, trace=True)
+    return [result.results, len(result.trace), result.trace.bytes_sent().tolist(), result.time]
+
+note("traced", traced)
+note("second", lambda: run(work, 2).results)
+note("too few", lambda: run(work, 0, ranks=3))
+
+def outer(comm):
+    if comm.rank == 2:
+        return d2lps.run(lambda inner: [inner.rank, inner.size, os.getppid(), "RANK" in os.environ], 2, backend="gloo").results
+    comm.barrier() if comm.size < 4 else None
+
+note("nested", lambda: run(outer).results)
+note("slow", lambda: run(lambda comm: comm.sleep(1.5) if comm.rank == 1 else comm.rank, timeout=0.5).results)
+
+def meet(comm, expected):
+    if comm.rank == 0:
+        comm.send(torch.zeros(2), 1)
+    if comm.rank == 1:
+        comm.recv(torch.zeros(expected), 0)
+
+note("mismatch", lambda: run(meet, 3, debug=True))
+note("after a mismatch", lambda: run(meet, 2, debug=True).results)
+
+def fail(comm):
+    if comm.rank == 1:
+        raise RuntimeError("on purpose")
+    if comm.rank == 2:
+        comm.barrier()
+
+note("failure", lambda: run(fail))
+
+def hang(comm):
+    if comm.rank == 0:
+        comm.recv(torch.zeros(2), 1)
+
+note("hang", lambda: run(hang, timeout=1))
+note("at last", lambda: run(work, 3).results)
+run(fail)
+"""
+
+
+class Job(NamedTuple):
+    """A job that has ended: its notes, its exit status, what it printed, and the processes that it has left behind."""
+
+    folder: Path
+    status: int
+    text: str
+    left: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The script above, under torchrun; whose own temporary files are its own affair."""
+    folder = tmp_path_factory.mktemp("job")
+    known = set(started())
+    with running([*TORCHRUN, *job(folder / "many_runs.py", MANY_RUNS)[1:]], TMPDIR=str(folder)) as process:
+        text, _ = process.communicate(timeout=100)
+    until(lambda: set(started()) <= known, seconds=3)
+    return Job(folder, process.returncode, text, sorted(set(started()) - known))
+
+
+def test_every_rank_gets_every_result_and_the_whole_trace(noted: Job) -> None:
+    rows = notes_of(noted.folder, "traced")
+    assert rows == [rows[0]] * 4
+    results, messages, sent, seconds = rows[0]
+    assert (results, messages, sent) == ([10.0] * 4, 2 * 3 * 4, [2 * 3 * 8] * 4)
+    assert 0 < seconds < seconds_of(noted.folder, "traced")[0]
+
+
+def test_a_script_may_run_twice(noted: Job) -> None:
+    assert notes_of(noted.folder, "second") == [[14.0] * 4] * 4
+
+
+def test_ranks_must_be_the_jobs(noted: Job) -> None:
+    told = "ValueError: ranks=3, but this job was launched with WORLD_SIZE=4 processes: they must be equal"
+    assert notes_of(noted.folder, "too few") == [told] * 4
+
+
+def test_a_nested_run_starts_processes_of_its_own(noted: Job) -> None:
+    results = notes_of(noted.folder, "nested")
+    assert results == [results[0]] * 4
+    nested = results[0][2]
+    assert [(rank, size, inherited) for rank, size, _, inherited in nested] == [(0, 2, False), (1, 2, False)]
+    assert results[0][0] is results[0][1] is results[0][3] is None
+
+
+def test_a_rank_may_work_on_for_longer_than_the_timeout(noted: Job) -> None:
+    assert notes_of(noted.folder, "slow") == [[0, None, 2, 3]] * 4
+
+
+def test_a_mismatch_is_named_and_forgotten(noted: Job) -> None:
+    told = "Mismatch: message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[3]"
+    assert notes_of(noted.folder, "mismatch")[:2] == [told] * 2
+    assert notes_of(noted.folder, "after a mismatch") == [[None] * 4] * 4
+
+
+def test_a_failure_is_felt_by_every_rank_at_once(noted: Job) -> None:
+    zero, one, two, three = notes_of(noted.folder, "failure")
+    assert one == "RuntimeError: on purpose"
+    assert two.startswith("RankFailed: rank 2 has lost another rank, which tells why itself\n  rank 2 waits at a barrier (in ")
+    assert zero == "RankFailed: rank 0 has returned, but another rank has failed, which tells why itself"
+    assert three == zero.replace("rank 0", "rank 3")
+    assert max(seconds_of(noted.folder, "failure")) < 10  # the timeout is 60
+
+
+def test_a_wait_that_is_too_long_says_where_it_was(noted: Job) -> None:
+    zero, *others = notes_of(noted.folder, "hang")
+    assert re.fullmatch(
+        r"RankHung: rank 0 has waited for more than timeout=1 s\n"
+        r"  rank 0 waits for rank 1 to send 8 B, tag 0 \(in hang, line \d+: comm.recv\(torch.zeros\(2\), 1\)\)",
+        zero,
+    )
+    assert all("another rank has failed" in told for told in others)
+    assert notes_of(noted.folder, "at last") == [[18.0] * 4] * 4
+
+
+def test_a_failing_rank_fails_the_job_and_leaves_nothing(noted: Job) -> None:
+    assert noted.status == 1
+    assert "RuntimeError: on purpose" in noted.text
+    assert noted.left == []
+
+
+# ---- under anything else --------------------------------------------------------------------------------------------
+
+
+def start_by_hand(command: list[str]) -> list[subprocess.Popen[bytes]]:
+    """Four processes with the variables that torch calls env://, and no launcher that would watch over them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    job_of_4 = environment(WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
+    return [subprocess.Popen(command, env=job_of_4 | {"RANK": str(rank)}) for rank in range(4)]
+
+
+def test_any_launcher_will_do_and_a_killed_rank_is_noticed(tmp_path: Path, nothing_left: object) -> None:
+    code = """
+        def work(comm):
+            all_reduce(comm, total := torch.tensor([float(comm.rank)]))
+            return total.item()
+        note("sum", lambda: run(work).results)
+
+        def lose(comm):
+            if comm.rank == 3:
+                os.kill(os.getpid(), 9)
+            comm.recv(torch.zeros(1), 3)
+        note("loss", lambda: run(lose))
+        note("too few", lambda: run(work, timeout=1))
+    """
+    processes = start_by_hand(job(tmp_path / "by_hand.py", code))
+    deadline = time.monotonic() + 60
+    try:
+        codes = [process.wait(deadline - time.monotonic()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0, 0, -signal.SIGKILL]
+    assert notes_of(tmp_path, "sum") == [[6.0] * 4] * 4
+    for rank in range(3):
+        seconds, told = json.loads((tmp_path / f"loss.{rank}").read_text())
+        assert told.startswith(f"RankFailed: rank {rank} has lost another rank")
+        assert f"rank {rank} waits for rank 3 to send 4 B, tag 0 (in lose, " in told
+        assert seconds < 10
+    told = json.loads((tmp_path / "too few.0").read_text())[1]
+    assert told == "RankHung: rank 0 has waited for more than timeout=1 s for every rank of the job to call run"
