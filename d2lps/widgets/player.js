@@ -9,6 +9,7 @@ const PLAY = 1.2; // seconds from one stop to the next while playing, at speed 1
 const GLIDE = 0.6; // seconds that a step button takes
 const PAD = 12; // between the cards and the edge of the picture
 const CELL = 34; // height of a cell, pixels
+const TALL = 38; // room for a message between two cards, one above the other
 
 // Every visible string. `texts` in the scene or in the model replaces any of them.
 const TEXTS = {
@@ -38,6 +39,7 @@ const fill = (text, values) => text.replace(/\{(\w+)\}/g, (all, name) => values[
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 const mix = (p, q, f) => ({ x: p.x + (q.x - p.x) * f, y: p.y + (q.y - p.y) * f });
 const middle = (box) => ({ x: box.x + box.w / 2, y: box.y + box.h / 2 });
+const smooth = (f) => f * f * (3 - 2 * f);
 const colour = (rank) => `fill: var(--rank-${rank % COLOURS})`;
 
 // An estimate is enough, and needs no layout by the browser: Chinese characters are as wide as they are high.
@@ -66,6 +68,16 @@ function indexAt(list, t) {
   return low;
 }
 
+// Numbers the messages that leave one rank for another at the same time.
+function withLanes(messages) {
+  const seen = new Map();
+  return messages.map((message) => {
+    const key = [message.src, message.dst, message.start].join(), lane = seen.get(key) ?? 0;
+    seen.set(key, lane + 1);
+    return { ...message, lane: lane % 5 };
+  });
+}
+
 // ---- the run: what each cell holds when ------------------------------------------------------------------------------
 
 class Story {
@@ -75,7 +87,7 @@ class Story {
     this.eps = this.end * 1e-9; // times that went through JSON and a slider are equal up to this
     this.stops = scene.stops?.length ? scene.stops : [{ t: 0, label: "", text: "" }, { t: this.end, label: "", text: "" }];
     this.stride = this.end / Math.max(1, this.stops.length - 1);
-    this.messages = scene.messages ?? [];
+    this.messages = withLanes(scene.messages ?? []);
     this.cellsOf = scene.ranks.map(() => []);
     scene.cells.forEach((cell, c) => this.cellsOf[scene.rows[cell.row].rank].push(c));
     this.history = scene.cells.map((_, c) => [{ t: -Infinity, label: "", from: [], ...scene.initial?.[c] }]);
@@ -127,7 +139,8 @@ class Story {
 
 // ---- layout: boxes in pixels ----------------------------------------------------------------------------------------
 
-// Ranks without a position stand on a circle. Positions are stretched to the whole picture.
+// Ranks without a position stand on a circle. Positions are stretched to the whole picture, and a circle of many ranks is
+// rounded off to a square, |x|⁴ + |y|⁴ = 1, in which wide cards find more room.
 function places(ranks) {
   const raw = ranks.map(({ x, y }, i) => {
     const angle = (2 * Math.PI * i) / ranks.length - Math.PI / 2;
@@ -137,8 +150,12 @@ function places(ranks) {
     const values = raw.map((p) => p[key]), low = Math.min(...values), span = Math.max(...values) - low;
     return values.map((value) => (span < 1e-6 ? 0.5 : (value - low) / span));
   };
-  const xs = stretch("x"), ys = stretch("y");
-  return raw.map((_, i) => ({ x: xs[i], y: ys[i] }));
+  const xs = stretch("x"), ys = stretch("y"), at = raw.map((_, i) => ({ x: xs[i] - 0.5, y: ys[i] - 0.5 }));
+  const circle = ranks.length > 5 && at.every(({ x, y }) => Math.abs(Math.hypot(x, y) - 0.5) < 0.02);
+  return at.map(({ x, y }) => {
+    const push = circle ? 0.5 / (x ** 4 + y ** 4) ** 0.25 : 1;
+    return { x: 0.5 + x * push, y: 0.5 + y * push };
+  });
 }
 
 // The lowest picture in which cards of width w and height h keep `gap` between them: Infinity where none does.
@@ -147,7 +164,7 @@ function neededHeight(at, width, w, h, gap) {
   for (let i = 0; i < at.length; i++) {
     for (let j = 0; j < i; j++) {
       if (Math.abs(at[i].x - at[j].x) * (width - 2 * PAD - w) >= w + gap) continue; // side by side
-      height = Math.max(height, h + (h + gap) / Math.abs(at[i].y - at[j].y));
+      height = Math.max(height, h + (h + Math.max(gap, TALL)) / Math.abs(at[i].y - at[j].y));
     }
   }
   return height;
@@ -162,7 +179,7 @@ function layout({ ranks, rows, cells }, width) {
   const heights = own.map((list) => (list.length ? 22 + list.length * rowHeight + 2 : 30));
   const h = Math.max(30, ...heights);
   const most = Math.max(1, ...rows.map((_, i) => cells.filter((cell) => cell.row === i).length));
-  const gap = (n <= 4 ? 64 : n <= 8 ? 40 : 20) * (small ? 0.6 : 1);
+  const gap = (n <= 4 ? 64 : n <= 8 ? 40 : 20) * (small ? 0.8 : 1);
   const limit = width * (small ? 1.7 : 0.8);
   let w = clamp(most * 34 + 20, 112, 240);
   while (w > 40 && !(neededHeight(at, width, w, h, gap) <= limit)) w -= 2;
@@ -197,6 +214,7 @@ class Picture {
     const labels = this.story.history.flat().map((state) => String(state.label ?? ""));
     this.labelled = labels.every((label) => textWidth(label, 11) + 3 <= slim);
     this.layered = slim / Math.max(1, scene.whole) < 2.5; // too slim for upright stripes: lay them on top of one another
+    this.root.classList.toggle("slim", slim < 10);
     this.arrows = svg("g", { class: "arrows" });
     this.tokens = svg("g", { class: "tokens" });
     this.groups = boxes.cellBoxes.map(() => svg("g", { class: "cell" }));
@@ -267,12 +285,12 @@ class Picture {
 
   // Brings the picture to time t. Only what differs from the last picture is touched.
   draw(t) {
-    this.history ??= this.story.history;
+    const { history, messages, stride, eps } = this.story, fade = stride * 0.4;
     this.groups.forEach((group, c) => {
-      const i = indexAt(this.history[c], t + this.story.eps);
+      const i = indexAt(history[c], t + eps);
       if (i === this.shown[c]) return;
       this.shown[c] = i;
-      const state = this.history[c][i];
+      const state = history[c][i];
       group.replaceChildren(this.content(this.cellBoxes[c], state), svg("title", {}, this.describe(state)));
     });
     const wanted = new Set();
@@ -281,12 +299,11 @@ class Picture {
       this.live.get(key).move(value);
       wanted.add(key);
     };
-    const fade = this.story.stride * 0.4, { eps } = this.story;
     this.shown.forEach((i, c) => {
-      const age = t - this.history[c][i].t; // a cell that has just changed wears a mark for a while
-      if (i > 0 && age < fade) keep(`c${c}.${i}`, () => this.mark(c, this.history[c][i]), 1 - Math.max(0, age) / fade);
+      const age = t - history[c][i].t; // a cell that has just changed wears a mark for a while
+      if (i > 0 && age < fade) keep(`c${c}.${i}`, () => this.mark(c, history[c][i]), 1 - Math.max(0, age) / fade);
     });
-    this.story.messages.forEach((message, i) => {
+    messages.forEach((message, i) => {
       if (message.start > t + eps || message.end <= t + eps) return;
       keep(i, () => this.flight(message), Math.max(0, (t - message.start) / (message.end - message.start)));
     });
@@ -318,35 +335,38 @@ class Picture {
 
   // A message in flight: an arrow under the cards, and a token that lifts off from its source cells and lands on its targets.
   flight(message) {
-    const { scene, sources, targets } = this.story, from = this.story.sources(message), to = this.story.targets(message);
-    const curve = this.curve(this.centre(from, this.cards[message.src]), this.centre(to, this.cards[message.dst]));
+    const { scene } = this.story, from = this.story.sources(message), to = this.story.targets(message);
+    const source = this.cards[message.src], target = this.cards[message.dst], curve = this.curve(middle(source), middle(target), message.lane);
+    const lift = this.offset(from, source), land = this.offset(to, target);
     const title = [fill(this.texts.message, {
       src: scene.ranks[message.src].name, dst: scene.ranks[message.dst].name, bytes: quantity(message.bytes ?? 0, "B"),
     }), message.tag ? fill(this.texts.tag, { tag: message.tag }) : ""].filter(Boolean).join(", ");
-    const arrow = svg("g", { class: "arrow" }, svg("title", {}, title), ...this.arrow(curve, this.cards[message.src], this.cards[message.dst]));
+    const arrow = svg("g", { class: "arrow" }, svg("title", {}, title), ...this.arrow(curve, source, target));
     const focus = svg("g", { class: "sending" }, ...from.map((c) => this.frame(this.cellBoxes[c])));
     const token = svg("g", { class: "token", "data-src": message.src, "data-dst": message.dst }, svg("title", {}, title), ...this.load(message.parts ?? [], from));
     this.arrows.append(arrow);
     this.tokens.append(focus, token);
     const move = (progress) => {
       // Rounds have no duration of their own, so they may start and stop softly; real time must run evenly.
-      const f = scene.unit === "s" ? progress : progress * progress * (3 - 2 * progress), { x, y } = curve(f);
+      const f = scene.unit === "s" ? progress : smooth(progress), { x, y } = curve(f);
+      const up = 1 - smooth(clamp(f * 3, 0, 1)), down = smooth(clamp(f * 3 - 2, 0, 1));
       const strength = clamp(progress / 0.06, 0, 1).toFixed(3);
-      token.setAttribute("transform", `translate(${x.toFixed(2)} ${y.toFixed(2)})`);
+      token.setAttribute("transform", `translate(${(x + up * lift.x + down * land.x).toFixed(2)} ${(y + up * lift.y + down * land.y).toFixed(2)})`);
       for (const node of [arrow, token, focus]) node.setAttribute("opacity", strength);
     };
     return { nodes: [arrow, focus, token], move };
   }
 
-  centre(cells, card) {
-    const points = cells.map((c) => middle(this.cellBoxes[c]));
-    const mean = (key) => points.reduce((sum, p) => sum + p[key], 0) / points.length;
-    return points.length ? { x: mean("x"), y: mean("y") } : middle(card);
+  // From the middle of a card to the middle of some of its cells.
+  offset(cells, card) {
+    const points = cells.map((c) => middle(this.cellBoxes[c])), centre = middle(card);
+    const mean = (key) => points.reduce((sum, p) => sum + p[key] - centre[key], 0) / (points.length || 1);
+    return { x: mean("x"), y: mean("y") };
   }
 
-  // Bends to the right of its direction, so that there and back are two paths.
-  curve(start, end) {
-    const bend = 0.16, control = mix(start, end, 0.5);
+  // Bends to the right of its direction, so that there and back are two paths; messages that leave together bend apart.
+  curve(start, end, lane) {
+    const bend = 0.16 + 0.14 * lane, control = mix(start, end, 0.5);
     control.x = clamp(control.x - (end.y - start.y) * bend, 0, this.width);
     control.y = clamp(control.y + (end.x - start.x) * bend, 0, this.height);
     const point = (f) => mix(mix(start, control, f), mix(control, end, f), f);
