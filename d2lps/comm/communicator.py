@@ -26,6 +26,10 @@ from d2lps.comm.standing import Board, NoBoard, Standing, callers_line
 from d2lps.comm.work import Transfer, Work
 from d2lps.trace.recorder import Recorder
 
+# With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
+# own numbers come from `comm.generator`.
+SEED = 0
+
 
 class Communicator(ABC):
     """

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from d2lps.comm import Communicator
+from d2lps.comm.communicator import SEED
 from d2lps.comm.standing import SharedBoard
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.trace.recorder import Log, Recorder
@@ -66,6 +67,7 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, li
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # where are you? asked when a run hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
     np.random.seed()  # a fork copies numpy's state: without this, all ranks would draw the same numbers
+    torch.manual_seed(SEED)
     caller = Connection(control)
     job: Job = pickle.loads(caller.recv_bytes())
     program = caller.recv_bytes()

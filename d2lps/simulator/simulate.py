@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from d2lps.comm.communicator import SEED
 from d2lps.result import Run
 from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import Meetings, SimulatedCommunicator
@@ -133,12 +134,8 @@ class _Simulation:
         return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), trace)
 
 
-# torch's own seed for a process that sets none: every rank of a real run starts with it.
-_TORCH_SEED = 67280421310721
-
-
 def _call(program: bytes, comm: SimulatedCommunicator) -> Any:
     """One rank's life: its own copy of the function, and its own start of torch's random numbers."""
     function, args = cloudpickle.loads(program)
-    torch.manual_seed(_TORCH_SEED)
+    torch.manual_seed(SEED)
     return function(comm, *args)
