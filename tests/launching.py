@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 import d2lps
 
@@ -92,16 +91,34 @@ def orphans() -> list[psutil.Process]:
     return orphans()
 
 
+def open_files() -> list[str]:
+    """What this process's descriptors stand for, without its numbers (of sockets, pipes, ...)."""
+    names = []
+    for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
+        with contextlib.suppress(OSError):  # the one that lists the directory is gone by now
+            names.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{descriptor}")))
+    return sorted(names)
+
+
+def zombies() -> int:
+    """How many of this process's children have ended without its having noticed."""
+    with contextlib.suppress(psutil.Error):
+        return [child.status() for child in psutil.Process().children()].count(psutil.STATUS_ZOMBIE)
+    return zombies()
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if sys.platform == "linux" else set()
+
+
 def belongings() -> dict[str, Any]:
     """What a run may use but must not leave behind."""
-    here = psutil.Process()
-    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
     processes = started()
     return {
         "processes": sorted(filter(None, map(command_of, processes))),
-        "zombies": len([child for child in here.children() if child.status() == psutil.STATUS_ZOMBIE]),
-        "listening": listening([here, *processes]),
-        "open files": sorted(re.sub(r"\d+", "N", name) for name in files),
+        "zombies": zombies(),
+        "listening": listening([psutil.Process(), *processes]),
+        "open files": open_files(),
         "temporary files": sorted(os.listdir(tempfile.gettempdir())),
     }
 
@@ -121,14 +138,14 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         kill_zygote()  # an earlier test's, before there was a mark
     d2lps.run(lambda comm: None, 1, backend="gloo")  # from now on there is a fork server, before and after
     until(lambda: not orphans())  # what an earlier test has killed
-    before, memory = belongings(), set(os.listdir("/dev/shm"))
+    before, memory = belongings(), shared_memory()
     known = started()
     yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds))
     d2lps.run(lambda comm: None, 1, backend="gloo")
-    until(lambda: belongings() == before and set(os.listdir("/dev/shm")) <= memory, seconds=3)
+    until(lambda: belongings() == before and shared_memory() <= memory, seconds=3)
     left = {what: now for what, now in belongings().items() if now != before[what]}
     assert not left, f"left behind: {left}; before: { {what: before[what] for what in left} }"
-    assert set(os.listdir("/dev/shm")) <= memory
+    assert shared_memory() <= memory
 
 
 # ---- scripts --------------------------------------------------------------------------------------------------------
@@ -172,6 +189,8 @@ class Kernel:
     """A real IPython kernel, as a notebook has it."""
 
     def __init__(self) -> None:
+        from jupyter_client.manager import start_new_kernel  # here, for this file is imported by ranks too
+
         self.manager, self.client = start_new_kernel(kernel_name="python3", env=environment())
         self.text = self.error = ""
         self.run("import d2lps, functools, os, torch")
@@ -206,7 +225,7 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        return self.manager.provisioner.pid  # type: ignore[union-attr]
+        return self.manager.provisioner.pid
 
     def end(self) -> None:
         self.client.stop_channels()

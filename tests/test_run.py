@@ -259,7 +259,7 @@ def test_live_shows_lines_before_the_end(run: Runner, live: bool, tmp_path: Path
         return bool(until(shown.exists, seconds=10 if live else 0.5))
 
     assert run(work, 1, tmp_path / "shown", live=live) == [live]
-    assert sys.stdout.getvalue() == "rank 0 | a line\n"  # type: ignore[attr-defined]
+    assert sys.stdout.getvalue() == "rank 0 | a line\n"
 
 
 # ---- wrong calls ----------------------------------------------------------------------------------------------------
@@ -268,8 +268,8 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: d2lps.run(print, 0), ValueError, "ranks=0 is not a number of processes from 1 to 1024"),
     (lambda: d2lps.run(print, -1), ValueError, "ranks=-1 is not a number of processes from 1 to 1024"),
     (lambda: d2lps.run(print, True), ValueError, "ranks=True is not a number of processes from 1 to 1024"),
-    (lambda: d2lps.run(print, "4"), ValueError, "ranks='4' is not a number of processes from 1 to 1024"),  # type: ignore[arg-type]
-    (lambda: d2lps.run(print, 4.0), ValueError, "ranks=4.0 is not a number of processes from 1 to 1024"),  # type: ignore[arg-type]
+    (lambda: d2lps.run(print, "4"), ValueError, "ranks='4' is not a number of processes from 1 to 1024"),
+    (lambda: d2lps.run(print, 4.0), ValueError, "ranks=4.0 is not a number of processes from 1 to 1024"),
     (lambda: d2lps.run(print, 5000), ValueError, "ranks=5000 is not a number of processes from 1 to 1024"),
     (lambda: d2lps.run(print, 2, backend="pigeon"), ValueError, "backend='pigeon' is unknown: choose one of 'auto', "),
     (
@@ -280,8 +280,8 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: d2lps.run(print, 2, timeout=0), ValueError, "timeout=0 is not a number of seconds above 0"),
     (lambda: d2lps.run(print, 2, timeout=-1), ValueError, "timeout=-1 is not a number of seconds above 0"),
     (lambda: d2lps.run(print, 2, timeout=float("nan")), ValueError, "timeout=nan is not a number of seconds above 0"),
-    (lambda: d2lps.run(print, 2, timeout="5"), ValueError, "timeout='5' is not a number of seconds above 0"),  # type: ignore[arg-type]
-    (lambda: d2lps.run(4, print), TypeError, "run needs a function of a communicator, not 4"),  # type: ignore[arg-type]
+    (lambda: d2lps.run(print, 2, timeout="5"), ValueError, "timeout='5' is not a number of seconds above 0"),
+    (lambda: d2lps.run(4, print), TypeError, "run needs a function of a communicator, not 4"),
     (
         lambda: d2lps.run(lambda comm, lock: None, 2, threading.Lock(), backend="gloo"),
         TypeError,
@@ -320,7 +320,7 @@ def test_directory_path_and_environment_are_the_callers(run: Runner, tmp_path: P
     monkeypatch.delenv("HOME", raising=False)
 
     def work(comm: Communicator) -> tuple[Any, ...]:
-        import reader_module  # type: ignore[import-not-found]
+        import reader_module
 
         return os.getcwd(), reader_module.value, os.environ.get("D2LPS_GIVEN"), os.environ.get("HOME")
 
@@ -331,7 +331,7 @@ def test_an_edited_module_is_read_anew(run: Runner, tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def work(comm: Communicator) -> int:
-        import edited_module  # type: ignore[import-not-found]
+        import edited_module
 
         return edited_module.value
 
@@ -519,18 +519,18 @@ WRONG_MESSAGES: list[tuple[str, Callable[[Communicator], Any], str]] = [
     ("rank", lambda comm: comm.send(torch.zeros(1), 2), "dst=2 is not a rank of this group of 2 (0 to 1)"),
     ("rank", lambda comm: comm.recv(torch.zeros(1), -1), "src=-1 is not a rank of this group of 2 (0 to 1)"),
     ("rank", lambda comm: comm.isend(torch.zeros(1), True), "dst=True is not a rank of this group of 2 (0 to 1)"),
-    ("rank", lambda comm: comm.irecv(torch.zeros(1), 1.0), "src=1.0 is not a rank of this group of 2 (0 to 1)"),  # type: ignore[arg-type]
+    ("rank", lambda comm: comm.irecv(torch.zeros(1), 1.0), "src=1.0 is not a rank of this group of 2 (0 to 1)"),
     ("tag", lambda comm: comm.send(torch.zeros(1), 1, -1), "tag=-1 is not an integer from 0 to 2**31 - 1"),
     ("tag", lambda comm: comm.recv(torch.zeros(1), 1, 2**31), "tag=2147483648 is not an integer from 0 to 2**31 - 1"),
-    ("tag", lambda comm: comm.send(torch.zeros(1), 1, "a"), "tag='a' is not an integer from 0 to 2**31 - 1"),  # type: ignore[arg-type]
-    ("tensor", lambda comm: comm.send([1, 2], 1), "a message is a torch.Tensor, not list: [1, 2]"),  # type: ignore[arg-type]
-    ("tensor", lambda comm: comm.recv(None, 1), "a message is a torch.Tensor, not NoneType: None"),  # type: ignore[arg-type]
+    ("tag", lambda comm: comm.send(torch.zeros(1), 1, "a"), "tag='a' is not an integer from 0 to 2**31 - 1"),
+    ("tensor", lambda comm: comm.send([1, 2], 1), "a message is a torch.Tensor, not list: [1, 2]"),
+    ("tensor", lambda comm: comm.recv(None, 1), "a message is a torch.Tensor, not NoneType: None"),
     (
         "sendrecv",
         lambda comm: comm.sendrecv(torch.zeros(1), 1, torch.zeros(1), 5),
         "src=5 is not a rank of this group of 2 (0 to 1)",
     ),
-    ("split", lambda comm: comm.split("red"), "color must be None or an integer below 2**62, not 'red'"),  # type: ignore[arg-type]
+    ("split", lambda comm: comm.split("red"), "color must be None or an integer below 2**62, not 'red'"),
     ("split", lambda comm: comm.split(0, key=True), "key must be None or an integer below 2**62, not True"),
 ]
 

@@ -81,8 +81,8 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, li
         outcome = failure(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    caller.send_bytes(pickle.dumps(outcome))
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError):  # the caller may have given up on this run
+        caller.send_bytes(pickle.dumps(outcome))
         caller.recv_bytes()  # stay until all are done: others may still be reading from this rank's sockets
 
 

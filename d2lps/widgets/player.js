@@ -85,7 +85,7 @@ class Story {
     this.scene = scene;
     this.end = scene.end > 0 ? scene.end : 0;
     this.eps = this.end * 1e-9; // times that went through JSON and a slider are equal up to this
-    this.stops = scene.stops?.length ? scene.stops : [{ t: 0, label: "", text: "" }, { t: this.end, label: "", text: "" }];
+    this.stops = scene.stops?.length ? scene.stops : [...new Set([0, this.end])].map((t) => ({ t, label: "", text: "" }));
     this.stride = this.end / Math.max(1, this.stops.length - 1);
     this.messages = withLanes(scene.messages ?? []);
     this.cellsOf = scene.ranks.map(() => []);
@@ -140,8 +140,8 @@ class Story {
 // ---- layout: boxes in pixels ----------------------------------------------------------------------------------------
 
 // Ranks without a position stand on a circle. Positions are stretched to the whole picture, and a circle of many ranks is
-// rounded off to a square, |x|⁴ + |y|⁴ = 1, in which wide cards find more room.
-function places(ranks) {
+// rounded off to a square, |x|⁴ + |y|⁴ = 1, in which wide cards find more room; on a small screen it becomes two columns.
+function places(ranks, small) {
   const raw = ranks.map(({ x, y }, i) => {
     const angle = (2 * Math.PI * i) / ranks.length - Math.PI / 2;
     return x == null || y == null ? { x: 0.5 + Math.cos(angle) / 2, y: 0.5 + Math.sin(angle) / 2 } : { x, y };
@@ -152,10 +152,19 @@ function places(ranks) {
   };
   const xs = stretch("x"), ys = stretch("y"), at = raw.map((_, i) => ({ x: xs[i] - 0.5, y: ys[i] - 0.5 }));
   const circle = ranks.length > 5 && at.every(({ x, y }) => Math.abs(Math.hypot(x, y) - 0.5) < 0.02);
+  if (circle && small) return columns(at);
   return at.map(({ x, y }) => {
     const push = circle ? 0.5 / (x ** 4 + y ** 4) ** 0.25 : 1;
     return { x: 0.5 + x * push, y: 0.5 + y * push };
   });
+}
+
+// Down on the right, up on the left, so that neighbours on the circle stay neighbours.
+function columns(at) {
+  const turn = ({ x, y }) => (Math.atan2(x, -y) + 2 * Math.PI + 1e-3) % (2 * Math.PI); // clockwise from the top
+  const order = at.map((_, i) => i).sort((i, j) => turn(at[i]) - turn(at[j])), half = Math.ceil(at.length / 2), result = [];
+  order.forEach((rank, k) => (result[rank] = k < half ? { x: 1, y: k / (half - 1) } : { x: 0, y: (2 * half - 1 - k) / (half - 1) }));
+  return result;
 }
 
 // The lowest picture in which cards of width w and height h keep `gap` between them: Infinity where none does.
@@ -172,7 +181,7 @@ function neededHeight(at, width, w, h, gap) {
 
 // Cards as wide as fits, rows in them, cells in those.
 function layout({ ranks, rows, cells }, width) {
-  const at = places(ranks), n = ranks.length, small = width < 520;
+  const n = ranks.length, small = width < 520, at = places(ranks, small);
   const own = ranks.map((_, r) => rows.map((row, i) => ({ ...row, i })).filter((row) => row.rank === r));
   const captioned = own.some((list) => list.length > 1);
   const rowHeight = CELL + 8 + (captioned ? 13 : 0);
@@ -180,10 +189,12 @@ function layout({ ranks, rows, cells }, width) {
   const h = Math.max(30, ...heights);
   const most = Math.max(1, ...rows.map((_, i) => cells.filter((cell) => cell.row === i).length));
   const gap = (n <= 4 ? 64 : n <= 8 ? 40 : 20) * (small ? 0.8 : 1);
-  const limit = width * (small ? 1.7 : 0.8);
-  let w = clamp(most * 34 + 20, 112, 240);
-  while (w > 40 && !(neededHeight(at, width, w, h, gap) <= limit)) w -= 2;
-  const round = at.some((p) => p.y !== at[0].y) ? h + width * (n < 3 ? 0.2 : n < 4 ? 0.3 : 0.42) : h; // not too flat
+  const limit = width * (small ? 3 : 0.85), widest = clamp(most * 34 + 20, 112, 240);
+  const fits = (w, least, high) => w <= least || neededHeight(at, width, w, h, gap) <= high;
+  let w = widest;
+  while (!fits(w, 64, limit)) w -= 2;
+  while (!fits(w, 40, 1.25 * limit)) w -= 2; // rather a higher picture than slimmer cards
+  const round = at.some((p) => p.y !== at[0].y) ? h + width * (n < 3 ? 0.2 : n < 4 ? 0.3 : n < 6 ? 0.42 : 0.52) : h; // not too flat
   const inner = Math.max(round, Math.min(neededHeight(at, width, w, h, gap), 2 * limit));
   const cards = at.map((p, r) => ({
     x: PAD + p.x * (width - 2 * PAD - w), y: PAD + p.y * (inner - h) + (h - heights[r]) / 2, w, h: heights[r],
@@ -266,7 +277,7 @@ class Picture {
     const from = state.from ?? [], label = from.length ? String(state.label ?? "") : "";
     const count = Math.max(0, ...from.map((rank) => from.filter((other) => other === rank).length));
     const sign = { complete: "✓", repeated: `×${count}` }[kind] ?? "", both = [label, sign].filter(Boolean).join(" ");
-    return textWidth(both, 11) + 3 <= w ? both : kind === "repeated" ? sign : label;
+    return kind === "repeated" ? sign : textWidth(both, 11) + 3 <= w ? both : label;
   }
 
   stripe(box, rank, place, total, repeated) {
@@ -319,12 +330,12 @@ class Picture {
   }
 
   // A sign on a cell that has just changed: + combined, ↓ received, = copied.
-  mark(c, { how, op }) {
+  mark(c, { how, op, from }) {
     const box = this.cellBoxes[c], r = box.w < 14 ? 5.5 : 7, x = box.x + box.w / 2, y = box.y + box.h, s = r * 0.55;
     const plus = `M${x - s} ${y}H${x + s}M${x} ${y - s}V${y + s}`, down = `M${x} ${y - s}V${y + s}M${x - s} ${y}L${x} ${y + s}L${x + s} ${y}`;
     const cross = `M${x - s} ${y - s}L${x + s} ${y + s}M${x - s} ${y + s}L${x + s} ${y - s}`, equal = `M${x - s} ${y - s / 2}H${x + s}M${x - s} ${y + s / 2}H${x + s}`;
     const sign = how === "combine" ? (/^prod/i.test(op ?? "") ? cross : plus) : how === "copy" ? equal : down;
-    const group = svg("g", { class: `mark ${how}` }, this.frame(box), svg("circle", { cx: x, cy: y, r }), svg("path", { d: sign }));
+    const group = svg("g", { class: `mark ${how}` }, ...(new Set(from).size < from.length ? [] : [this.frame(box)]), svg("circle", { cx: x, cy: y, r }), svg("path", { d: sign }));
     this.tokens.prepend(group); // under the tokens
     return { nodes: [group], move: (strength) => group.setAttribute("opacity", strength.toFixed(3)) };
   }
@@ -365,8 +376,10 @@ class Picture {
   }
 
   // Bends to the right of its direction, so that there and back are two paths; messages that leave together bend apart.
+  // Near the centre, where the paths of many pairs cross, it bends more.
   curve(start, end, lane) {
-    const bend = 0.16 + 0.14 * lane, control = mix(start, end, 0.5);
+    const control = mix(start, end, 0.5), off = Math.hypot(control.x - this.width / 2, control.y - this.height / 2);
+    const bend = 0.16 + 0.14 * lane + 0.22 * Math.max(0, 1 - (3 * off) / Math.min(this.width, this.height));
     control.x = clamp(control.x - (end.y - start.y) * bend, 0, this.width);
     control.y = clamp(control.y + (end.x - start.x) * bend, 0, this.height);
     const point = (f) => mix(mix(start, control, f), mix(control, end, f), f);
@@ -477,7 +490,8 @@ class Player {
     const track = html("span", { class: "d2lps-track" }, this.scrub);
     const ticks = end && stops.length <= 100 ? stops : []; // more would be a grey bar
     track.append(...ticks.map((stop) => html("i", { style: `--at: ${stop.t / end}` })));
-    this.counter = html("span", { class: "d2lps-counter" });
+    const longest = fill(this.texts.counter, { i: stops.length - 1, n: stops.length - 1 }).length + (this.story.scene.unit === "s" ? 10 : 0);
+    this.counter = html("span", { class: "d2lps-counter", style: `--room: ${Math.ceil(0.88 * longest)}ch` }); // or the slider would tremble
     const speeds = html("select", { "data-action": "speed", title: this.texts.speed, "aria-label": this.texts.speed });
     for (const x of [0.5, 1, 2, 4]) speeds.append(html("option", { value: x }, fill(this.texts.factor, { x })));
     speeds.value = this.speed;
