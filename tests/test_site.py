@@ -127,8 +127,10 @@ def settle(player: "playwright.Locator") -> str:
 
 
 def open_players(page: "playwright.Page", url: str, count: int) -> list["playwright.Locator"]:
-    """Load a page and wait until all its players have drawn."""
+    """Load a page, unfold its solutions as a reader would, and wait until all its players have drawn."""
     page.goto(url)
+    page.wait_for_function("!document.querySelector('.solution.dropdown:not(.toggle)')", timeout=15 * SECONDS)
+    page.evaluate("document.querySelectorAll('.toggle-hidden button.toggle-button').forEach(button => button.click())")
     found = page.locator(".d2lps-player")
     for index in range(count):
         found.nth(index).locator("svg").first.wait_for(timeout=15 * SECONDS)
