@@ -106,14 +106,18 @@ PAGES = listed()
 WITH_PLAYERS = [name for name in PAGES if players(name)]
 
 
+# Every shape of a picture. Not in their order: messages that stay in flight while others come back are drawn before them.
+SHAPES = "[...svg.querySelectorAll('*')].map(node => node.cloneNode().outerHTML + node.textContent).sort().join()"
+
+
 def drawing(player: "playwright.Locator") -> str:
     """The player's picture as text."""
-    return player.locator("svg").first.evaluate("svg => svg.outerHTML")
+    return player.locator("svg").first.evaluate(f"svg => {SHAPES}")
 
 
 def wait_for(page: "playwright.Page", player: "playwright.Locator", what: str, picture: str) -> None:
     """Wait until the player's picture is ("==") or is not ("!=") the given one."""
-    code = f"([player, picture]) => player.querySelector('svg').outerHTML {what}= picture"
+    code = f"([player, picture]) => {{ const svg = player.querySelector('svg'); return {SHAPES} {what}= picture }}"
     page.wait_for_function(code, arg=[player.element_handle(), picture], timeout=5 * SECONDS)
 
 
