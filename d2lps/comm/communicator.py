@@ -163,7 +163,7 @@ class Communicator(ABC):
         return child
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Seconds on this rank's clock, of which differences mean something; virtual ones, from 0, in a simulation."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:

@@ -60,10 +60,14 @@ def apply(op: ReduceOp, into: torch.Tensor, other: torch.Tensor) -> None:
 
     AVG adds: an average is a sum that is divided once, at the end, by the algorithm that knows how many it added.
     """
+    kernel(op)(into, other, out=into)
+
+
+def kernel(op: ReduceOp) -> Callable[..., torch.Tensor]:
+    """`kernel(ReduceOp.SUM) is torch.add`."""
     if op == ReduceOp.AVG:
         op = ReduceOp.SUM
-    for known, kernel in _KERNELS:
+    for known, function in _KERNELS:
         if op == known:
-            kernel(into, other, out=into)
-            return
+            return function
     raise TypeError(f"combine cannot apply op={op!r}")

@@ -48,6 +48,7 @@ class Scheduler:
         self.network = network
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
+        self.started = self.failed = False
         self._hub = getcurrent()
 
     def add(self, task: Task, function: Callable[[], Any]) -> None:
@@ -58,26 +59,27 @@ class Scheduler:
                 with torch.inference_mode(False):  # gradients are on, whoever waits in whatever mode meanwhile
                     task.result = function()
             except BaseException as error:
-                task.error = error
+                task.error, self.failed = error, True
             task.ended = self.network.now
 
         task.greenlet = greenlet(life, parent=self._hub)
         task.greenlet.task = task
-        task.pause = self._hub.switch
+        task.pause = self._pause
         self.tasks.append(task)
-        self.ready.append(task)
 
     def run(self) -> None:
         """Return when every task has ended, when one has failed, or when nothing can happen any more."""
         ready, advance = self.ready, self.network.advance
-        while True:
-            while ready:
-                task = ready.popleft()
-                task.greenlet.switch()
-                if task.error is not None:
-                    return
-            if not advance():
-                return
+        for task in self.tasks:  # each is started from here, or its stack would begin on top of another's
+            task.greenlet.switch()
+        self.started = True
+        while not self.failed and (ready or advance()):
+            while ready and not self.failed:
+                ready.popleft().greenlet.switch()
+
+    def _pause(self) -> None:
+        """From one rank straight to the next that can run; back to `run` when there is none."""
+        (self.ready.popleft().greenlet if self.ready and self.started else self._hub).switch()
 
     def block(self, task: Task, wanted: int, waiting_for: tuple[Any, ...]) -> None:
         """Called by a task: go on when `wanted` calls of `happened` have been made for it."""
