@@ -51,13 +51,13 @@ class Scheduler:
         self.started = self.failed = False
         self._hub = getcurrent()
 
-    def add(self, task: Task, function: Callable[[], Any]) -> None:
-        """A task that will run `function`."""
+    def add(self, task: Task, function: Callable[[Any], Any]) -> None:
+        """A task that will run `function(task.comm)`."""
 
         def life() -> None:
             try:
                 with torch.inference_mode(False):  # gradients are on, whoever waits in whatever mode meanwhile
-                    task.result = function()
+                    task.result = function(task.comm)
             except BaseException as error:
                 task.error, self.failed = error, True
             task.ended = self.network.now

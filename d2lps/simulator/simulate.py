@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -98,8 +97,15 @@ class _Simulation:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Run:
         program = cloudpickle.dumps((function, args))
+
+        def life(comm: SimulatedCommunicator) -> Any:
+            """Each rank has its own copy of the function, and its own start of torch's random numbers."""
+            function, args = cloudpickle.loads(program)
+            torch.manual_seed(SEED)
+            return function(comm, *args) if args else function(comm)  # the shorter call takes less of the stack
+
         for comm in self.comms:
-            self.scheduler.add(comm.task, partial(_call, program, comm))
+            self.scheduler.add(comm.task, life)
         randomness, grad = torch.get_rng_state(), torch.is_grad_enabled()
         collecting = gc.isenabled()
         gc.disable()  # a million small objects and no cycles among them: the collector would only look at them again
@@ -132,10 +138,3 @@ class _Simulation:
             trace = merge(logs, len(tasks))
             trace.topology, trace.nodes = self.topology, self.nodes
         return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), trace)
-
-
-def _call(program: bytes, comm: SimulatedCommunicator) -> Any:
-    """One rank's life: its own copy of the function, and its own start of torch's random numbers."""
-    function, args = cloudpickle.loads(program)
-    torch.manual_seed(SEED)
-    return function(comm, *args)
