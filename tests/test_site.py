@@ -5,10 +5,9 @@ D2LPS_SITE names a built site; without it the site is built first.
 
 import functools
 import os
-import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,16 +16,16 @@ import pytest
 from compared import reachable, views
 from execute import listed
 from normalize import models
+from widget_page import chromium, middle, needs_chromium
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 ROOT = Path(__file__).parents[1]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # The theme complains of a reader's first visit, when no mode is stored yet.
 ALLOWED = ("Got invalid theme mode",)
 SECONDS = 1000  # playwright counts in milliseconds
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+pytestmark = needs_chromium
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -55,11 +54,8 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator["playwright.Browser"]:
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -92,59 +88,85 @@ def watch(page: "playwright.Page", address: str) -> list[str]:
     return faults
 
 
-def players(name: str) -> int:
-    """How many players the page's notebook shows."""
+# Where a widget of this class is on its page.
+SELECTORS = {"Player": ".d2lps-player", "Race": ".d2lps-race", "Sweep": ".d2lps-sweep", "TopologyExplorer": ".d2lps-topology"}
+
+
+def widgets(name: str) -> list[str]:
+    """The classes of the library's widgets that the page's notebook shows, in their order."""
     path = ROOT / f"{name}.ipynb"
     if not path.exists():
-        return 0
+        return []
     notebook = nbformat.read(path, as_version=4)
     shown = [widget for cell in notebook.cells for view in views(cell) for widget in reachable(notebook, view)]
-    return sum("d2lps-player" in models(notebook)[widget].state.get("_esm", "") for widget in shown)
+    classes = [models(notebook)[widget].state.get("_anywidget_id", "") for widget in shown]
+    return [each.rpartition(".")[2] for each in classes if each.startswith("d2lps.widgets.")]
 
 
 PAGES = listed()
-WITH_PLAYERS = [name for name in PAGES if players(name)]
+WITH_WIDGETS = [name for name in PAGES if widgets(name)]
+WITH_CLOCKS = [name for name in WITH_WIDGETS if {"Player", "Race"} & set(widgets(name))]
 
 
-# Every shape of a picture. Not in their order: messages that stay in flight while others come back are drawn before them.
-SHAPES = "[...svg.querySelectorAll('*')].map(node => node.cloneNode().outerHTML + node.textContent).sort().join()"
+def drawing(widget: "playwright.Locator") -> str:
+    """The widget's picture as text."""
+    return widget.locator("svg").first.evaluate("svg => svg.outerHTML")
 
 
-def drawing(player: "playwright.Locator") -> str:
-    """The player's picture as text."""
-    return player.locator("svg").first.evaluate(f"svg => {SHAPES}")
+def wait_for(page: "playwright.Page", widget: "playwright.Locator", what: str, picture: str) -> None:
+    """Wait until the widget's picture is ("==") or is not ("!=") the given one."""
+    code = f"([widget, picture]) => widget.querySelector('svg').outerHTML {what}= picture"
+    page.wait_for_function(code, arg=[widget.element_handle(), picture], timeout=5 * SECONDS)
 
 
-def wait_for(page: "playwright.Page", player: "playwright.Locator", what: str, picture: str) -> None:
-    """Wait until the player's picture is ("==") or is not ("!=") the given one."""
-    code = f"([player, picture]) => {{ const svg = player.querySelector('svg'); return {SHAPES} {what}= picture }}"
-    page.wait_for_function(code, arg=[player.element_handle(), picture], timeout=5 * SECONDS)
-
-
-def settle(player: "playwright.Locator") -> str:
+def settle(widget: "playwright.Locator") -> str:
     """Wait for the end of the gliding from one step to the next, and return the picture."""
     before = ""
-    while (picture := drawing(player)) != before:
+    while (picture := drawing(widget)) != before:
         before = picture
-        player.page.wait_for_timeout(0.2 * SECONDS)
+        widget.page.wait_for_timeout(0.2 * SECONDS)
     return picture
 
 
-def open_players(page: "playwright.Page", url: str, count: int) -> list["playwright.Locator"]:
-    """Load a page, unfold its solutions as a reader would, and wait until all its players have drawn."""
+def open_widgets(page: "playwright.Page", url: str, name: str, *kinds: str) -> list["playwright.Locator"]:
+    """Load a page, unfold its solutions as a reader would, wait until all its widgets have drawn; return those of some kinds."""
     page.goto(url)
     page.wait_for_function("!document.querySelector('.solution.dropdown:not(.toggle)')", timeout=15 * SECONDS)
     page.evaluate("document.querySelectorAll('.toggle-hidden button.toggle-button').forEach(button => button.click())")
-    found = page.locator(".d2lps-player")
-    for index in range(count):
-        found.nth(index).locator("svg").first.wait_for(timeout=15 * SECONDS)
-    assert found.count() == count
-    return [found.nth(index) for index in range(count)]
+    found, expected = page.locator(", ".join(SELECTORS.values())), widgets(name)
+    for index, kind in enumerate(expected):
+        found.nth(index).locator("svg :is(path, rect)").first.wait_for(state="attached", timeout=15 * SECONDS)
+        assert f" {SELECTORS[kind][1:]} " in f" {found.nth(index).get_attribute('class')} "
+    assert found.count() == len(expected)
+    return [found.nth(index) for index, kind in enumerate(expected) if not kinds or kind in kinds]
+
+
+def by_mouse(page: "playwright.Page", widget: "playwright.Locator") -> None:
+    """What a reader does first with a mouse: the next step, another size, a cable less."""
+    if (button := widget.locator('button[data-action="next"]')).count():
+        button.click()
+    elif (plot := widget.locator("svg.plot")).count():
+        plot.hover(position={"x": 70, "y": 50})
+    else:
+        page.mouse.click(*middle(widget.locator(".cable .reach").first))
+
+
+def by_keyboard(page: "playwright.Page", widget: "playwright.Locator") -> None:
+    """The same with keys."""
+    if widget.locator('button[data-action="next"]').count():
+        widget.focus()
+        page.keyboard.press("ArrowRight")
+    elif (plot := widget.locator("svg.plot")).count():
+        plot.focus()
+        page.keyboard.press("ArrowRight")
+    else:
+        widget.locator('.cable[tabindex="0"]').focus()
+        page.keyboard.press("Enter")
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_loads_without_a_fault(page: "playwright.Page", address: str, name: str) -> None:
-    open_players(page, f"{address}/{name}.html", players(name))
+    open_widgets(page, f"{address}/{name}.html", name)
     page.wait_for_load_state("networkidle")
     assert page.locator("article h1").first.is_visible()
 
@@ -152,59 +174,56 @@ def test_page_loads_without_a_fault(page: "playwright.Page", address: str, name:
 @pytest.mark.parametrize("name", PAGES)
 def test_page_fits_a_narrow_screen(page: "playwright.Page", address: str, name: str) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
-    open_players(page, f"{address}/{name}.html", players(name))
+    open_widgets(page, f"{address}/{name}.html", name)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.parametrize("name", WITH_PLAYERS)
-def test_players_step_forth_and_back(page: "playwright.Page", address: str, name: str) -> None:
-    for player in open_players(page, f"{address}/{name}.html", players(name)):
-        first = settle(player)
-        player.locator('button[data-action="next"]').click()
-        wait_for(page, player, "!=", first)
-        there = settle(player)
-        assert there != first
-        player.locator('button[data-action="previous"]').click()
-        # In rounds the very same picture comes back; one in seconds begins with messages in flight, and moves away from here.
-        in_seconds = "·" in player.locator(".d2lps-counter").inner_text()
-        wait_for(page, player, "!=" if in_seconds else "==", there if in_seconds else first)
+@pytest.mark.parametrize("move", [by_mouse, by_keyboard])
+@pytest.mark.parametrize("name", WITH_WIDGETS)
+def test_widgets_follow_mouse_and_keyboard(page: "playwright.Page", address: str, name: str, move: Callable[..., None]) -> None:
+    for widget in open_widgets(page, f"{address}/{name}.html", name):
+        first = drawing(widget)
+        move(page, widget)
+        wait_for(page, widget, "!=", first)
 
 
-@pytest.mark.parametrize("name", WITH_PLAYERS)
-def test_players_play_by_themselves(page: "playwright.Page", address: str, name: str) -> None:
-    for player in open_players(page, f"{address}/{name}.html", players(name)):
-        first = drawing(player)
-        player.locator('button[data-action="play"]').click()
-        wait_for(page, player, "!=", first)
-        wait_for(page, player, "!=", drawing(player))
+@pytest.mark.parametrize("name", WITH_CLOCKS)
+def test_clocks_step_forth_and_back(page: "playwright.Page", address: str, name: str) -> None:
+    for widget in open_widgets(page, f"{address}/{name}.html", name, "Player", "Race"):
+        first = settle(widget)
+        widget.locator('button[data-action="next"]').click()
+        wait_for(page, widget, "!=", first)
+        assert settle(widget) != first
+        widget.locator('button[data-action="previous"]').click()
+        wait_for(page, widget, "==", first)
 
 
-@pytest.mark.parametrize("name", WITH_PLAYERS)
-def test_players_follow_the_keyboard(page: "playwright.Page", address: str, name: str) -> None:
-    for player in open_players(page, f"{address}/{name}.html", players(name)):
-        first = drawing(player)
-        player.focus()
-        page.keyboard.press("ArrowRight")
-        wait_for(page, player, "!=", first)
+@pytest.mark.parametrize("name", WITH_CLOCKS)
+def test_clocks_run_by_themselves(page: "playwright.Page", address: str, name: str) -> None:
+    for widget in open_widgets(page, f"{address}/{name}.html", name, "Player", "Race"):
+        first = drawing(widget)
+        widget.locator('button[data-action="play"]').click()
+        wait_for(page, widget, "!=", first)
+        wait_for(page, widget, "!=", drawing(widget))
 
 
-@pytest.mark.parametrize("name", WITH_PLAYERS)
+@pytest.mark.parametrize("name", WITH_WIDGETS)
 def test_without_javascript_a_picture_stands_in(browser: "playwright.Browser", address: str, name: str) -> None:
     with browser.new_context(java_script_enabled=False) as context:
         page = context.new_page()
         page.goto(f"{address}/{name}.html")
         pictures = page.locator("noscript img").all()
-        assert len(pictures) >= players(name)
+        assert len(pictures) >= len(widgets(name))
         for picture in pictures:
             assert picture.is_visible()
             assert picture.get_attribute("alt")
             assert picture.evaluate("image => image.complete && image.naturalWidth") > 0
 
 
-@pytest.mark.skipif(not WITH_PLAYERS, reason="no page has a player yet")
+@pytest.mark.skipif(not WITH_WIDGETS, reason="no page has a widget yet")
 def test_site_works_from_a_folder(page: "playwright.Page", site: Path) -> None:
-    url = (site / f"{WITH_PLAYERS[0]}.html").resolve().as_uri()
-    player = open_players(page, url, players(WITH_PLAYERS[0]))[0]
-    first = drawing(player)
-    player.locator('button[data-action="next"]').click()
-    wait_for(page, player, "!=", first)
+    name = WITH_WIDGETS[0]
+    widget = open_widgets(page, (site / f"{name}.html").resolve().as_uri(), name)[0]
+    first = drawing(widget)
+    by_mouse(page, widget)
+    wait_for(page, widget, "!=", first)

@@ -1,5 +1,8 @@
 """What people look at: widgets that live in Jupyter, in Colab, and in the built page without a kernel or a network."""
 
 from d2lps.widgets.player import Player
+from d2lps.widgets.race import Race
+from d2lps.widgets.sweep import Sweep
+from d2lps.widgets.topology_explorer import TopologyExplorer
 
-__all__ = ["Player"]
+__all__ = ["Player", "Race", "Sweep", "TopologyExplorer"]

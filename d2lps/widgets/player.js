@@ -3,60 +3,15 @@
 // Python computes a `scene` (ranks, their buffers cut into cells, messages, changes of cells); this file only draws it.
 // A cell shows whose contributions it holds: one stripe for each rank, in that rank's colour and at that rank's place.
 
-const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = 16; // --rank-0 ... --rank-15 in player.css
 const PLAY = 1.2; // seconds from one stop to the next while playing, at speed 1
-const GLIDE = 0.6; // seconds that a step button takes
 const PAD = 12; // between the cards and the edge of the picture
 const CELL = 34; // height of a cell, pixels
 const TALL = 38; // room for a message between two cards, one above the other
 
-// Every visible string. `texts` in the scene or in the model replaces any of them.
-const TEXTS = {
-  first: "First step", previous: "Previous step", play: "Play", pause: "Pause", next: "Next step", last: "Last step",
-  speed: "Speed", factor: "{x}×", scrub: "Position", counter: "step {i} of {n}", rank: "rank {name}",
-  contribution: "contribution of rank", complete: "complete", repeated: "counted more than once",
-  message: "{src} → {dst}: {bytes}", tag: "tag {tag}", cell: "{label}: from {from}", blank: "blank",
-};
-
-// ---- small helpers --------------------------------------------------------------------------------------------------
-
-function svg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-function html(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-const fill = (text, values) => text.replace(/\{(\w+)\}/g, (all, name) => values[name] ?? all);
-const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
-const mix = (p, q, f) => ({ x: p.x + (q.x - p.x) * f, y: p.y + (q.y - p.y) * f });
 const middle = (box) => ({ x: box.x + box.w / 2, y: box.y + box.h / 2 });
 const smooth = (f) => f * f * (3 - 2 * f);
 const colour = (rank) => `fill: var(--rank-${rank % COLOURS})`;
-
-// An estimate is enough, and needs no layout by the browser: Chinese characters are as wide as they are high.
-const textWidth = (text, size) => [...text].reduce((sum, c) => sum + size * (c > "\u2e80" ? 1 : 0.58), 0);
-
-function shorten(text, size, room) {
-  if (textWidth(text, size) <= room) return text;
-  while (text && textWidth(text + "…", size) > room) text = text.slice(0, -1);
-  return text && text + "…";
-}
-
-// 1536 B is 1.54 kB, 0.00125 s is 1.25 ms: SI prefixes, three digits.
-function quantity(value, unit) {
-  const [factor, prefix] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""], [1e-3, "m"], [1e-6, "µ"], [1e-9, "n"]]
-    .find(([factor]) => Math.abs(value) >= factor * 0.9999) ?? [1, ""];
-  return `${+(value / factor).toPrecision(3)} ${prefix}${unit}`;
-}
 
 // The last entry of a list sorted by t that isn't after `t`.
 function indexAt(list, t) {
@@ -83,16 +38,16 @@ function withLanes(messages) {
 class Story {
   constructor(scene) {
     this.scene = scene;
-    this.end = scene.end > 0 ? scene.end : 0;
+    this.end = scene.end;
     this.eps = this.end * 1e-9; // times that went through JSON and a slider are equal up to this
-    this.stops = scene.stops?.length ? scene.stops : [...new Set([0, this.end])].map((t) => ({ t, label: "", text: "" }));
+    this.stops = scene.stops;
     this.stride = this.end / Math.max(1, this.stops.length - 1);
-    this.messages = withLanes(scene.messages ?? []);
+    this.messages = withLanes(scene.messages);
     this.cellsOf = scene.ranks.map(() => []);
     scene.cells.forEach((cell, c) => this.cellsOf[scene.rows[cell.row].rank].push(c));
-    this.history = scene.cells.map((_, c) => [{ t: -Infinity, label: "", from: [], ...scene.initial?.[c] }]);
-    for (const change of scene.changes ?? []) this.history[change.cell].push({ ...change, from: change.from ?? [] });
-    const held = [...this.history.flat(), ...this.messages.flatMap((m) => m.parts ?? [])];
+    this.history = scene.cells.map((_, c) => [{ t: -Infinity, label: "", from: [], ...scene.initial[c] }]);
+    for (const change of scene.changes) this.history[change.cell].push({ ...change, from: change.from ?? [] });
+    const held = [...this.history.flat(), ...this.messages.flatMap((m) => m.parts)];
     this.contributors = [...new Set(held.flatMap((state) => state.from))].sort((a, b) => a - b);
     this.repeats = held.some((state) => new Set(state.from).size < state.from.length);
   }
@@ -114,20 +69,20 @@ class Story {
     return this.scene.whole > 0 && new Set(from).size === this.scene.whole && from.length === this.scene.whole;
   }
 
-  // The cells that a message is read from: those the parts name, or else those that look like its parts when it leaves.
+  // The cells that a message is read from: those that look like its parts when it leaves.
   sources(message) {
     const alike = (a, b) => [...a].sort().join() === [...b].sort().join();
-    return (message.parts ?? []).map((part) => {
+    return message.parts.map((part) => {
       const same = this.cellsOf[message.src].filter((c) => this.state(c, message.start).label === part.label);
-      return part.cell ?? same.find((c) => alike(this.state(c, message.start).from, part.from)) ?? same[0];
+      return same.find((c) => alike(this.state(c, message.start).from, part.from)) ?? same[0];
     }).filter((c) => c !== undefined);
   }
 
-  // The cells that a message ends in: those the parts name, or else those that change first once it has arrived.
+  // The cells that a message ends in: those that change first once it has arrived.
   targets(message) {
-    return (message.parts ?? []).map((part) => part.into ?? this.cellsOf[message.dst]
-      .map((c) => ({ c, change: this.history[c].find((s) => s.t >= message.end - this.eps && s.label === part.label && s.how !== "copy") }))
-      .filter((entry) => entry.change).sort((a, b) => a.change.t - b.change.t)[0]?.c).filter((c) => c !== undefined);
+    const changed = (c, label) => this.history[c].find((s) => s.t >= message.end - this.eps && s.label === label && s.how !== "copy");
+    return message.parts.map(({ label }) => this.cellsOf[message.dst].map((c) => ({ c, change: changed(c, label) }))
+      .filter(({ change }) => change).sort((a, b) => a.change.t - b.change.t)[0]?.c).filter((c) => c !== undefined);
   }
 
   // The stop that the playhead has reached or is on its way to: its caption tells what is in flight now.
@@ -304,11 +259,11 @@ class Picture {
       const state = history[c][i];
       group.replaceChildren(this.content(this.cellBoxes[c], state), svg("title", {}, this.describe(state)));
     });
-    const wanted = new Set();
+    const wanted = new Map();
     const keep = (key, make, value) => {
-      if (!this.live.has(key)) this.live.set(key, make());
-      this.live.get(key).move(value);
-      wanted.add(key);
+      const entry = this.live.get(key) ?? make();
+      entry.move(value);
+      wanted.set(key, entry);
     };
     this.shown.forEach((i, c) => {
       const age = t - history[c][i].t; // a cell that has just changed wears a mark for a while
@@ -318,11 +273,11 @@ class Picture {
       if (message.start > t + eps || message.end <= t + eps) return;
       keep(i, () => this.flight(message), Math.max(0, (t - message.start) / (message.end - message.start)));
     });
-    for (const [key, entry] of this.live) {
-      if (wanted.has(key)) continue;
-      entry.nodes.forEach((node) => node.remove());
-      this.live.delete(key);
-    }
+    for (const [key, { nodes }] of this.live) if (!wanted.has(key)) for (const [, node] of nodes) node.remove();
+    // What lies above what depends on t alone, not on what was drawn before.
+    const added = [...wanted.keys()].some((key) => !this.live.has(key));
+    if (added) for (const { nodes } of wanted.values()) for (const [layer, node] of nodes) layer.append(node);
+    this.live = wanted;
   }
 
   describe({ label, from }) {
@@ -336,8 +291,7 @@ class Picture {
     const cross = `M${x - s} ${y - s}L${x + s} ${y + s}M${x - s} ${y + s}L${x + s} ${y - s}`, equal = `M${x - s} ${y - s / 2}H${x + s}M${x - s} ${y + s / 2}H${x + s}`;
     const sign = how === "combine" ? (/^prod/i.test(op ?? "") ? cross : plus) : how === "copy" ? equal : down;
     const group = svg("g", { class: `mark ${how}` }, ...(new Set(from).size < from.length ? [] : [this.frame(box)]), svg("circle", { cx: x, cy: y, r }), svg("path", { d: sign }));
-    this.tokens.prepend(group); // under the tokens
-    return { nodes: [group], move: (strength) => group.setAttribute("opacity", strength.toFixed(3)) };
+    return { nodes: [[this.tokens, group]], move: (strength) => group.setAttribute("opacity", strength.toFixed(3)) };
   }
 
   frame(box) {
@@ -354,9 +308,7 @@ class Picture {
     }), message.tag ? fill(this.texts.tag, { tag: message.tag }) : ""].filter(Boolean).join(", ");
     const arrow = svg("g", { class: "arrow" }, svg("title", {}, title), ...this.arrow(curve, source, target));
     const focus = svg("g", { class: "sending" }, ...from.map((c) => this.frame(this.cellBoxes[c])));
-    const token = svg("g", { class: "token", "data-src": message.src, "data-dst": message.dst }, svg("title", {}, title), ...this.load(message.parts ?? [], from));
-    this.arrows.append(arrow);
-    this.tokens.append(focus, token);
+    const token = svg("g", { class: "token", "data-src": message.src, "data-dst": message.dst }, svg("title", {}, title), ...this.load(message.parts, from));
     const move = (progress) => {
       // Rounds have no duration of their own, so they may start and stop softly; real time must run evenly.
       const f = scene.unit === "s" ? progress : smooth(progress), { x, y } = curve(f);
@@ -365,7 +317,7 @@ class Picture {
       token.setAttribute("transform", `translate(${(x + up * lift.x + down * land.x).toFixed(2)} ${(y + up * lift.y + down * land.y).toFixed(2)})`);
       for (const node of [arrow, token, focus]) node.setAttribute("opacity", strength);
     };
-    return { nodes: [arrow, focus, token], move };
+    return { nodes: [[this.arrows, arrow], [this.tokens, focus], [this.tokens, token]], move };
   }
 
   // From the middle of a card to the middle of some of its cells.
@@ -412,217 +364,49 @@ class Picture {
 
 // ---- the player: time and its controls ------------------------------------------------------------------------------
 
-class Player {
+class Player extends Timed {
   constructor(model, el) {
-    Object.assign(this, { model, el, motion: null, speed: 1, t: 0 });
-    this.calm = window.matchMedia("(prefers-reduced-motion: reduce)");
-    this.tick = this.tick.bind(this);
-    this.fromModel = () => this.model.get("t") !== this.t && (this.stop(), this.show(this.model.get("t")));
-    this.rebuild = () => (this.stop(), this.build());
-    model.on("change:t", this.fromModel);
-    model.on("change:scene", this.rebuild);
-    model.on("change:texts", this.rebuild);
-    this.watcher = new ResizeObserver(() => this.fit());
+    super(model, el, { scene: "build" });
     this.build();
   }
 
-  destroy() {
-    this.stop(false);
-    this.watcher.disconnect();
-    this.model.off("change:t", this.fromModel);
-    this.model.off("change:scene", this.rebuild);
-    this.model.off("change:texts", this.rebuild);
-    this.root.remove();
-  }
-
   build() {
-    const scene = { title: "", note: "", whole: 0, ranks: [], rows: [], cells: [], ...this.model.get("scene") };
-    this.texts = { ...TEXTS, ...scene.texts, ...this.model.get("texts") };
-    this.story = new Story(scene);
-    // JupyterLab reads keys before the page does, except under this attribute.
-    const root = html("div", { class: "d2lps-player", tabindex: 0, role: "group", "aria-label": scene.title, "data-lm-suppress-shortcuts": "true" });
+    const scene = this.model.get("scene"), story = new Story(scene), { stops } = story, last = stops.length - 1;
+    Object.assign(this, { story, texts: scene.texts, end: story.end, stops: stops.map(({ t }) => t) });
     this.drawing = svg("svg", { role: "img", "aria-label": scene.title });
-    this.caption = html("span", { class: "d2lps-now" });
-    root.append(html("div", { class: "d2lps-title" }, scene.title), this.drawing, this.legend(), this.controls(), this.captions(), html("div", { class: "d2lps-note" }, scene.note));
-    root.addEventListener("keydown", (event) => this.key(event));
-    this.root?.remove();
-    this.root = root;
-    this.el.append(root);
-    this.picture = new Picture(this.story, this.texts, this.drawing);
-    this.watcher.disconnect();
-    this.watcher.observe(root);
-    this.width = this.at = undefined;
-    this.t = clamp(this.model.get("t") || 0, 0, this.story.end);
-    this.fit();
+    this.picture = new Picture(story, this.texts, this.drawing);
+    const captions = stops.map(({ label, text }) => `${label}  ${text}`), seconds = scene.unit === "s" ? " · 1.23 ms" : "";
+    const controls = this.controls(fill(this.texts.counter, { i: last, n: last }) + seconds);
+    const caption = this.captions(captions.reduce((a, b) => (b.length > a.length ? b : a)));
+    this.mount("player", scene.title, this.drawing, this.legend(), controls, caption, html("div", { class: "d2lps-note" }, scene.note));
   }
 
-  // One unit of the drawing is one pixel, so that letters keep their size on a telephone.
-  fit() {
-    const width = clamp(Math.floor(this.drawing.getBoundingClientRect().width) || 696, 300, 720);
-    if (width === this.width) return;
-    this.width = width;
-    this.picture.resize(width);
+  resize() {
+    this.picture.resize(Math.max(300, this.width));
     this.show(this.t);
   }
 
   legend() {
     const { story, texts } = this, legend = html("div", { class: "d2lps-legend" });
-    const item = (kind, text, style = "") => html("span", { class: "d2lps-key" }, html("i", { class: kind, style }), text);
+    const item = (kind, text, style = "") => html("span", {}, html("i", { class: kind, style }), text);
     if (story.contributors.length) legend.append(html("span", {}, texts.contribution));
-    for (const rank of story.contributors) legend.append(item("stripe", String(story.scene.ranks[rank]?.name ?? rank), `background: var(--rank-${rank % COLOURS})`));
+    for (const rank of story.contributors) legend.append(item("stripe", story.scene.ranks[rank].name, `background: var(--rank-${rank % COLOURS})`));
     if (story.scene.whole > 0) legend.append(item("complete", texts.complete));
     if (story.repeats) legend.append(item("repeated", texts.repeated));
     return legend;
   }
 
-  controls() {
-    const bar = html("div", { class: "d2lps-controls" }), buttons = html("span", { class: "d2lps-buttons" });
-    for (const action of ["first", "previous", "play", "next", "last"]) {
-      const button = html("button", { type: "button", "data-action": action, title: this.texts[action], "aria-label": this.texts[action] }, html("i"));
-      button.addEventListener("click", () => this[action]());
-      buttons.append(button);
-    }
-    this.playButton = buttons.children[2];
-    const { end, stops } = this.story;
-    this.scrub = html("input", { type: "range", "data-action": "scrub", min: 0, max: end || 1, step: "any", "aria-label": this.texts.scrub });
-    this.scrub.addEventListener("input", () => (this.stop(false), this.move(+this.scrub.value)));
-    this.scrub.addEventListener("change", () => this.model.save_changes());
-    const track = html("span", { class: "d2lps-track" }, this.scrub);
-    const ticks = end && stops.length <= 100 ? stops : []; // more would be a grey bar
-    track.append(...ticks.map((stop) => html("i", { style: `--at: ${stop.t / end}` })));
-    const longest = fill(this.texts.counter, { i: stops.length - 1, n: stops.length - 1 }).length + (this.story.scene.unit === "s" ? 10 : 0);
-    this.counter = html("span", { class: "d2lps-counter", style: `--room: ${Math.ceil(0.88 * longest)}ch` }); // or the slider would tremble
-    const speeds = html("select", { "data-action": "speed", title: this.texts.speed, "aria-label": this.texts.speed });
-    for (const x of [0.5, 1, 2, 4]) speeds.append(html("option", { value: x }, fill(this.texts.factor, { x })));
-    speeds.value = this.speed;
-    speeds.addEventListener("change", () => (this.speed = +speeds.value));
-    bar.append(buttons, track, this.counter, speeds);
-    return bar;
-  }
-
-  // The longest caption, unseen, holds the place open, so that the page stays still.
-  captions() {
-    const longest = this.story.stops.map((stop) => `${stop.label ?? ""}  ${stop.text ?? ""}`).reduce((a, b) => (b.length > a.length ? b : a), "");
-    const live = html("div", { "aria-live": "polite" }, this.caption);
-    return html("div", { class: "d2lps-caption" }, html("div", { class: "d2lps-room", "aria-hidden": "true" }, longest), live);
-  }
-
-  // Draws time t and brings the controls to it.
-  show(t) {
-    const { story, texts } = this;
-    this.t = clamp(+t || 0, 0, story.end);
+  paint() {
+    const { story, texts } = this, at = story.stopIndex(this.t), counter = fill(texts.counter, { i: at, n: story.stops.length - 1 });
     this.picture.draw(this.t);
-    this.scrub.value = this.t;
-    const at = story.stopIndex(this.t), stop = story.stops[at];
-    const counter = fill(texts.counter, { i: at, n: story.stops.length - 1 });
-    this.counter.textContent = story.scene.unit === "s" ? `${counter} · ${quantity(this.t, "s")}` : counter;
-    this.scrub.setAttribute("aria-valuetext", [counter, stop.label].filter(Boolean).join(", "));
-    if (at === this.at) return; // nothing new to read aloud
-    this.at = at;
-    this.caption.replaceChildren(html("b", {}, stop.label ?? ""), " ", stop.text ?? "");
+    return { ...story.stops[at], counter: story.scene.unit === "s" ? `${counter} · ${quantity(this.t, "s")}` : counter };
   }
 
-  // Moves the playhead for the reader: other widgets may follow each step, Python hears of it when it is saved.
-  move(t) {
-    this.show(t);
-    this.model.set("t", this.t);
-  }
-
-  jump(t) {
-    this.stop(false);
-    this.move(t);
-    this.model.save_changes();
-  }
-
-  stop(save = true) {
-    if (!this.motion) return;
-    cancelAnimationFrame(this.motion.frame);
-    this.motion = null;
-    this.face();
-    if (save) this.model.save_changes();
-  }
-
-  start(motion) {
-    this.stop(false);
-    this.motion = { ...motion, last: performance.now(), frame: requestAnimationFrame(this.tick) };
-    this.face();
-  }
-
-  // The play button shows what a press will do.
-  face() {
-    const name = this.motion?.kind === "play" ? "pause" : "play";
-    this.playButton.dataset.state = name === "pause" ? "playing" : "paused";
-    this.playButton.title = this.texts[name];
-    this.playButton.setAttribute("aria-label", this.texts[name]);
-  }
-
-  // The time to step from: while a step is under way, its goal.
-  base() {
-    return this.motion?.goal ?? this.t;
-  }
-
-  after(t) {
-    return this.story.stops.find((stop) => stop.t > t + this.story.eps)?.t ?? this.story.end;
-  }
-
-  before(t) {
-    return this.story.stops.findLast((stop) => stop.t < t - this.story.eps)?.t ?? 0;
-  }
-
-  first() { this.jump(0); }
-  last() { this.jump(this.story.end); }
-  next() { this.glide(this.after(this.base())); }
-  previous() { this.glide(this.before(this.base())); }
-
-  play() {
-    if (this.motion?.kind === "play") return this.stop();
-    if (this.t >= this.story.end - this.story.eps) this.move(0);
-    this.start({ kind: "play", waited: 0 });
-  }
-
-  glide(goal) {
-    if (this.calm.matches || goal === this.t) return this.jump(goal);
-    if (this.motion?.goal !== undefined) this.move(this.motion.goal);
-    this.start({ kind: "glide", goal, rate: (goal - this.t) / GLIDE });
-  }
-
-  // Units of t per second of play. Rounds take equally long; real time runs evenly, in a minute at most.
-  rate() {
-    const { story } = this;
-    if (story.scene.unit === "s") return Math.max(story.stride / PLAY, story.end / 60);
-    const goal = this.after(this.t);
-    return (goal - this.before(goal)) / PLAY;
-  }
-
-  tick(now) {
-    const { motion } = this, seconds = Math.min(0.1, (now - motion.last) / 1000) * this.speed, from = this.t;
-    motion.last = now;
-    motion.frame = requestAnimationFrame(this.tick);
-    if (motion.kind === "glide") {
-      const t = this.t + motion.rate * seconds, done = (t - motion.goal) * motion.rate >= 0;
-      return done ? this.jump(motion.goal) : this.move(t);
-    }
-    if (!this.calm.matches) this.move(this.t + this.rate() * seconds);
-    else if ((motion.waited += seconds) >= PLAY) { motion.waited = 0; this.move(this.after(this.t)); } // from stop to stop
-    if (this.t >= this.story.end) return this.stop();
-    if (this.after(from) <= this.t) this.model.save_changes();
-  }
-
-  // Keys work wherever the focus is in the player. What a list or a button does with a key by itself stays.
-  key(event) {
-    event.stopPropagation();
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
-    if (event.key === " " && event.target.tagName === "BUTTON") return;
-    const action = { ArrowRight: "next", ArrowLeft: "previous", " ": "play", Home: "first", End: "last" }[event.key];
-    if (!action) return;
-    event.preventDefault();
-    this[action]();
+  // Rounds take equally long; real time runs evenly, in a minute at most.
+  pace(t) {
+    const { story, end } = this, goal = this.after(t);
+    return story.scene.unit === "s" ? Math.max(story.stride / PLAY, end / 60) : (goal - this.before(goal)) / PLAY;
   }
 }
 
-export default {
-  render({ model, el }) {
-    const player = new Player(model, el);
-    return () => player.destroy();
-  },
-};
+export default shownBy(Player);

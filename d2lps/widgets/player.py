@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import anywidget
 import traitlets
 
 from d2lps.trace import Trace
+from d2lps.widgets import still
 from d2lps.widgets.picture import png
 from d2lps.widgets.scene import scene
 
-_HERE = Path(__file__).parent
 
-
-class Player(anywidget.AnyWidget):
+class Player(still.Still):
     """Animate a trace: every message, and whose data each chunk of every rank's memory holds.
 
     >>> Player(d2lps.run(work, 4, trace=True).trace, title="ring all-reduce")       # doctest: +SKIP
@@ -28,8 +23,8 @@ class Player(anywidget.AnyWidget):
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
-    _esm = _HERE / "player.js"
-    _css = _HERE / "player.css"
+    _esm = still.source("player.js")
+    _css = still.source("player.css")
     scene = traitlets.Dict().tag(sync=True)
     t = traitlets.Float(0.0).tag(sync=True)
 
@@ -49,9 +44,5 @@ class Player(anywidget.AnyWidget):
         counts = f"{len(self.scene['ranks'])} ranks, {len(self.scene['messages'])} messages"
         return f"Player: {self.scene['title'] or 'a run'}, {counts} ({steps})"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The widget, and a still picture for places without JavaScript: a printed page, a viewer of notebooks."""
-        bundle, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        bundle["text/plain"] = repr(self)
-        bundle["image/png"] = base64.b64encode(png(self.scene)).decode()
-        return bundle, metadata
+    def _still(self) -> bytes:
+        return png(self.scene)

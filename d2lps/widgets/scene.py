@@ -58,12 +58,12 @@ class _Scene:
         return max(1, int(np.searchsorted(totals, _MOST_MESSAGES, side="right")) - 1)
 
     def as_dict(self, title: str, layout: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        stops = self._stops()
+        stops, changes = self._stops(), self._changes()
         numbers = {id(row): index for index, row in enumerate(self.cells.rows)}
         return {
             "title": title,
             "unit": "round" if self.clock == "rounds" else "s",
-            "end": stops[-1]["t"],
+            "end": max([stops[-1]["t"], *(change["t"] for change in changes)]),  # the last sum may follow the last message
             "stops": stops,
             "ranks": [{"name": str(rank), "x": round(x, 4), "y": round(y, 4)} for rank, (x, y) in enumerate(layout)],
             "rows": [{"rank": row.rank, "name": row.name} for row in self.cells.rows],
@@ -74,7 +74,7 @@ class _Scene:
             ],
             "initial": self._initial(),
             "messages": [self._message(int(index)) for index in self.shown],
-            "changes": self._changes(),
+            "changes": changes,
             "whole": self.trace.ranks if any(change.event.kind == "combine" for change in self.origins.changes) else 0,
             "note": self._note(),
             "texts": TEXTS,

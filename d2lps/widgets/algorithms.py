@@ -1,0 +1,51 @@
+"""The all-reduce that the explorers simulate: ours by name, or a reader's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from d2lps.collectives import all_reduce
+from d2lps.comm import Communicator
+from d2lps.result import Run
+from d2lps.simulator import simulate
+from d2lps.topology import Topology
+from d2lps.widgets.texts import NAMES
+
+Algorithm = str | Callable[[Communicator, torch.Tensor], Any]  # one of all_reduce's, or a function of one's own
+
+
+def described(algorithms: Sequence[Algorithm]) -> list[dict[str, Any]]:
+    """[{"name": what readers see, "style": the number of its colour and dashes}]: the same in every widget."""
+    if isinstance(algorithms, str) or not algorithms:
+        raise ValueError(f"algorithms={algorithms!r} must be a list of at least one name or function")
+    own = [algorithm for algorithm in algorithms if not isinstance(algorithm, str)]
+    known = list(NAMES)
+    return [
+        {"name": NAMES.get(algorithm, algorithm), "style": known.index(algorithm) if algorithm in NAMES else len(known)}
+        if isinstance(algorithm, str)
+        else {"name": algorithm.__name__, "style": len(known) + own.index(algorithm)}
+        for algorithm in algorithms
+    ]
+
+
+def simulated(algorithm: Algorithm, topology: Topology, nbytes: float, trace: bool = False) -> Run:
+    """One all-reduce of so many bytes of float32, on all devices, without contents.
+
+    >>> from d2lps.topology import pcie_tree
+    >>> round(simulated("ring", pcie_tree(4, bandwidth=16e9, latency=0), 160e6).time, 9)
+    0.015
+    """
+    if not nbytes >= 4:
+        raise ValueError(f"nbytes={nbytes!r} is less than one float32 of 4 bytes")
+    return simulate(_work, topology, int(nbytes) // 4, algorithm, device="meta", trace=trace)
+
+
+def _work(comm: Communicator, numel: int, algorithm: Algorithm) -> None:
+    tensor = torch.empty(numel, device=comm.device)
+    if isinstance(algorithm, str):
+        all_reduce(comm, tensor, algorithm=algorithm)
+    else:
+        algorithm(comm, tensor)

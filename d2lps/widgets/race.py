@@ -1,0 +1,96 @@
+"""The race: several all-reduce algorithms on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import traitlets
+
+from d2lps.topology import Topology
+from d2lps.widgets import still
+from d2lps.widgets.algorithms import Algorithm, described, simulated
+from d2lps.widgets.progress import Curve, progress
+from d2lps.widgets.texts import RACE
+
+_MOST_POINTS = 200  # of one lane; more cannot be told apart
+_MOST_STOPS = 40
+
+
+class Race(still.Still):
+    """Several all-reduce algorithms side by side: how much of all ranks' memory holds the complete sum, over time.
+
+    >>> from d2lps.topology import pcie_tree
+    >>> Race(pcie_tree(4, bandwidth=16e9, latency=0), ["tree", "ring"], nbytes=160e6)
+    Race: All-reduce: 160 MB on pcie_tree(4): 1. ring 0.015 s, 2. tree 0.04 s
+
+    algorithms: names of `all_reduce`'s, or functions of one's own, of (comm, tensor). nbytes: on every rank. Each is
+    simulated by itself, with one rank on each device, and its trace is followed byte by byte. `t` is the clock, in
+    seconds. ValueError for what the simulator refuses.
+    """
+
+    _esm = still.source("race.js")
+    _css = still.source("race.css")
+    data = traitlets.Dict().tag(sync=True)
+    t = traitlets.Float(0.0).tag(sync=True)
+
+    def __init__(self, topology: Topology, algorithms: Sequence[Algorithm], nbytes: float = 160e6, title: str = "") -> None:
+        title = title or RACE["title"].format(bytes=_in_words(nbytes), topology=topology.name)
+        super().__init__(data=raced(topology, algorithms, nbytes) | {"title": title})
+
+    def __repr__(self) -> str:
+        lanes = sorted(self.data["lanes"], key=lambda lane: lane["place"])
+        return f"Race: {self.data['title']}: " + ", ".join(f"{i['place']}. {i['name']} {i['seconds']:.4g} s" for i in lanes)
+
+    def _still(self) -> bytes:
+        """All lanes in one picture: complete memory over time."""
+        picture = still.figure(6.4, 3.4)
+        ax = picture.subplots()
+        for lane in self.data["lanes"]:
+            t, share = zip(*lane["complete"], (self.data["end"], 1.0), strict=False)
+            ax.step(t, share, where="post", label=lane["name"], **still.line(lane["style"]))
+        ax.set_xlabel(f"{RACE['seconds']} (s)", fontsize=9)
+        ax.set_ylabel(RACE["complete"], fontsize=9)
+        ax.set_title(self.data["title"], fontsize=10)
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+        return still.png(picture)
+
+
+def raced(topology: Topology, algorithms: Sequence[Algorithm], nbytes: float) -> dict[str, Any]:
+    """The lanes: each with its time, its place, and its two shares as [t, share] from each change on."""
+    lanes = []
+    for look, algorithm in zip(described(algorithms), algorithms, strict=True):
+        run = simulated(algorithm, topology, nbytes, trace=True)
+        complete, gathered = progress(run.trace)
+        lanes.append({**look, "seconds": run.time, "complete": _thinned(complete), "gathered": _thinned(gathered)})
+    for lane in lanes:  # equally fast ones share a place
+        lane["place"] = 1 + sum(other["seconds"] < lane["seconds"] * (1 - 1e-6) for other in lanes)
+    end = max(lane["seconds"] for lane in lanes)
+    return {"lanes": lanes, "end": end, "stops": _stops(lanes, end), "texts": RACE}
+
+
+def _in_words(nbytes: float) -> str:
+    """`_in_words(160e6) == "160 MB"`"""
+    power = max((p for p in (9, 6, 3, 0) if nbytes >= 10**p), default=0)
+    return f"{nbytes / 10**power:.3g} {({9: 'G', 6: 'M', 3: 'k'}).get(power, '')}B"
+
+
+def _thinned(curve: Curve) -> list[list[float]]:
+    """The first point, then every k-th up to the last."""
+    step = -(-len(curve) // _MOST_POINTS)
+    return [[t, round(share, 4)] for t, share in [curve[0], *curve[:0:-step][::-1]]]
+
+
+def _stops(lanes: Sequence[dict[str, Any]], end: float) -> list[float]:
+    """Where a step of the clock leads: to each change, or where there are too many, evenly and to each finish."""
+    changes = {round(t, 12) for lane in lanes for t, _ in lane["complete"]}
+    finishes = {0.0, *(lane["seconds"] for lane in lanes)}
+    if len(changes) > _MOST_STOPS:
+        changes = {end * k / _MOST_STOPS for k in range(_MOST_STOPS)}
+    return _apart(sorted(changes | finishes), end * 1e-6)
+
+
+def _apart(times: Sequence[float], least: float) -> list[float]:
+    """`_apart([0, 1, 1.1, 2], 0.5) == [0, 1.1, 2]`: of times close together the last."""
+    return [t for t, later in zip(times, [*times[1:], times[-1] + 2 * least + 1], strict=True) if later - t > least]

@@ -1,0 +1,120 @@
+"""The sweep: how long each algorithm takes, by size and by number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import traitlets
+
+from d2lps.topology import Topology
+from d2lps.widgets import still
+from d2lps.widgets.algorithms import Algorithm, described, simulated
+from d2lps.widgets.texts import SWEEP
+
+_EQUAL = 1e-6  # times that differ by less are the same
+
+
+class Sweep(still.Still):
+    """Time against bytes, a line for each all-reduce algorithm, with a slider for the number of ranks.
+
+    >>> from d2lps.topology import star
+    >>> Sweep(lambda n: star(n, 1e9, latency=1e-6), ["tree", "ring"], sizes=[160, 16e3, 16e5], ranks=[4])
+    Sweep: All-reduce: time against size, tree, ring; fastest on 4 ranks: tree from 160 B, ring from 1,600 B
+
+    topology_of: the cluster for a number of ranks. algorithms: names of `all_reduce`'s, or functions of one's own, of
+    (comm, tensor). sizes: bytes on each rank, ascending. Every point is a simulation, run here, beforehand.
+    `ranks` and `cursor` are the choices made, as indices. ValueError for fewer than two sizes or ranks, and for what
+    the simulator refuses.
+    """
+
+    _esm = still.source("sweep.js")
+    _css = still.source("sweep.css")
+    data = traitlets.Dict().tag(sync=True)
+    ranks = traitlets.Int(0).tag(sync=True)
+    cursor = traitlets.Int(0).tag(sync=True)
+
+    def __init__(
+        self,
+        topology_of: Callable[[int], Topology],
+        algorithms: Sequence[Algorithm],
+        sizes: Sequence[float],
+        ranks: Sequence[int],
+        title: str = "",
+    ) -> None:
+        data = swept(topology_of, algorithms, sizes, ranks) | {"title": title or SWEEP["title"]}
+        super().__init__(data=data, ranks=len(data["ranks"]) // 2, cursor=len(data["sizes"]) // 2)
+
+    def __repr__(self) -> str:
+        ranks, names = self.data["ranks"], [algorithm["name"] for algorithm in self.data["algorithms"]]
+        said = ", ".join(f"{names[reign['best']]} from {reign['nbytes']:,.0f} B" for reign in self.data["reigns"][-1])
+        return f"Sweep: {self.data['title']}, {', '.join(names)}; fastest on {ranks[-1]} ranks: {said}"
+
+    def _still(self) -> bytes:
+        """The lines for the chosen number of ranks."""
+        picture = still.figure(6.4, 3.8)
+        ax = picture.subplots()
+        for algorithm, times in zip(self.data["algorithms"], self.data["times"][self.ranks], strict=True):
+            ax.loglog(self.data["sizes"], times, label=algorithm["name"], **still.line(algorithm["style"]))
+        for crossing in self.data["reigns"][self.ranks][1:]:
+            ax.plot(crossing["nbytes"], crossing["seconds"], "o", mfc="none", mec="black")
+        ax.set(xlabel=f"{SWEEP['bytes']} (B)", ylabel=f"{SWEEP['seconds']} (s)")
+        ranks = SWEEP["ranks_now"].format(n=self.data["ranks"][self.ranks])
+        ax.set_title(f"{self.data['title']}, {ranks}", fontsize=10)
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+        return still.png(picture)
+
+
+def swept(
+    topology_of: Callable[[int], Topology], algorithms: Sequence[Algorithm], sizes: Sequence[float], ranks: Sequence[int]
+) -> dict[str, Any]:
+    """The data of a sweep: times[ranks][algorithm][size] in seconds, who wins where, and where that changes."""
+    sizes, ranks = [int(size) for size in sizes], [int(count) for count in ranks]
+    if len(sizes) < 2 or any(here >= there for here, there in pairwise(sizes)):
+        raise ValueError(f"sizes={sizes} must be at least two numbers of bytes, ascending")
+    if not ranks or min(ranks) < 2:
+        raise ValueError(f"ranks={ranks} must be at least one number of ranks, each from 2 up: one rank alone takes no time")
+    described_ = described(algorithms)
+    topologies = [topology_of(count) for count in ranks]
+    times = [[[simulated(a, net, size).time for size in sizes] for a in algorithms] for net in topologies]
+    return {
+        "algorithms": described_,
+        "sizes": sizes,
+        "ranks": ranks,
+        "times": times,
+        "winners": [[_winners(column) for column in zip(*rows, strict=True)] for rows in times],
+        "reigns": [_reigns(sizes, rows) for rows in times],
+        "texts": SWEEP,
+    }
+
+
+def _winners(times: Sequence[float]) -> list[int]:
+    """The algorithms that take the least time, more than one where they are equally fast."""
+    return [index for index, time in enumerate(times) if time <= min(times) * (1 + _EQUAL)]
+
+
+def _reigns(sizes: Sequence[float], rows: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+    """Who is the fastest from where on. Between two sizes that were simulated, time is taken to grow evenly with bytes."""
+    best = _winners([row[0] for row in rows])[0]
+    found: dict[float, dict[str, float]] = {sizes[0]: {"nbytes": sizes[0], "seconds": rows[best][0], "best": best}}
+    for k, (here, there) in enumerate(pairwise(sizes)):
+        at = 0.0  # of the way from here to there
+        while passing := [
+            (way, row[k + 1], index)
+            for index, row in enumerate(rows)
+            if (way := _overtaken(rows[best], row, k)) is not None and way >= at
+        ]:
+            at, _, best = min(passing)
+            nbytes, seconds = here + at * (there - here), rows[best][k] + at * (rows[best][k + 1] - rows[best][k])
+            found[nbytes] = {"nbytes": nbytes, "seconds": seconds, "best": best}
+    return list(found.values())
+
+
+def _overtaken(old: Sequence[float], new: Sequence[float], k: int) -> float | None:
+    """How far on the way from point k to the next an algorithm falls behind another; None if it does not."""
+    before, after = new[k] - old[k], new[k + 1] - old[k + 1]
+    if after >= -_EQUAL * old[k + 1]:
+        return None
+    return before / (before - after) if before > 0 else 0.0

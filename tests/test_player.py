@@ -1,0 +1,172 @@
+"""The player: the scene of small runs against what a person works out, and the page in a browser."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from widget_page import chromium, needs_chromium, picture, shown, until
+
+import d2lps
+from d2lps.collectives import all_reduce
+from d2lps.comm import Communicator
+from d2lps.topology import ring, star
+from d2lps.trace import Trace
+from d2lps.widgets import Player
+from d2lps.widgets.scene import circle, scene
+
+
+def sum_up(comm: Communicator, numel: int = 4) -> None:
+    x = torch.ones(numel, device=comm.device)
+    all_reduce(comm, x, algorithm="ring")
+
+
+def two_ranks() -> Trace:
+    """16 bytes round a ring of two, 8 bytes in a second: two rounds of one second each."""
+    return d2lps.simulate(sum_up, star(2, bandwidth=8.0)).trace
+
+
+def slow_cable() -> Trace:
+    """A ring in which one message is still in flight while the others have arrived."""
+    return d2lps.simulate(sum_up, ring(4, 4.0).slowed(("gpu1", "gpu2"), 3)).trace
+
+
+# ---- the scene ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_has_a_row_cut_into_the_rings_chunks() -> None:
+    drawn = scene(two_ranks())
+    assert drawn["rows"] == [{"rank": 0, "name": "x"}, {"rank": 1, "name": "x"}]
+    cells = [(cell["row"], cell["start"], cell["stop"]) for cell in drawn["cells"]]
+    assert cells == [(0, 0, 0.5), (0, 0.5, 1), (1, 0, 0.5), (1, 0.5, 1)]
+    assert [(held["label"], held["from"]) for held in drawn["initial"]] == [("0", [0]), ("1", [0]), ("0", [1]), ("1", [1])]
+    assert drawn["whole"] == 2
+
+
+def test_cells_change_where_the_ring_adds_and_where_it_copies() -> None:
+    changes = [(c["t"], c["cell"], c["how"], c["from"]) for c in scene(two_ranks())["changes"]]
+    assert changes == [(1, 2, "combine", [0, 1]), (1, 1, "combine", [0, 1]), (2, 0, "recv", [0, 1]), (2, 3, "recv", [0, 1])]
+
+
+@pytest.mark.parametrize("clock", ["rounds", "time"])
+def test_messages_last_from_stop_to_stop(clock: str) -> None:
+    drawn = scene(two_ranks(), clock=clock)
+    assert [stop["t"] for stop in drawn["stops"]] == [0, 1, 2]
+    messages = [(m["src"], m["dst"], m["start"], m["end"], m["bytes"]) for m in drawn["messages"]]
+    assert messages == [(0, 1, 0, 1, 8), (1, 0, 0, 1, 8), (0, 1, 1, 2, 8), (1, 0, 1, 2, 8)]
+    assert drawn["stops"][1]["label"] == "reduce-scatter 1/1"
+    assert drawn["stops"][1]["text"] == "0 → 1: part 0, 8 B; 1 → 0: part 1, 8 B"
+
+
+def test_time_ends_with_the_last_sum() -> None:
+    def exchange(comm: Communicator) -> None:
+        mine, theirs = torch.ones(4), torch.zeros(4)
+        comm.sendrecv(mine, 1 - comm.rank, theirs, 1 - comm.rank)
+        comm.combine(mine, theirs)
+
+    model = d2lps.simulator.Model(per_combined_byte=0.5)
+    drawn = scene(d2lps.simulate(exchange, star(2, bandwidth=8.0), model=model).trace, clock="time")
+    assert drawn["stops"][-1]["t"] == 2
+    assert drawn["end"] == drawn["changes"][-1]["t"] == 10
+
+
+def test_only_some_rows_and_places_of_ones_own() -> None:
+    def gather(comm: Communicator) -> None:
+        mine, theirs = torch.ones(2), torch.zeros(2)
+        comm.sendrecv(mine, 1 - comm.rank, theirs, 1 - comm.rank)
+
+    trace = d2lps.simulate(gather, star(2, bandwidth=8.0)).trace
+    assert [row["name"] for row in scene(trace)["rows"]] == ["mine", "theirs"] * 2
+    drawn = scene(trace, show=["theirs"], layout=[(0, 0.5), (1, 0.5)])
+    assert [row["name"] for row in drawn["rows"]] == ["theirs"] * 2
+    assert [(rank["x"], rank["y"]) for rank in drawn["ranks"]] == [(0, 0.5), (1, 0.5)]
+    assert drawn["whole"] == 0  # nothing is summed
+    assert np.allclose(circle(4), [(0.5, 0), (1, 0.5), (0.5, 1), (0, 0.5)])
+
+
+def test_more_messages_than_a_browser_holds_are_cut_after_a_whole_round() -> None:
+    drawn = scene(d2lps.simulate(sum_up, star(40, bandwidth=8.0), 400).trace)  # 78 rounds of 40 messages
+    assert len(drawn["messages"]) == 3000 == 40 * (len(drawn["stops"]) - 1)
+    assert drawn["note"] == "Only the first 3,000 of 3,120 messages are drawn."
+
+
+@pytest.mark.parametrize(("bad", "words"), [
+    ({"clock": "hours"}, "clock='hours'"),
+    ({"layout": [(0, 0)]}, "1 places, but the trace has 2 ranks"),
+    ({"show": ["y"]}, r"no rank had a tensor named \['y'\], only \['incoming', 'x'\]"),
+])
+def test_bad_arguments_are_named(bad: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Player(two_ranks(), **bad)
+
+
+def test_a_sentence_and_a_picture_stand_in() -> None:
+    player = Player(two_ranks(), title="Two")
+    bundle, _ = player._repr_mimebundle_()
+    assert bundle["text/plain"] == "Player: Two, 2 ranks, 4 messages (reduce-scatter 1/1; all-gather 1/1)"
+    assert player._still().startswith(b"\x89PNG")
+    assert player._still() == player._still()
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@needs_chromium
+@pytest.mark.parametrize("clock", ["rounds", "time"])
+@pytest.mark.parametrize("width", [760, 390])
+def test_the_picture_depends_on_the_time_alone(browser: Any, clock: str, width: int) -> None:
+    with shown(browser, Player(slow_cable(), clock=clock), width, reduced_motion="reduce") as page:
+        forth = [picture(page)]
+        for _ in range(6):
+            page.locator('[data-action="next"]').click()
+            forth.append(picture(page))
+        back = [forth[-1]]
+        for _ in range(6):
+            page.locator('[data-action="previous"]').click()
+            back.append(picture(page))
+        assert len(set(forth)) == 7
+        assert forth == back[::-1]
+
+
+@needs_chromium
+def test_buttons_keys_and_slider_move_it(browser: Any) -> None:
+    with shown(browser, Player(slow_cable(), clock="time", title="Slow")) as page:
+        first, counter = picture(page), page.locator(".d2lps-counter")
+        page.locator('[data-action="next"]').click()
+        until(page, first)
+        page.keyboard.press("ArrowLeft")  # before the step is over: back to where it began
+        until(page, first, same=True)
+        page.locator(".d2lps").focus()
+        page.keyboard.press("End")
+        assert counter.inner_text().startswith("step 6 of 6")
+        page.keyboard.press("Home")
+        assert picture(page) == first
+        page.locator('[data-action="scrub"]').fill("2.5")
+        assert page.evaluate("model.get('t')") == 2.5
+        page.evaluate("model.set('t', 0)")  # as another widget that is linked to it would
+        assert picture(page) == first
+
+
+@needs_chromium
+def test_it_plays_to_the_end_and_pauses(browser: Any) -> None:
+    with shown(browser, Player(two_ranks())) as page:
+        play, first = page.locator('[data-action="play"]'), picture(page)
+        play.click()
+        assert play.get_attribute("aria-label") == "Pause"
+        until(page, first)
+        play.click()
+        stopped = picture(page)
+        page.wait_for_timeout(100)
+        assert picture(page) == stopped
+        page.locator('[data-action="speed"]').select_option("4")
+        play.click()
+        page.wait_for_function("model.get('t') === 2")
+        assert play.get_attribute("aria-label") == "Play"
+        assert page.locator("g.complete").count() == 4
