@@ -7,9 +7,7 @@ them the book's vocabulary; every byte is moved by torch's own engine.
 from __future__ import annotations
 
 import functools
-import hashlib
 import socket
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,9 +19,7 @@ import torch.distributed as dist
 from d2lps.comm import Communicator, Mismatch, ReduceOp
 from d2lps.comm.communicator import describe
 from d2lps.comm.work import Transfer
-from d2lps.signatures import Signatures
-
-_STATEMENT = 512  # bytes of a statement that ranks compare; a longer one ends in its hash
+from d2lps.signatures import Signatures, by_statement, fixed
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -97,10 +93,10 @@ class ProcessGroupCommunicator(Communicator):
 
     def agree(self, statement: str) -> None:
         with self.standing("agree"):
-            rows = self._gather_rows(_fixed(statement.encode()))
+            rows = self._gather_rows(torch.frombuffer(bytearray(fixed(statement.encode())), dtype=torch.uint8))
         said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
         if len(set(said)) > 1:
-            raise Mismatch("the ranks disagree: " + _by_statement(said, self.members))
+            raise Mismatch("the ranks disagree: " + by_statement(said, self.members))
 
     def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """The small tensor of every rank, by rank; moved by torch, outside the trace."""
@@ -152,22 +148,3 @@ class _OnStream:
     def wait(self) -> None:
         self.work.wait()
         torch.cuda.current_stream().synchronize()
-
-
-def _fixed(text: bytes) -> torch.Tensor:
-    """Bytes as a tensor of a fixed length, so that ranks with different statements can still exchange them."""
-    if len(text) > _STATEMENT:
-        text = text[: _STATEMENT - 40] + hashlib.sha1(text).hexdigest().encode()
-    return torch.frombuffer(bytearray(text.ljust(_STATEMENT, b"\0")), dtype=torch.uint8)
-
-
-def _by_statement(said: list[str], members: list[int]) -> str:
-    """`rank 2 calls broadcast(src=1); ranks 0, 1, 3 call broadcast(src=0)`: the few first."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for rank, statement in enumerate(said):
-        groups[statement].append(members[rank])
-    parts = []
-    for statement, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1])):
-        who = f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
-        parts.append(f"{who} {statement}")
-    return "; ".join(parts)

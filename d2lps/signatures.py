@@ -8,8 +8,9 @@ ranks that send to each other would both be waiting.
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from d2lps.comm import Mismatch
 from d2lps.comm.work import Transfer
 
 _POLL = 0.001  # seconds between two looks into the store
+_STATEMENT = 512  # bytes of a statement that ranks compare; a longer one ends in its hash
 
 
 class Signatures:
@@ -101,3 +103,22 @@ class SignedRecv:
         self.transfer.wait()
         for ending in ("/sent", "/expected", "/posted"):
             store.delete_key(key + ending)
+
+
+def fixed(text: bytes) -> bytes:
+    """Bytes of a fixed length, so that ranks with different statements can still exchange them."""
+    if len(text) > _STATEMENT:
+        text = text[: _STATEMENT - 40] + hashlib.sha1(text).hexdigest().encode()
+    return text.ljust(_STATEMENT, b"\0")
+
+
+def by_statement(said: list[str], members: list[int]) -> str:
+    """`rank 2 calls broadcast(src=1); ranks 0, 1, 3 call broadcast(src=0)`: the few first."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, statement in enumerate(said):
+        groups[statement].append(members[rank])
+    parts = []
+    for statement, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1])):
+        who = f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
+        parts.append(f"{who} {statement}")
+    return "; ".join(parts)

@@ -83,7 +83,7 @@ def test_gives_what_numpy_gives(collective: str, ranks: int) -> None:
 def test_torch_distributed_gives_the_same(collective: str, ranks: int) -> None:
     # The second oracle, held against the first. gloo has no uneven lists.
     wanted = [call for call in calls(collective, ranks, ["gloo"]) if not call.uneven]
-    check(wanted, d2lps.run(perform, ranks, wanted, rooms_for(wanted, ranks), torchs, timeout=20))
+    check(wanted, d2lps.run(perform, ranks, wanted, rooms_for(wanted, ranks), torchs, backend="gloo", timeout=20))
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])

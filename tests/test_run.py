@@ -28,7 +28,7 @@ from d2lps.collectives import all_gather, all_reduce, broadcast
 Runner = Callable[..., d2lps.Run]
 
 
-@pytest.fixture(params=["gloo"])
+@pytest.fixture(params=["gloo", pytest.param("shm", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux only"))])
 def run(request: pytest.FixtureRequest) -> Runner:
     """d2lps.run with each transport that needs no GPU."""
     return functools.partial(d2lps.run, backend=request.param)
@@ -366,7 +366,8 @@ def test_ranks_listen_on_the_loopback_interface_alone(run: Runner) -> None:
         return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
 
     addresses = [address for addresses in run(work, 2) for address in addresses]
-    assert addresses and all(address.removeprefix("::ffff:") == "127.0.0.1" for address in addresses)
+    assert all(address.removeprefix("::ffff:") == "127.0.0.1" for address in addresses)
+    assert bool(addresses) == (run.keywords["backend"] == "gloo")  # shared memory needs none
 
 
 # ---- many runs ------------------------------------------------------------------------------------------------------

@@ -1,21 +1,25 @@
-"""The command line: `python -m d2lps.bench [startup] [simulator]`."""
+"""The command line: `python -m d2lps.bench [all_reduce] [startup] [simulator] [--json FILE]`."""
 
 import argparse
 
-from d2lps.bench import simulator, startup
+from d2lps.bench import all_reduce, figures, simulator, startup
 
-TABLES = {"startup": startup.table, "simulator": simulator.table}
+TABLES = {"all_reduce": all_reduce.table, "startup": startup.table, "simulator": simulator.table}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m d2lps.bench", description=__doc__)
     parser.add_argument("tables", nargs="*", metavar="table", help=f"one or more of {', '.join(TABLES)}; by default all")
-    names = parser.parse_args().tables or list(TABLES)
+    parser.add_argument("--json", metavar="FILE", help="also write the figures of all_reduce to a file")
+    arguments = parser.parse_args()
+    names = arguments.tables or list(TABLES)
     unknown = [name for name in names if name not in TABLES]
     if unknown:
         parser.error(f"there is no table {', '.join(unknown)}; choose from {', '.join(TABLES)}")
     for name in names:
         print(TABLES[name](), end="\n\n", flush=True)
+    if arguments.json:
+        figures.write(arguments.json)
 
 
 # The spawned ranks of a table import this file again, under another name.

@@ -85,6 +85,8 @@ def _resolve(backend: str) -> tuple[str, torch.device]:
     """Each process of a launcher sees its machine's GPUs and its own number there."""
     local, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
+    if backend == "shm":
+        raise ValueError("backend='shm' joins processes that run starts itself; under a launcher use 'gloo', 'nccl' or 'auto'")
     if backend == "nccl" and gpus < local_ranks:
         raise ValueError(f"backend='nccl' needs a GPU for each rank: {local_ranks} ranks here, but this machine has {gpus}")
     if backend != "gloo" and gpus >= local_ranks:

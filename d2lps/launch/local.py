@@ -7,13 +7,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
 
+from d2lps import sharedmemory
 from d2lps.comm.standing import SharedBoard, Standing
 from d2lps.launch import wire, zygote
 from d2lps.launch.failure import died, hung, raise_in_caller
@@ -71,14 +72,13 @@ class Group:
     def start(self, program: bytes) -> None:
         """Start the processes and give each its job."""
         ends: list[Connection] = []
-        with socket.create_server(("127.0.0.1", 0), backlog=self.job.ranks) as listener:
-            self.job.store_port = listener.getsockname()[1]
+        with self._meeting() as meeting:
             for _ in range(self.job.ranks):
                 ours, theirs = Pipe()
                 self.controls.append(ours)
                 ends.append(theirs)
             try:
-                files = [self._files(rank, end, listener) for rank, end in enumerate(ends)]
+                files = [self._files(rank, end, meeting) for rank, end in enumerate(ends)]
                 self.keeper, self.pids = zygote.processes(self.job.ranks, files)
             finally:
                 for end in ends:
@@ -88,11 +88,25 @@ class Group:
                 control.send_bytes(pickle.dumps(self.job))
                 control.send_bytes(program)
 
-    def _files(self, rank: int, control: Connection, listener: socket.socket) -> tuple[int, ...]:
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[int]:
+        """The file at which the ranks meet: the memory that they will share, or the store's listening socket."""
+        if self.job.backend == "shm":
+            memory = sharedmemory.create(self.job.ranks)
+            try:
+                yield memory
+            finally:
+                os.close(memory)
+        else:
+            with socket.create_server(("127.0.0.1", 0), backlog=self.job.ranks) as listener:
+                self.job.store_port = listener.getsockname()[1]
+                yield listener.fileno()
+
+    def _files(self, rank: int, control: Connection, meeting: int) -> tuple[int, ...]:
         """The files that a rank inherits, in the order of `rank.main`'s parameters."""
         files = (self.output.out[rank], self.output.err[rank], self.board_file, self.stacks[rank])
         descriptors = (control.fileno(), *(file.fileno() for file in files))
-        return (*descriptors, listener.fileno()) if rank == 0 else descriptors
+        return (*descriptors, meeting) if rank == 0 or self.job.backend == "shm" else descriptors
 
     def watch(self) -> list[Success]:
         """Wait for the outcome of every rank; raise what went wrong first."""

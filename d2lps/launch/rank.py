@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
 from d2lps.comm.communicator import SEED
 from d2lps.comm.standing import SharedBoard
@@ -31,10 +32,13 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass
 class Job:
-    """What every rank gets besides the function; the first rank also gets the store's listening socket."""
+    """What every rank gets besides the function, and besides a file to meet the others at.
+
+    That file is the memory that all ranks share ("shm"), or the store's listening socket, for the first rank (the others).
+    """
 
     ranks: int
-    backend: str
+    backend: str  # "shm", "gloo", "nccl"
     device: str  # "cpu", "cuda" (a GPU each), "cuda:shared" (GPUs in turn)
     store_port: int
     timeout: float
@@ -61,7 +65,7 @@ class Success:
     log: Log | None
 
 
-def main(rank: int, control: int, out: int, err: int, board: int, stack: int, listener: int = -1) -> None:
+def main(rank: int, control: int, out: int, err: int, board: int, stack: int, meeting: int = -1) -> None:
     """A rank, from the fork to its end; the arguments are file descriptors."""
     _redirect(out, err)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # where are you? asked when a run hangs
@@ -74,7 +78,7 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, li
     notes = SharedBoard(board, rank)
     try:
         function, args = cloudpickle.loads(program)
-        comm = _join(rank, job, listener)
+        comm = shm.join(meeting, job.ranks, rank) if job.backend == "shm" else _join(rank, job, meeting)
         comm.board, comm.debug = notes, job.debug
         outcome: Success | Failure = execute(comm, function, args, job.trace)
     except BaseException as error:

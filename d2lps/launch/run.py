@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from d2lps import sharedmemory
 from d2lps.launch.joined import join, under_launcher
 from d2lps.launch.local import run_local
 from d2lps.launch.rank import Job
 from d2lps.result import Run
 
-BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("auto", "shm", "gloo", "nccl")
 _SLOTS = 1024  # more ranks than this on one machine is a slip of the finger
 
 
@@ -30,10 +31,10 @@ def run(
     >>> d2lps.run(lambda comm: comm.rank ** 2, 4)       # doctest: +SKIP
     Run([0, 1, 4, 9])
 
-    The function may live in a notebook cell. `backend`: "gloo" (CPU), "nccl" (each rank a GPU of its own), "auto" (NCCL
-    if there are GPUs enough, else gloo). `timeout`: seconds that one wait for another rank may last. `trace`: record
-    every message. `live`: show what ranks print as it comes, not at the end. `debug`: ranks compare, before anything
-    moves, what they are about to send, receive or call; slow.
+    The function may live in a notebook cell. `backend`: "shm" (memory that all ranks share; Linux), "gloo" (sockets), "nccl"
+    (each rank a GPU of its own), "auto" (NCCL if there are GPUs enough; else shm where it is, or gloo). A function that
+    calls torch.distributed by itself needs gloo or NCCL. `timeout`: seconds that one wait for another rank may last. `trace`: record every message. `live`: show what ranks print as it comes, not
+    at the end. `debug`: ranks compare, before anything moves, what they are about to send, receive or call; slow.
 
     Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it starts nothing and joins that job: `ranks` must
     equal WORLD_SIZE, and every rank gets the whole Run.
@@ -61,9 +62,11 @@ def _check(function: Callable[..., Any], ranks: int, backend: str, timeout: floa
 
 def _resolve(backend: str, ranks: int) -> tuple[str, str]:
     """Which transport, and where the ranks' tensors live."""
-    gpus = torch.cuda.device_count()
+    gpus, missing = torch.cuda.device_count(), sharedmemory.missing()
     if backend == "nccl" and gpus < ranks:
         raise ValueError(f"backend='nccl' needs a GPU for each rank: {ranks} ranks, but this machine has {gpus}")
+    if backend == "shm" and missing:
+        raise ValueError(f"backend='shm' is not there: {missing}; use 'gloo', or 'auto'")
     if backend == "nccl" or (backend == "auto" and gpus >= ranks):
         return "nccl", "cuda"
     if backend == "auto" and gpus:
@@ -73,6 +76,6 @@ def _resolve(backend: str, ranks: int) -> tuple[str, str]:
             stacklevel=3,
         )
         return "gloo", "cuda:shared"
-    return "gloo", "cpu"
-
-
+    if backend == "auto":
+        backend = "gloo" if missing else "shm"
+    return backend, "cpu"

@@ -42,7 +42,7 @@ def all_reduce(
     "blockwise"         every rank adds up one block, all messages at once: 2 steps, 2(p - 1)/p n bytes
     "halving_doubling"  exchanges of n/2, n/4, ... bytes: 2L steps, 2(p - 1)/p n bytes for a power of two
     "hierarchical"      rings inside `groups`, then across them: few bytes on the slow links between machines
-    "native"            the world's own, gloo's or NCCL's, whose messages no trace sees
+    "native"            the world's own, shared memory's, gloo's or NCCL's: no trace sees what it moves
     "auto"              the one that `d2lps.cost.choose` finds cheapest, for links of `alpha` and `beta`, and `overhead`
     The result is the same on all ranks to the bit; sums of floats differ in the last digits from algorithm to algorithm.
     Errors: AVG of integers is a ValueError; so is an option that the algorithm does not have. Sources: in each file.

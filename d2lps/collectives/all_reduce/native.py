@@ -7,6 +7,6 @@ from d2lps.comm import Communicator, ReduceOp
 
 
 def native(comm: Communicator, data: torch.Tensor, op: ReduceOp) -> None:
-    """gloo's or NCCL's own, to compare with; a simulated cluster has none. No trace sees its messages."""
+    """Shared memory's, gloo's or NCCL's own; a simulated cluster has none. No trace sees what it moves."""
     comm.native_all_reduce(data, ReduceOp.SUM if op == ReduceOp.AVG else op)  # gloo has no AVG
     divide(data, op, comm.size)

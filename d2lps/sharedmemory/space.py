@@ -1,0 +1,87 @@
+"""A rank's own part of the shared file: which bytes are taken, and whether the machine has memory for more.
+
+The file is far longer than the memory of the machine, and a page of it takes memory only once it was asked for. Asking is
+what can fail: a page that the kernel cannot provide at the moment when it is touched would kill the process.
+"""
+
+import mmap
+import os
+from pathlib import Path
+
+from d2lps.sharedmemory.layout import pages
+
+_SMALL = 1 << 20  # not worth a look at the machine's memory
+_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
+
+
+class Space:
+    """First fit over a list of holes.
+
+    >>> space = Space(descriptor, memory, begin=0, end=1 << 40)             # doctest: +SKIP
+    >>> space.take(5000), space.take(100)                                   # doctest: +SKIP
+    (0, 8192)
+    """
+
+    def __init__(self, descriptor: int, memory: mmap.mmap, begin: int, end: int) -> None:
+        self.descriptor, self.memory = descriptor, memory
+        self.holes = [(begin, end)]
+        self._given: list[tuple[int, int]] = []
+
+    def take(self, nbytes: int) -> int:
+        """The offset of `nbytes` with real memory behind them; MemoryError, with the bytes, where there is not enough."""
+        size = pages(nbytes)
+        if size > (free := self.free(nbytes)):
+            raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; {free:,} are left")
+        self._merge()
+        for index, (begin, end) in enumerate(self.holes):
+            if end - begin >= size:
+                self._back(begin, size)
+                self.holes[index] = (begin + size, end)
+                return begin
+        raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; nowhere are so many left in a row")
+
+    def free(self, nbytes: int) -> int:
+        """How many bytes may be taken, as far as that matters to one who wants `nbytes`: to look takes 0.1 ms."""
+        return available() if nbytes > _SMALL else 1 << 62
+
+    def give(self, begin: int, nbytes: int) -> None:
+        """Hand back what was taken; its pages are the machine's again at once. May come whenever garbage is collected."""
+        size = pages(nbytes)
+        self.memory.madvise(_REMOVE, begin, size)
+        self._given.append((begin, begin + size))  # the list of holes may be in somebody's hands just now
+
+    def _back(self, begin: int, size: int) -> None:
+        try:
+            os.posix_fallocate(self.descriptor, begin, size)
+        except OSError as error:
+            raise MemoryError(f"{size:,} bytes of shared memory are needed: {error.strerror}") from None
+
+    def _merge(self) -> None:
+        """Put what came back since beside the holes that it touches."""
+        given, self._given = self._given, []
+        if given:
+            merged: list[tuple[int, int]] = []
+            for begin, end in sorted(self.holes + given):
+                if merged and merged[-1][1] == begin:
+                    begin = merged.pop()[0]
+                merged.append((begin, end))
+            self.holes = [hole for hole in merged if hole[0] < hole[1]]
+
+
+def available() -> int:
+    """The bytes that this process may still use: the machine's, or what is left of a container's limit."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit, used in _CONTAINERS:
+        try:
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return max(free, 0)
+
+
+_GROUPS = Path("/sys/fs/cgroup")
+_CONTAINERS = [
+    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
+    (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
+]

@@ -1,0 +1,460 @@
+"""Ranks on shared memory: the same results as everywhere, less waiting, and nothing left when one of them dies.
+
+What every world must do is tested in test_run.py, test_collectives.py and test_deadlocks.py; here is what only this one does.
+"""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+import errno
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launching import nothing_left
+
+import d2lps
+from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankHung, ReduceOp, sharedmemory
+from d2lps.collectives import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+run = functools.partial(d2lps.run, backend="shm", timeout=20)
+
+RANKS = [1, 2, 3, 5, 8]
+SIZES = [0, 1, 7, 1000, 16_384, 16_385, 100_003, 1_000_000]  # elements: some fit into a slot, some need many pieces
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint8, torch.int32, torch.int64]
+OPS = {"SUM": np.add, "PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
+
+
+def given(rank: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A rank's input: the same in every run, and different from rank to rank."""
+    numbers = torch.randint(-8, 9, (size,), generator=torch.Generator().manual_seed(100 * rank + size))
+    return (numbers.abs() if dtype == torch.uint8 else numbers).to(dtype) / (3 if dtype.is_floating_point else 1)
+
+
+def in_order(ranks: int, size: int, dtype: torch.dtype, kernel: Any = torch.add) -> torch.Tensor:
+    """What ranks 0, 1, 2, ... add up to, in this order and rounded each time."""
+    return functools.reduce(kernel, [given(rank, size, dtype) for rank in range(ranks)]).to(dtype)
+
+
+# ---- all-reduce -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("place", ["shared", "ordinary", "mixed"])
+def test_sums_are_those_of_the_ranks_in_order_to_the_bit(ranks: int, place: str) -> None:
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        results = []
+        for size in SIZES:
+            tensor = torch.empty(size) if place == "ordinary" else comm.empty(size)  # which all must call
+            tensor = torch.empty(size) if place == "mixed" and comm.rank % 2 else tensor
+            tensor.copy_(given(comm.rank, size))
+            all_reduce(comm, tensor, algorithm="native")
+            results.append(tensor.clone())
+        return results
+
+    for results in run(work, ranks):
+        for size, result in zip(SIZES, results, strict=True):
+            assert torch.equal(result, in_order(ranks, size, torch.float32)), size
+
+
+@pytest.mark.parametrize("size", [33, 70_001])
+@pytest.mark.parametrize("place", ["shared", "ordinary"])
+def test_every_dtype_and_operation(size: int, place: str) -> None:
+    kernels = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
+
+    def calls() -> list[tuple[str, torch.dtype]]:
+        return [(op, dtype) for op in kernels for dtype in DTYPES if not (dtype.is_complex and op in ("MIN", "MAX"))]
+
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        results = []
+        for op, dtype in calls():
+            tensor = comm.empty(size, dtype) if place == "shared" else torch.empty(size, dtype=dtype)
+            tensor.copy_(given(comm.rank, size, dtype))
+            all_reduce(comm, tensor, getattr(ReduceOp, op), algorithm="native")
+            results.append(tensor.clone())
+        return results
+
+    for results in run(work, 3):
+        for (op, dtype), result in zip(calls(), results, strict=True):
+            assert torch.equal(result, in_order(3, size, dtype, kernels[op])), (op, dtype)
+
+
+def test_averages_bits_strides_and_parts_of_shared_tensors() -> None:
+    def work(comm: Communicator) -> list[Any]:
+        mean = torch.full((50_000,), float(comm.rank))
+        all_reduce(comm, mean, ReduceOp.AVG, algorithm="native")
+        bits = torch.full((3,), 1 << comm.rank)
+        all_reduce(comm, bits, ReduceOp.BOR, algorithm="native")
+        matrix = torch.ones(300, 300)
+        all_reduce(comm, matrix.t()[::2], algorithm="native")
+        whole = comm.empty((3, 40_000)).fill_(1.0)
+        all_reduce(comm, whole[1], algorithm="native")  # in place, and only there
+        return [mean.unique().tolist(), bits.tolist(), matrix[:2, :4].tolist(), whole.sum(1).tolist()]
+
+    rows = [[3.0, 1.0, 3.0, 1.0]] * 2
+    assert run(work, 3) == [[[1.0], [7, 7, 7], rows, [40_000.0, 120_000.0, 40_000.0]]] * 3
+
+
+def test_calls_that_do_not_fit_are_named_on_every_rank() -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(Mismatch) as caught:
+            all_reduce(comm, torch.ones(3 if comm.rank == 2 else 4), algorithm="native")
+        comm.barrier()  # all is well afterwards
+        return str(caught.value)
+
+    said = "the ranks disagree: rank 2 calls all_reduce(float32[3], op=SUM); ranks 0, 1 call all_reduce(float32[4], op=SUM)"
+    assert run(work, 3) == [said] * 3
+
+
+def test_any_order_of_calls_in_any_groups() -> None:
+    """Steps, slots and statements are used in turn: nothing that is read late may have been overwritten."""
+
+    def work(comm: Communicator, seed: int) -> int:
+        groups = [comm, comm.split(comm.rank % 2), comm.split(0, key=-comm.rank)]
+        chance, errors = random.Random(seed), 0
+        for _ in range(150):
+            group, size = groups[chance.randrange(3)], chance.choice([1, 100, 20_000, 600_000])
+            shared, pause = chance.random() < 0.5, chance.randrange(4)
+            tensor = (group.empty(size) if shared else torch.empty(size)).fill_(1.0 + comm.rank)
+            if pause == comm.rank:
+                time.sleep(0.001)
+            all_reduce(group, tensor, algorithm=chance.choice(["native", "native", "ring"]))
+            errors += not bool((tensor == sum(1.0 + member for member in group.members)).all())
+            if chance.random() < 0.1:
+                group.barrier()
+        return errors
+
+    assert run(work, 4, 1) == [0] * 4
+
+
+# ---- the other collectives, on tensors in both kinds of memory ------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("size", [5, 70_001, 400_000])
+def test_all_eight_on_shared_tensors(ranks: int, size: int) -> None:
+    def work(comm: Communicator) -> list[list[float]]:
+        def new(value: float) -> torch.Tensor:
+            return comm.empty(size, torch.float64).fill_(value)
+
+        p, r = comm.size, comm.rank
+        ends = []
+        broadcast(comm, into := new(r), src=p - 1)
+        ends.append([into])
+        given = [new(10.0 * k) for k in range(p)]  # on all ranks, since all must call `empty`
+        scatter(comm, into := new(-1), given if r == 0 else None, src=0)
+        ends.append([into])
+        reduce(comm, into := new(r), dst=0)
+        ends.append([into] if r == 0 else [])
+        all_reduce(comm, into := new(r + 1))
+        ends.append([into])
+        rooms = [new(-1) for _ in range(p)]
+        gather(comm, new(r), rooms if r == 0 else None, dst=0)
+        ends.append(rooms if r == 0 else [])
+        all_gather(comm, rooms := [new(-1) for _ in range(p)], torch.full((size,), float(r), dtype=torch.float64))
+        ends.append(rooms)
+        reduce_scatter(comm, into := new(-1), [new(k) for k in range(p)])
+        ends.append([into])
+        all_to_all(comm, rooms := [new(-1) for _ in range(p)], [new(100 * r + k) for k in range(p)])
+        ends.append(rooms)
+        return [[each.unique().item() for each in tensors] for tensors in ends]
+
+    p = ranks
+    for r, ends in enumerate(run(work, ranks)):
+        everyone, total = [float(k) for k in range(p)], p * (p - 1) / 2
+        assert ends == [
+            [p - 1.0],
+            [10.0 * r],
+            [total] if r == 0 else [],
+            [total + p],
+            everyone if r == 0 else [],
+            everyone,
+            [float(p * r)],
+            [100.0 * k + r for k in range(p)],
+        ]
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_messages_of_every_size_crossing_one_another(shared: bool) -> None:
+    sizes = [0, 1, 100, 1 << 18, (1 << 18) + 1, 3_000_000]  # bytes / 4: from nothing to many pieces
+
+    def work(comm: Communicator) -> bool:
+        other, good = 1 - comm.rank, True
+        outgoing = [comm.empty(size) if shared else torch.empty(size) for size in sizes]
+        rooms = [torch.full((size,), -1.0) for size in sizes]
+        for number, tensor in enumerate(outgoing):
+            tensor.copy_(torch.arange(tensor.numel()) + 10 * comm.rank + number)
+        works = [comm.isend(tensor, other, tag=number) for number, tensor in enumerate(outgoing)]
+        works += [comm.irecv(rooms[number], other, tag=number) for number in reversed(range(len(sizes)))]
+        random.Random(comm.rank).shuffle(works)
+        for transfer in works:
+            transfer.wait()
+        for number, room in enumerate(rooms):
+            good &= torch.equal(room, torch.arange(room.numel()) + 10.0 * other + number)
+        return good
+
+    assert run(work, 2) == [True, True]
+
+
+def test_more_messages_than_a_ring_holds() -> None:
+    def work(comm: Communicator) -> list[float]:
+        if comm.rank == 0:
+            works = [comm.isend(torch.tensor([float(i)]), 1) for i in range(100)]
+            for transfer in works:
+                transfer.wait()
+            return []
+        time.sleep(0.1)
+        received = []
+        for _ in range(100):
+            comm.recv(into := torch.zeros(1), 0)
+            received.append(into.item())
+        return received
+
+    assert run(work, 2)[1] == [float(i) for i in range(100)]
+
+
+def test_a_send_completes_while_its_receiver_waits_for_something_else() -> None:
+    def work(comm: Communicator) -> float:
+        into = torch.zeros(1_000_000)
+        if comm.rank == 0:
+            arriving = comm.irecv(into, 1)
+            comm.barrier()
+            arriving.wait()
+        else:
+            comm.send(torch.ones(1_000_000), 0)  # in pieces, for which the receiver must come again and again
+            comm.barrier()
+        return into.sum().item()
+
+    assert run(work, 2)[0] == 1_000_000.0
+
+
+def test_a_message_that_does_not_fit_is_refused_at_both_ends() -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(Mismatch) as caught:
+            comm.send(torch.zeros(200), 1, 7) if comm.rank == 0 else comm.recv(torch.zeros(100, dtype=torch.int32), 0, 7)
+        comm.sendrecv(torch.ones(1), 1 - comm.rank, torch.zeros(1), 1 - comm.rank)  # all is well afterwards
+        return str(caught.value)
+
+    said = "message from rank 0 to rank 1, tag 7: the sender sends float32[200], the receiver expects int32[100]"
+    assert run(work, 2) == [said] * 2
+
+
+def test_messages_from_several_threads() -> None:
+    def work(comm: Communicator) -> bool:
+        def talk(tag: int) -> bool:
+            good, other = True, 1 - comm.rank
+            for k in range(50):
+                size = [3, 300_000][k % 2]
+                comm.sendrecv(torch.full((size,), float(100 * tag + k)), other, into := torch.zeros(size), other, tag)
+                good &= bool((into == 100 * tag + k).all())
+            return good
+
+        with ThreadPoolExecutor(3) as pool:
+            return all(pool.map(talk, range(3)))
+
+    assert run(work, 2) == [True, True]
+
+
+# ---- waiting --------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_does_not_burn_a_core() -> None:
+    def work(comm: Communicator) -> float:
+        comm.barrier()
+        start = time.process_time()
+        if comm.rank == 0:
+            time.sleep(1.0)
+        comm.barrier()
+        return time.process_time() - start
+
+    assert max(run(work, 6)) < 0.1
+
+
+def test_a_hang_and_a_deadlock_are_explained() -> None:
+    def circle(comm: Communicator) -> None:
+        comm.recv(torch.zeros(10), (comm.rank + 1) % 3)
+
+    with pytest.raises(Deadlock, match=r"deadlock: rank 0 -> rank 1 -> rank 2 -> rank 0, each waits for the next") as caught:
+        run(circle, 3, timeout=0.5)
+    assert f"line {circle.__code__.co_firstlineno + 1}: comm.recv" in str(caught.value)
+
+    def one_stays_away(comm: Communicator) -> None:
+        if comm.rank:
+            all_reduce(comm, torch.ones(100_000), algorithm="native")
+        while comm.rank == 0:
+            pass
+
+    with pytest.raises(RankHung, match="rank 2 waits in the world's own all-reduce in all_reduce"):
+        run(one_stays_away, 3, timeout=0.5)
+
+
+# ---- deaths ---------------------------------------------------------------------------------------------------------
+
+
+def unwatched(work: Callable[..., None], ranks: int, *args: Any) -> list[Any]:
+    """The ranks as bare processes: no launcher ends them when one dies."""
+    context, memory = multiprocessing.get_context("fork"), sharedmemory.create(ranks)
+    processes = [context.Process(target=lambda r=r: work(sharedmemory.join(memory, ranks, r), *args)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    os.close(memory)
+    return processes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_that_dies_somewhere_wakes_the_others(seed: int) -> None:
+    said, ready = multiprocessing.get_context("fork").SimpleQueue(), multiprocessing.get_context("fork").Barrier(5)
+
+    def work(comm: Communicator) -> None:
+        torch.set_num_threads(1)
+        ready.wait(20)
+        try:
+            for k in range(1_000_000):
+                tensor = torch.ones([1, 5_000, 200_000][k % 3])
+                all_reduce(comm, tensor, algorithm=["native", "ring"][k % 2])
+        except RankDied as error:
+            said.put((comm.rank, str(error)))
+
+    chance = random.Random(seed)
+    victim, processes = chance.randrange(4), unwatched(work, 4)
+    ready.wait(20)
+    time.sleep(chance.uniform(0.01, 0.3))
+    processes[victim].kill()
+    killed = time.monotonic()
+    others = {0, 1, 2, 3} - {victim}
+    for rank in others:
+        processes[rank].join(10)
+    assert time.monotonic() - killed < 2
+    wanted = {(rank, f"rank {victim} has died, while rank {rank} was waiting") for rank in others}
+    assert {said.get() for _ in others} == wanted
+    processes[victim].join()
+
+
+def test_a_death_behind_a_rank_that_lives_is_noticed() -> None:
+    said = multiprocessing.get_context("fork").SimpleQueue()
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if comm.rank < 2:
+                comm.split(0)  # where ranks 2 and 3 never come, the one because it waits for the other
+            comm.recv(torch.zeros(1), 3)
+        except RankDied:
+            said.put(comm.rank)
+
+    for process in unwatched(work, 4):
+        process.join(3)
+    assert sorted(said.get() for _ in range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_in_which_a_rank_is_killed_says_so_and_leaves_nothing(seed: int, nothing_left: Any) -> None:
+    victim = seed
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == victim:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, 0.05 + 0.07 * seed)
+        shared = comm.empty(1_000_000)
+        while True:
+            all_reduce(comm, shared, algorithm="native")
+
+    start = time.monotonic()
+    with pytest.raises(RankDied, match=f"rank {victim} of 3 was killed by SIGKILL"):
+        run(work, 3)
+    assert time.monotonic() - start < 3
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_thousands_of_calls_leave_no_memory_and_no_descriptors(nothing_left: Any) -> None:
+    def used() -> tuple[int, int]:
+        """Pages that this process has in shared memory, in KiB, and its descriptors."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]), len(os.listdir("/proc/self/fd"))
+
+    def work(comm: Communicator) -> tuple[int, int]:
+        def calls(number: int) -> None:
+            for k in range(number):
+                all_reduce(comm, comm.empty([10, 30_000][k % 2]).fill_(1.0), algorithm="native")
+                all_reduce(comm, torch.ones(20_000 * (k % 2) + 10), algorithm=["native", "ring"][k % 2])
+                if k % 20 == 0:
+                    pair = comm.split(comm.rank % 2)
+                    assert pair is not None
+                    pair.barrier()
+
+        calls(200)
+        memory, descriptors = used()
+        calls(2_500)
+        after = used()
+        return after[0] - memory, after[1] - descriptors
+
+    for grown, opened in run(work, 4):
+        assert grown < 4_000 and opened == 0, (grown, opened)
+
+
+def test_a_shared_tensor_goes_back_with_its_last_view() -> None:
+    def work(comm: Communicator) -> list[int]:
+        def taken() -> int:
+            return os.fstat(comm.mine.arena.space.descriptor).st_blocks * 512 // 1_000_000
+
+        seen = [taken()]
+        tensor = comm.empty(25_000_000)
+        view = tensor.view(5_000, 5_000)[7:, 3:]
+        comm.barrier()
+        del tensor
+        seen.append(taken())
+        comm.barrier()
+        del view
+        comm.barrier()
+        seen.append(taken())
+        return seen
+
+    before, with_tensors, after = run(work, 2)[0]
+    assert with_tensors >= before + 200 and after == before
+
+
+def test_too_little_memory_is_an_error_with_the_bytes() -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(MemoryError) as caught:
+            comm.empty(10**12)
+        comm.barrier()
+        return str(caught.value)
+
+    for said in run(work, 2):
+        assert said.startswith("8,000,000,000,000 bytes of shared memory are needed for 2 ranks; ")
+
+
+def test_a_full_machine_is_an_error_before_the_crash() -> None:
+    def work(comm: Communicator) -> str:
+        def refuse(*_: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.posix_fallocate = refuse
+        with pytest.raises(MemoryError) as caught:
+            comm.empty(1_000)
+        return str(caught.value)
+
+    assert run(work, 1) == ["4,096 bytes of shared memory are needed: No space left on device"]
+
+
+def test_where_it_is_not_there_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match="backend='shm' is not there: memfd_create and futex are Linux's, and this is darwin"):
+        run(lambda comm: None, 2)
