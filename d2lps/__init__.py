@@ -5,7 +5,7 @@
 Run(['rank 0 of 2', 'rank 1 of 2'])
 """
 
-from d2lps import aggregate, check, collectives, cost, topology
+from d2lps import aggregate, check, collectives, cost, kvstore, topology
 from d2lps.comm import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.launch import run
 from d2lps.result import Run
@@ -31,6 +31,7 @@ __all__ = [
     "check",
     "collectives",
     "cost",
+    "kvstore",
     "run",
     "simulate",
     "topology",

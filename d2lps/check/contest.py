@@ -24,7 +24,7 @@ def contest(function: Callable[..., Any], topology: Topology, nbytes: int = 160_
     verdict = check_all_reduce(function)
     if not verdict:
         return verdict
-    mine, ring = (_time(f, topology, nbytes) for f in (function, all_reduce))
+    mine, ring = _time(function, topology, nbytes), _time(all_reduce, topology, nbytes)
     where = f"{len(topology.devices)} ranks of {topology.name}, {nbytes / 1e6:g} MB"
     return Verdict(True, f"{where}: {mine * 1e3:.3f} ms, ring {ring * 1e3:.3f} ms, {ring / mine:.2f} times as fast")
 

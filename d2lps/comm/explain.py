@@ -102,6 +102,8 @@ def describe_state(state: State) -> str:
         "native": "waits in the world's own all-reduce",
         "agree": "waits to compare its call with the others'",
         "split": "waits for the others to call split",
+        "answer": "waits for a parameter server's answer",
+        "serve": "serves, and has nothing to answer",
     }[standing.action]
     inside = f" in {standing.collective}" if standing.collective else ""
     return f"  rank {state.rank} {what}{inside}{place(standing.file, standing.line, standing.function)}"

@@ -21,7 +21,7 @@ _NOT_THE_READERS = (_PACKAGE, contextlib.__file__)
 class Standing:
     """What one rank waits for, since when, and which line of the reader's code brought it there."""
 
-    action: str  # "send", "recv", "barrier", "agree", "native", "split"
+    action: str  # "send", "recv", "barrier", "agree", "native", "split", "answer"
     peer: int  # the rank of the world that it waits for; -1 for everyone
     tag: int
     nbytes: int

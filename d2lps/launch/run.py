@@ -33,8 +33,9 @@ def run(
 
     The function may live in a notebook cell. `backend`: "shm" (memory that all ranks share; Linux), "gloo" (sockets), "nccl"
     (each rank a GPU of its own), "auto" (NCCL if there are GPUs enough; else shm where it is, or gloo). A function that
-    calls torch.distributed by itself needs gloo or NCCL. `timeout`: seconds that one wait for another rank may last. `trace`: record every message. `live`: show what ranks print as it comes, not
-    at the end. `debug`: ranks compare, before anything moves, what they are about to send, receive or call; slow.
+    calls torch.distributed by itself needs gloo or NCCL. `timeout`: seconds that one wait for another rank may last.
+    `trace`: record every message. `live`: show what ranks print as it comes, not at the end. `debug`: ranks compare, before
+    anything moves, what they are about to send, receive or call; slow.
 
     Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it starts nothing and joins that job: `ranks` must
     equal WORLD_SIZE, and every rank gets the whole Run.

@@ -104,6 +104,7 @@ class Mailbox:
     def __init__(self, network: Network, scheduler: Scheduler, model: Model) -> None:
         self.network, self.scheduler, self.model = network, scheduler, model
         self.streams: dict[Key, Stream] = {}
+        self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
 
     def stream(self, key: Key, route: Route) -> Stream:
         if key not in self.streams:

@@ -49,7 +49,7 @@ class Network:
         self.now = 0.0
         self.flows_on: list[dict[Flow, None]] = [{} for _ in bandwidth]  # dictionaries, for their fixed order
         self._times: list[float] = []  # a heap of the keys of _at
-        self._at: dict[float, dict[Flow, None]] = {}  # what begins or ends at a time; one whose `end` moved on is stale
+        self._at: dict[float, list[Flow]] = {}  # what begins or ends at a time; one whose `end` has changed is stale
 
     def send(self, flow: Flow, route: tuple[int, ...], latency: float, nbytes: float, peak: float) -> None:
         """Let `nbytes` flow over a route after its latency; without links, or without bytes, they are there by then."""
@@ -63,23 +63,15 @@ class Network:
 
     def _schedule(self, flow: Flow, time: float) -> None:
         flow.end = time
-        flows = self._at.get(time)
-        if flows is None:
-            self._at[time] = {flow: None}
-            heappush(self._times, time)
+        if time in self._at:
+            self._at[time].append(flow)
         else:
-            flows[flow] = None
+            self._at[time] = [flow]
+            heappush(self._times, time)
 
     def advance(self) -> bool:
         """Go to the next time at which flows begin or end, and let everything of that time happen; False if none is left."""
-        due: list[Flow] = []
-        times = self._times
-        while times and (not due or times[0] <= self.now * (1 + _SAME_TIME)):
-            time = heappop(times)
-            live = [flow for flow in self._at.pop(time) if flow.end == time]
-            if live and not due:
-                self.now = time
-            due += live
+        due = self._next()
         if not due:
             return False
         beginning = [flow for flow in due if flow.rate < 0 and flow.route]
@@ -89,11 +81,24 @@ class Network:
             flow.arrived()
         return True
 
+    def _next(self) -> list[Flow]:
+        """The flows that begin or end at the next time at which any does, to which the clock goes."""
+        due: list[Flow] = []
+        times = self._times
+        while times and (not due or times[0] <= self.now * (1 + _SAME_TIME)):
+            time, first = heappop(times), not due
+            for flow in self._at.pop(time):
+                if flow.end == time:
+                    flow.end = -1.0  # if it had moved away from this time and back, it is here twice
+                    due.append(flow)
+            if first and due:
+                self.now = time
+        return due
+
     def _change(self, beginning: list[Flow], ended: list[Flow]) -> None:
         """Take flows off their links, put others on, and find the rates of those that this concerns."""
         flows_on, touched = self.flows_on, set()
         for flow in ended:
-            flow.end = -1.0
             for link in flow.route:
                 on = flows_on[link]
                 del on[flow]

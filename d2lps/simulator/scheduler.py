@@ -84,14 +84,11 @@ class Scheduler:
     def block(self, task: Task, wanted: int, waiting_for: tuple[Any, ...]) -> None:
         """Called by a task: go on when `wanted` calls of `happened` have been made for it."""
         task.wanted, task.waiting_for = wanted, waiting_for
-        grad = _is_grad_enabled()
-        if _is_inference_mode_enabled() or _is_any_autocast_enabled() or _hooks(True):
+        if _is_grad_enabled() and not (_is_inference_mode_enabled() or _is_any_autocast_enabled() or _hooks(True)):
+            task.pause()
+        else:
             with _neutral():
                 task.pause()
-        else:
-            task.pause()
-        if _is_grad_enabled() is not grad:
-            _set_grad_enabled(grad)
 
     def happened(self, task: Task) -> None:
         """One of the things that a blocked task waits for."""
@@ -108,8 +105,8 @@ class Scheduler:
 
 @contextmanager
 def _neutral() -> Iterator[None]:
-    """Out of the inference mode, of autocast, and of hooks for saved tensors (checkpointing has some), while others run."""
-    autocast, hooks = torch.is_autocast_enabled("cpu"), []
+    """Out of no_grad, the inference mode, autocast, and hooks for saved tensors (checkpointing has some), while others run."""
+    grad, autocast, hooks = _is_grad_enabled(), torch.is_autocast_enabled("cpu"), []
     if autocast:  # and without the weights that it has converted: another rank's may change
         torch.set_autocast_enabled("cpu", False)
         torch.autocast_decrement_nesting()
@@ -126,3 +123,4 @@ def _neutral() -> Iterator[None]:
         if autocast:
             torch.autocast_increment_nesting()
             torch.set_autocast_enabled("cpu", True)
+        _set_grad_enabled(grad)

@@ -49,7 +49,8 @@ def ring(n: int, bandwidth: float, latency: float = 0.0) -> Topology:
 def pcie_tree(n: int, bandwidth: float = PCIE3_X16, latency: float = PCIE_HOP / 2) -> Topology:
     """`n` devices and one host (the CPU), each on a full-duplex link of one non-blocking switch.
 
-    A hop of 5.7 us from GPU to GPU passes two links. With bandwidth=16e9 and latency=0 it is the machine of the 60, 80 and 15 ms in Dive into Deep Learning.
+    A hop of 5.7 us from GPU to GPU passes two links. With bandwidth=16e9 and latency=0 it is the machine of the 60, 80 and
+    15 ms in Dive into Deep Learning.
     """
     _check_count("n", n)
     graph = nx.DiGraph(preset="pcie_tree")

@@ -9,7 +9,7 @@ import torch
 from d2lps.trace.buffers import Buffer, Buffers
 from d2lps.trace.table import Names, Table
 
-ACTIONS = ("send", "recv", "barrier", "native", "agree", "split")
+ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer")
 _MESSAGE = {name: "q" for name in ("seq", "done_seq", "group", "peer", "tag", "nbytes", "buffer", "offset", "length", "step")}
 _LOCAL = {name: "q" for name in ("seq", "op", "buffer", "offset", "length", "from_buffer", "from_offset", "from_length", "step")}
 _WAIT = {name: "q" for name in ("seq", "action", "peer", "tag", "group", "nbytes", "step")}

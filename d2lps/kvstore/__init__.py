@@ -1,0 +1,26 @@
+"""The parameter server: keys and values on servers, and workers that push and pull."""
+
+from d2lps.kvstore.events import Joined, Lost, Membership, Refused, Reply, Request, Tick
+from d2lps.kvstore.optimizers import register_optimizer
+from d2lps.kvstore.placement import Placement
+from d2lps.kvstore.report import ServerReport, StoreRun
+from d2lps.kvstore.server import Server
+from d2lps.kvstore.simulated import simulate
+from d2lps.kvstore.worker import KVWorker
+
+__all__ = [
+    "Joined",
+    "KVWorker",
+    "Lost",
+    "Membership",
+    "Placement",
+    "Refused",
+    "Reply",
+    "Request",
+    "Server",
+    "ServerReport",
+    "StoreRun",
+    "Tick",
+    "register_optimizer",
+    "simulate",
+]

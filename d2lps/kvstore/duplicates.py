@@ -1,0 +1,129 @@
+"""Exactly once: what a client and a server remember so that a request may be sent as often as one likes.
+
+A client numbers its requests to a server, and sends again, under the same number, what has not been answered. The server
+executes them in the order of their numbers, each once; whatever comes again is answered again, not executed again. So
+nothing depends on messages arriving once, or in order: the server's side of TCP, kept in the log with the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from d2lps.kvstore.events import Reply, Request
+
+WINDOW = 1024  # requests beyond a gap that are kept; further ones are dropped, and will come again
+
+
+@dataclass
+class Client:
+    """What a server knows of one life of one client. Errors, kept to be told again, go as the client acknowledges them."""
+
+    epoch: int = 0
+    next: int = 1  # the sequence to execute next
+    answered: int = 0  # answers to sequences below this one have arrived: the client's low-water mark
+    errors: dict[int, str] = field(default_factory=dict)  # of executed requests that were refused, by sequence
+    over: bool = False  # it was given up: only a life of a higher epoch can come back
+    held: dict[int, Request] = field(default_factory=dict)  # beyond a gap; not in the log, so a crash forgets them
+
+    def hold(self, request: Request) -> None:
+        """Keep a request until its turn."""
+        # Whoever has the answers to all before this has no use for a gap there: reads that a power cut took from the log.
+        self.next = max(self.next, request.acknowledged)
+        if request.sequence < self.next + WINDOW:
+            self.held.setdefault(request.sequence, request)
+
+    def pop(self) -> Request | None:
+        """The request whose turn it is, if it is here; it counts as executed from now on."""
+        request = self.held.pop(self.next, None)
+        if request is not None:
+            self.next += 1
+            self.answered = max(self.answered, request.acknowledged)
+            self.errors = {number: text for number, text in self.errors.items() if number >= self.answered}
+        return request
+
+
+class Filter:
+    """The server's half.
+
+    >>> filter = Filter({0: 0})
+    >>> client = filter.clients[0]
+    >>> client.hold(Request("clock", sequence=2))
+    >>> client.pop()                                            # its turn has not come
+    >>> client.hold(Request("push", sequence=1))
+    >>> client.pop().op, client.pop().op, client.next
+    ('push', 'clock', 3)
+    """
+
+    def __init__(self, epochs: Mapping[int, int]) -> None:
+        self.clients = {worker: Client(epoch) for worker, epoch in epochs.items()}
+
+    def stale(self, request: Request) -> str:
+        """Why a request comes from a life that is over, or not yet announced; empty if it does not."""
+        client = self.clients.get(request.client)
+        if client and (request.epoch < client.epoch or (client.over and request.epoch == client.epoch)):
+            return f"stale epoch: worker {request.client} of epoch {request.epoch} was given up"
+        if request.op != "join" and (client is None or request.epoch > client.epoch):
+            return f"worker {request.client} of epoch {request.epoch} is not a member: it must join first"
+        return ""
+
+    def begin(self, worker: int, epoch: int) -> Client:
+        """A life of this epoch, if it is a newer one than the one known; what is known of it."""
+        if worker not in self.clients or epoch > self.clients[worker].epoch:
+            self.clients[worker] = Client(epoch)
+        return self.clients[worker]
+
+    def end(self, worker: int) -> None:
+        """This life is over: its requests are stale from now on."""
+        if worker in self.clients:
+            self.clients[worker] = Client(self.clients[worker].epoch, over=True)
+
+    def drop_held(self) -> None:
+        """Forget what waits beyond gaps: it will come again, under the new membership."""
+        for client in self.clients.values():
+            client.held.clear()
+
+
+class Session:
+    """The client's half, towards one server: numbers requests and knows which are still to be answered.
+
+    >>> session = Session(client=0, epoch=1)
+    >>> first, second = session.number(Request("push"), "a"), session.number(Request("clock"), "b")
+    >>> session.answered(Reply(client=0, epoch=1, sequence=1))
+    'a'
+    >>> [(request.op, request.acknowledged) for request in session.unanswered()]
+    [('clock', 2)]
+    """
+
+    def __init__(self, client: int, epoch: int = 0) -> None:
+        self.client, self.epoch, self.view = client, epoch, 0
+        self.next = 1
+        self.open: dict[int, tuple[Request, Any]] = {}  # by sequence: the request, and who waits for the answer
+
+    @property
+    def acknowledged(self) -> int:
+        """The lowest sequence without an answer: the server may forget what is below."""
+        return next(iter(self.open), self.next)
+
+    def number(self, request: Request, waiter: Any = None) -> Request:
+        """The request as it is to be sent; remembered, with whoever waits for it, until it is answered."""
+        sequence = self.next
+        self.next += 1
+        self.open[sequence] = request, waiter
+        return self._stamped(sequence)
+
+    def _stamped(self, sequence: int) -> Request:
+        mark = self.acknowledged
+        request = self.open[sequence][0]
+        return replace(request, client=self.client, epoch=self.epoch, sequence=sequence, acknowledged=mark, view=self.view)
+
+    def answered(self, reply: Reply) -> Any:
+        """Who waits for this answer; None for an answer that came before, or to another life."""
+        if (reply.client, reply.epoch) != (self.client, self.epoch):
+            return None
+        return self.open.pop(reply.sequence, (None, None))[1]
+
+    def unanswered(self) -> list[Request]:
+        """What to send again, in order, with the present marks."""
+        return [self._stamped(sequence) for sequence in self.open]

@@ -1,0 +1,58 @@
+"""What a run with parameter servers gives back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from d2lps.kvstore.events import Event
+from d2lps.kvstore.placement import join_parts
+from d2lps.kvstore.server import Server
+from d2lps.result import Run
+
+
+@dataclass
+class ServerReport:
+    """One server's, at the end of a run. Bytes are those of tensors."""
+
+    node: Any  # where it lived
+    received: int = 0  # bytes pushed to it
+    sent: int = 0  # bytes pulled from it
+    requests: Counter[str] = field(default_factory=Counter)  # how many it got, by op
+    staleness: Counter[int] = field(default_factory=Counter)  # reads, by how many clocks the slowest worker was behind
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # by the names of parts
+    nbytes: int = 0  # of values and the optimizer's state
+    log: list[tuple[float, Event]] = field(default_factory=list)  # (time, event), if it was asked for
+
+    def closed(self, server: Server) -> ServerReport:
+        """With what the server knows itself."""
+        self.staleness = server.seen
+        self.values = {key: entry.value for key, entry in server.entries.items()}
+        self.nbytes = sum(entry.nbytes for entry in server.entries.values())
+        return self
+
+
+class StoreRun(Run):
+    """A Run whose results are the workers', with what its servers have to report.
+
+    >>> run = kvstore.simulate(worker, topology, 4, 2)      # doctest: +SKIP
+    >>> run[0], run.staleness, run.values["w"], [server.nbytes for server in run.servers]       # doctest: +SKIP
+    """
+
+    def __init__(self, run: Run, workers: int) -> None:
+        ended = [end for _, end in run.results[:workers]]
+        super().__init__([result for result, _ in run.results[:workers]], max(ended), run._trace)
+        self.servers: list[ServerReport] = run.results[workers:]
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """How many reads were answered when the slowest worker was so many clocks behind the reader."""
+        return sum((server.staleness for server in self.servers), Counter())
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """What the servers have at the end, by key, put together again."""
+        return join_parts({name: value for server in self.servers for name, value in server.values.items()})

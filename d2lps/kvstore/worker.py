@@ -1,0 +1,215 @@
+"""The worker's end: what `worker(kv, ...)` is given. It cuts tensors into parts, asks the servers, and puts answers together.
+
+How a request travels is not its affair: it hands it to a Transport and gets something to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from d2lps.comm import Communicator, Work
+from d2lps.kvstore.events import Refused, Reply, Request
+from d2lps.kvstore.placement import Part, Placement
+
+
+class Answer(Protocol):
+    """An answer that is under way."""
+
+    def wait(self) -> Reply: ...
+
+
+class Transport(Protocol):
+    """Carries requests to servers, each client's to each server in order, as often as it takes: see `Session`."""
+
+    def request(self, server: int, request: Request) -> Answer:
+        """Send it off, before others of lower priority; its value is not touched until the answer is there."""
+
+
+class _Answers:
+    """All parts of one operation."""
+
+    def __init__(self, what: str, answers: Sequence[Answer]) -> None:
+        self.what, self.answers = what, answers
+        self.replies: list[Reply] = []
+
+    def wait(self) -> None:
+        self.replies = [answer.wait() for answer in self.answers]
+        for reply in self.replies:
+            if reply.error:
+                raise Refused(f"{self.what}: {reply.error}")
+
+
+class KVWorker:
+    """
+    >>> def worker(kv, steps):
+    ...     weights, gradient = torch.zeros(3), torch.ones(3)
+    ...     kv.init("w", weights)
+    ...     for _ in range(steps):
+    ...         kv.push("w", gradient)                  # without an optimizer, pushes are added
+    ...         kv.clock()                              # ends the iteration
+    ...         kv.pull("w", weights).wait()
+    ...     return weights.tolist()
+    >>> from d2lps.kvstore import simulate
+    >>> from d2lps.topology import star
+    >>> simulate(worker, star(3, 1e9), 2, 1, 5) == [[10.0] * 3] * 2
+    True
+
+    `push`, `pull` and their kin return a Work: the tensors that they were given are the store's until its `wait`, and a push
+    has been applied, or is safe where that was promised, after it. What a worker asks of one server is done in the order of
+    asking, so a pull sees the pushes before it; a request of higher priority overtakes those of the same iteration that
+    have not left yet. Tensors may be strided, and on any device: they are copied then.
+    """
+
+    def __init__(self, transport: Transport, comm: Communicator, placement: Placement) -> None:
+        self.comm, self.rank, self.num_workers = comm, comm.rank, comm.size
+        self.placement, self.transport = placement, transport
+        self.iteration = 0  # how often clock() has been called
+
+    # ---- whole tensors ----------------------------------------------------------------------------------------------------
+
+    def init(self, key: str | int, value: torch.Tensor) -> None:
+        """Give a key its first value; the first worker to do so wins, and all workers should, to learn its shape."""
+        self._send("init", key, value, 0).wait()
+
+    def push(self, key: str | int, value: torch.Tensor, priority: int = 0) -> Work:
+        """Add `value` to what the servers have, or hand it to their optimizer as a gradient.
+
+        Under bsp that happens when all have ended the iteration; else as it arrives. Each worker sends n bytes.
+        """
+        return self._send("push", key, value, priority)
+
+    def pull(self, key: str | int, out: torch.Tensor, priority: int = 0) -> Work:
+        """Fill `out` with the value, once the slowest worker is no more than the staleness behind. Each receives n bytes."""
+        return self._fetch("pull", key, out, out, priority)
+
+    def pushpull(self, key: str | int, value: torch.Tensor, out: torch.Tensor, priority: int = 0) -> Work:
+        """Push, and pull what comes of this iteration: ends this worker's iteration as far as this key is concerned.
+
+        So under bsp the answer need not wait until all have called clock(), only until all have pushed this key.
+        """
+        return self._fetch("pushpull", key, value, out, priority)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------------
+
+    def push_rows(self, key: str | int, rows: torch.Tensor, values: torch.Tensor, priority: int = 0) -> Work:
+        """Push values[i] to row rows[i]; a row that occurs twice gets the sum. Only the touched rows travel, and change.
+
+        >>> kv.push_rows("embedding", torch.tensor([7, 2, 7]), gradients)       # gradients: float32[3, dim]   # doctest: +SKIP
+        """
+        requests = []
+        for part, mine, local in self._split_rows(key, rows):
+            requests.append((part, Request("push", part.name, _wire(values[mine]), rows=local, priority=priority)))
+        return self._work("push_rows", key, requests, values.nbytes)
+
+    def pull_rows(self, key: str | int, rows: torch.Tensor, out: torch.Tensor, priority: int = 0) -> Work:
+        """Fill out[i] with row rows[i]."""
+        split = self._split_rows(key, rows)
+        requests = [(part, Request("pull", part.name, rows=local, priority=priority)) for part, _, local in split]
+
+        def place(replies: list[Reply]) -> None:
+            for (_, mine, _), reply in zip(split, replies, strict=True):
+                out.detach()[mine] = reply.value.to(out.device)  # type: ignore[union-attr]
+
+        return self._work("pull_rows", key, requests, out.nbytes, place)
+
+    def _split_rows(self, key: str | int, rows: torch.Tensor) -> list[tuple[Part, torch.Tensor, torch.Tensor]]:
+        """For each part that is concerned: which of `rows` lie there, and where in the part."""
+        if str(key) not in self.placement.shapes:
+            raise ValueError(f"key {key!r} is unknown to this worker: it must call init, to learn how many rows there are")
+        parts, rows = self.placement.parts[str(key)], rows.detach().cpu()
+        if parts[0].last is None:
+            return [(parts[0], torch.arange(len(rows)), rows)]
+        edges = torch.tensor([part.last for part in parts])
+        owner = torch.bucketize(rows, edges, right=True).clamp(max=len(parts) - 1)  # the last one's server refuses strangers
+        split = [(part, (owner == number).nonzero().flatten()) for number, part in enumerate(parts)]
+        return [(part, mine, rows[mine] - part.first) for part, mine in split if len(mine)]
+
+    # ---- time -------------------------------------------------------------------------------------------------------------
+
+    def clock(self) -> Work:
+        """End this iteration, on every server. Nobody need wait for it to arrive."""
+        self.iteration += 1
+        return self._everywhere(Request("clock"))
+
+    def barrier(self) -> None:
+        """Return when every live worker has called this, and all that each asked for before has been done."""
+        self._everywhere(Request("barrier")).wait()
+
+    def set_optimizer(self, name: str, reduction: str = "mean", **hyper: Any) -> None:
+        """From now on the servers hand what is pushed to an optimizer; calling it again changes its hyperparameters.
+
+        >>> kv.set_optimizer("sgd", lr=0.1, momentum=0.9)       # or "adam", "adagrad", or a registered one   # doctest: +SKIP
+
+        reduction: "mean", an iteration's gradients are divided by the number of workers, so that one learning rate does for
+        any number of them; "sum": they are not, and the steps grow with the workers.
+        """
+        options = {"name": name, "reduction": reduction, **hyper}
+        self._everywhere(Request("set_optimizer", options=options)).wait()
+
+    def join(self) -> None:
+        """Come in while others are at work: begin where the slowest of them is."""
+        joining = _Answers("join", [self.transport.request(server, Request("join")) for server in self.placement.servers])
+        joining.wait()
+        self.iteration = max(reply.clock for reply in joining.replies)
+        self._everywhere(Request("clock"))
+
+    def leave(self) -> None:
+        """Nobody waits for this worker from now on. Called for you when your function returns."""
+        self._everywhere(Request("leave")).wait()
+
+    # ---- how --------------------------------------------------------------------------------------------------------------
+
+    def _parts(self, key: str | int, tensor: torch.Tensor) -> list[Part]:
+        if not isinstance(key, str | int) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a key is a string or a number, with a torch.Tensor: not {key!r} with {tensor!r}")
+        parts = self.placement.place(str(key), tensor.shape, tensor.dtype)
+        known = self.placement.shapes[str(key)]
+        if known != (tuple(tensor.shape), tensor.dtype):
+            raise ValueError(f"key {key!r} is {known[1]}{list(known[0])}, not {tensor.dtype}{list(tensor.shape)}")
+        return parts
+
+    def _send(self, op: str, key: str | int, value: torch.Tensor, priority: int) -> Work:
+        parts = self._parts(key, value)
+        requests = [(part, Request(op, part.name, _wire(part.of(value)), priority=priority)) for part in parts]
+        return self._work(op, key, requests, value.nbytes)
+
+    def _fetch(self, op: str, key: str | int, value: torch.Tensor, out: torch.Tensor, priority: int) -> Work:
+        parts = self._parts(key, value)
+        requests = []
+        for part in self._parts(key, out):
+            pushed = _wire(part.of(value)) if op == "pushpull" else None
+            requests.append((part, Request(op, part.name, pushed, priority=priority)))
+
+        def place(replies: list[Reply]) -> None:
+            for part, reply in zip(parts, replies, strict=True):
+                self.comm.copy(part.of(out), reply.value)  # type: ignore[arg-type]
+
+        return self._work(op, key, requests, out.nbytes, place)
+
+    def _everywhere(self, request: Request) -> Work:
+        requests = [(Part(server, "", 0), request) for server in self.placement.servers]
+        return self._work(request.op, "", requests, 0)
+
+    def _work(
+        self,
+        op: str,
+        key: str | int,
+        requests: list[tuple[Part, Request]],
+        nbytes: int,
+        place: Callable[[list[Reply]], None] = lambda replies: None,
+    ) -> Work:
+        """Ask, and say what is to be done with the answers."""
+        stamped = [(part.server, replace(request, clock=self.iteration)) for part, request in requests]
+        what = f"kv.{op}({repr(key) if key != '' else ''})"
+        answers = _Answers(what, [self.transport.request(server, request) for server, request in stamped])
+        return Work(self.comm, answers, "answer", -1, 0, nbytes, lambda: place(answers.replies))
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """What can be sent: without its history, in one run of memory, where the processor can read it; a view if possible."""
+    tensor = tensor.detach()
+    return (tensor if tensor.is_meta else tensor.cpu()).contiguous()

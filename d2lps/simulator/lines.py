@@ -1,0 +1,59 @@
+"""Messages to a rank that does not know who will speak next: a server's.
+
+`send` and `recv` name each other, and no receive takes from any source. A line instead is one direction of a connection
+between two ranks: what is posted travels at once, one message after the other, and a function is called when it is there.
+No task waits for it at the other end; `Mailbox.ends` is where the two ends of a line find each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+from d2lps.simulator.mailbox import Mailbox
+from d2lps.simulator.network import Flow
+from d2lps.topology import Route
+
+
+class Parcel(Flow):
+    """A message on a line."""
+
+    __slots__ = ("departs", "line", "nbytes", "ready", "there")
+
+    def __init__(self, line: Line, nbytes: int, departs: Callable[[], Any], there: Callable[[], Any]) -> None:
+        self.line, self.nbytes, self.departs, self.there = line, nbytes, departs, there
+        self.ready = line.mailbox.network.now + line.latency  # when its first byte can arrive
+
+    def arrived(self) -> None:
+        self.line.next()
+        self.there()
+
+
+class Line:
+    """First the message that comes first in `order`; one that is under way is not interrupted.
+
+    Those that wait are sent back to back, so a line that is never idle pays its latency once.
+    """
+
+    def __init__(self, mailbox: Mailbox, route: Route) -> None:
+        self.mailbox, self.links, self.bandwidth = mailbox, route.links, route.bandwidth
+        self.latency = route.latency + mailbox.model.per_message if route.links else 0.0
+        self._queue: list[tuple[Any, int, Parcel]] = []
+        self._posted, self._busy = 0, False
+
+    def post(self, order: Any, nbytes: int, departs: Callable[[], Any], there: Callable[[], Any]) -> None:
+        """`departs` is called when the message sets out, `there` when it has arrived."""
+        self._posted += 1
+        heappush(self._queue, (order, self._posted, Parcel(self, nbytes, departs, there)))
+        if not self._busy:
+            self.next()
+
+    def next(self) -> None:
+        """The line is free."""
+        self._busy = bool(self._queue)
+        if self._busy:
+            parcel = heappop(self._queue)[2]
+            parcel.departs()
+            network = self.mailbox.network
+            network.send(parcel, self.links, max(0.0, parcel.ready - network.now), parcel.nbytes, self.bandwidth)

@@ -1,0 +1,329 @@
+"""Frames: every record comes back as it was, and whatever else arrives is a FrameError that costs nothing."""
+
+import os
+import random
+import struct
+import tracemalloc
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d2lps.kvstore import frame as frames
+from d2lps.kvstore.events import OPS, Event, Joined, Lost, Membership, Reply, Request, Send, Tick
+from d2lps.kvstore.frame import DTYPES, HEADER, MAX_DIMS, FrameError, Head, frame, parse
+
+LIMIT = 1 << 20
+MUTATIONS = 1_000_000 if os.environ.get("D2LPS_SOAK") else 20_000
+EXAMPLES = 2_000 if os.environ.get("D2LPS_SOAK") else 200
+
+
+# ---- records of all kinds -------------------------------------------------------------------------------------------------
+
+counts = st.integers(0, 2**63 - 1)
+ranks = st.integers(0, 2**31 - 1)
+texts = st.text(max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any dtype, zero to eight dimensions, empty ones too, and sometimes not contiguous."""
+    dtype = draw(st.sampled_from([dtype for dtype in DTYPES if dtype]))
+    shape = draw(st.lists(st.integers(0, 3), max_size=MAX_DIMS))
+    tensor = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(draw(ranks))).to(dtype)
+    return tensor.t() if len(shape) == 2 and draw(st.booleans()) else tensor
+
+
+rows = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(lambda rows: torch.tensor(rows, dtype=torch.int64))
+options = st.dictionaries(texts, st.one_of(st.integers(), finite, texts, st.booleans(), st.none(), st.lists(finite)), max_size=3)
+requests = st.builds(
+    Request,
+    op=st.sampled_from(OPS),
+    key=texts,
+    value=st.none() | tensors(),
+    rows=st.none() | rows,
+    options=options,
+    clock=counts,
+    priority=st.integers(-(2**63), 2**63 - 1),
+    client=st.integers(-1, 2**31 - 1),
+    epoch=counts,
+    sequence=counts,
+    acknowledged=counts,
+    view=counts,
+)
+replies = st.builds(
+    Reply, client=st.integers(-1, 2**31 - 1), epoch=counts, sequence=counts, op=st.sampled_from(["", *OPS]), key=texts,
+    value=st.none() | tensors(), error=texts, clock=counts, priority=st.integers(-9, 9), view=counts,
+)  # fmt: skip
+members = st.builds(
+    Membership, view=counts, workers=st.dictionaries(ranks, counts, max_size=4), servers=st.lists(ranks, max_size=4).map(tuple)
+)
+events = requests | st.builds(Lost, ranks) | st.builds(Joined, ranks, counts) | st.builds(Tick, finite) | members
+sends = st.builds(Send, number=counts, event=events, view=counts)
+records = events | replies | sends
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(records, st.booleans())
+def test_every_record_comes_back_as_it_was(record: Event | Reply, checked: bool) -> None:
+    buffers = frame(record, checked)
+    for arrived in (buffers, [bytes(buffer) for buffer in buffers], [bytearray().join(buffers)]):
+        assert parse(arrived, LIMIT) == record
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_comes_back_in_one_buffer_and_in_many(op: str) -> None:
+    request = Request(op, "layer/0", torch.ones(2, 3), torch.tensor([4, 5]), {"name": "sgd", "lr": 0.1}, client=1, sequence=7)
+    assert parse(frame(request), LIMIT) == request
+    assert parse([b"".join(frame(request, checked=True))], LIMIT) == request
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype], ids=str)
+def test_every_dtype_comes_back_to_the_bit(dtype: torch.dtype) -> None:
+    value = torch.tensor([0.1, -1.5, 3e4]).to(dtype)
+    again = parse(frame(Request("push", "w", value)), LIMIT).value
+    assert again.dtype == dtype and torch.equal(again.view(torch.uint8), value.view(torch.uint8))
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_contiguous_tensor_goes_out_and_comes_in_without_a_copy() -> None:
+    value = torch.zeros(1000)
+    buffers = frame(Request("push", "w", value))
+    value += 1
+    arrived = bytearray(buffers[1])
+    parsed = parse([buffers[0], arrived], LIMIT).value
+    assert parsed.sum() == 1000  # the addition came after the frame was made, and is in it
+    arrived[:4] = struct.pack("<f", 5.0)
+    assert parsed[0] == 5
+
+
+def test_read_only_buffers_are_copied() -> None:
+    first, payload = frame(Request("push", "w", torch.ones(2)))
+    parsed = parse([first, bytes(payload)], LIMIT).value
+    parsed += 1
+    assert parsed.tolist() == [2, 2] and bytes(payload) == struct.pack("<2f", 1, 1)
+
+
+def test_tensors_in_one_buffer_are_aligned() -> None:
+    whole = bytearray().join(frame(Request("push", "odd", torch.ones(3), torch.tensor([1, 2, 3]))))
+    request = parse([whole], LIMIT)
+    assert request.value.data_ptr() % 4 == 0 and request.rows.data_ptr() % 8 == 0
+
+
+# ---- what cannot be sent --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (Request("grab"), "grab"),
+        (Request("push", value=torch.ones(1, dtype=torch.bool)), "bool"),
+        (Request("push", value=torch.ones((1,) * 9)), "9"),
+        (Request("push", value=torch.ones(1, device="meta")), "meta"),
+        (Request("push", rows=torch.ones(2)), r"rows: torch.float32; .*\[2\]"),
+        (Request("push", sequence=-1), "sequence: -1"),
+        (Request("push", sequence=1 << 64), "18446744073709551616"),
+        (Request("push", key="k" * 70_000), "kkk"),
+        (Request("set_optimizer", options={"lr": float("nan")}), "nan"),
+        (Request("set_optimizer", options={"lr": torch.ones(1)}), "Tensor"),
+        (Reply(0, 0, 0, error="e" * 70_000), "text_bytes: 70000"),
+        (Tick(float("inf")), "inf"),
+        (Send(1, Send(2, Lost(0))), "Send"),
+    ],
+)
+def test_what_cannot_be_sent_is_an_error_that_says_what(record: Event | Reply, message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        frame(record)
+
+
+# ---- what must not be believed --------------------------------------------------------------------------------------------
+
+
+def seal(head: Head, texts: bytes = b"", *payload: bytes) -> list[bytes]:
+    """A frame with any header and a right checksum: what somebody could send who knows the format."""
+    return [frames.seal(head, texts), *payload]
+
+
+def refused(buffers: Sequence[bytes], limit: int = LIMIT) -> str:
+    """The error's message; memory in use never rises by more than the few bytes of an error."""
+    tracemalloc.start()
+    with pytest.raises(FrameError) as caught:
+        parse(buffers, limit)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000
+    return str(caught.value)
+
+
+PUSH = Head(op=2, dtype=1, dims=1, shape=(2, *(0,) * 7), value_bytes=8)
+EIGHT = b"\0" * 8
+
+
+def shaped(*shape: int, value_bytes: int, dtype: int = 1) -> Head:
+    return PUSH._replace(dims=len(shape), shape=(*shape, *(0,) * (8 - len(shape))), value_bytes=value_bytes, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (PUSH._replace(magic=b"GET "), "magic: b'GET '"),
+        (PUSH._replace(version=2), "version: 2"),
+        (PUSH._replace(kind=7), "kind: 7"),
+        (PUSH._replace(op=11), "op: 11"),
+        (PUSH._replace(op=0), "op, text"),
+        (PUSH._replace(flags=2), "flags: 2"),
+        (PUSH._replace(dtype=14), "dtype: 14"),
+        (PUSH._replace(dtype=0), "shape"),
+        (PUSH._replace(dims=9), "dims: 9"),
+        (PUSH._replace(dims=0), "shape"),
+        (PUSH._replace(rows=-2), "rows: -2"),
+        (PUSH._replace(rows=1 << 39), "rows: 549755813888"),
+        (PUSH._replace(client=-2), "client: -2"),
+        (PUSH._replace(sequence=-5), "sequence: -5"),
+        (PUSH._replace(value_bytes=9), "value_bytes: 9"),
+        (PUSH._replace(payload_checksum=1), "payload_checksum: 1"),
+        (PUSH._replace(flags=1, payload_checksum=1), "payload_checksum: 1"),
+        (PUSH._replace(kind=6), "length: 8"),  # a Send with 8 bytes in the place of an event
+        (shaped(1 << 40, value_bytes=1 << 42), "shape"),
+        (shaped(1 << 32, 1 << 32, value_bytes=0), "shape"),  # 2^64 elements are 0 in 64 bits
+        (shaped(1 << 63, 2, value_bytes=8), "shape"),
+        (shaped((1 << 64) - 2, value_bytes=8), "shape"),  # -2 in two's complement
+        (shaped((1 << 64) - 1, (1 << 64) - 2, value_bytes=8), "shape"),  # -1 times -2
+        (shaped(1 << 62, 1 << 62, 0, value_bytes=0), "shape"),  # no elements, yet no tensor either
+    ],
+)
+def test_a_hostile_head_is_refused_by_name(head: Head, message: str) -> None:
+    assert message in refused(seal(head, b"", EIGHT))
+    assert message in refused([b"".join(seal(head, b"", EIGHT))])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (0, b"[1]"),
+        (0, b"{"),
+        (0, b"[" * 60_000),
+        (0, b"\xff"),
+        (0, b"9" * 5_000),
+        (4, b""),
+        (4, b"{}"),
+        (5, b"[1, 2, 3]"),
+        (5, b"[[[1]], []]"),
+        (5, b"[[[0, 1]], [1e999]]"),
+        (5, b"{}"),
+    ],
+)
+def test_a_hostile_text_is_refused(kind: int, text: bytes) -> None:
+    with pytest.raises(FrameError, match="text"):
+        parse(seal(Head(kind=kind, op=2 if kind == 0 else 0, text_bytes=len(text)), text), LIMIT)
+
+
+def test_sends_within_sends_are_refused_however_many() -> None:
+    assert "kind: 'Send'" in refused([seal(Head(kind=6))[0] * 5_000])
+    assert "kind: 'Reply'" in refused([*seal(Head(kind=6)), *frame(Reply(0, 0, 1))])
+
+
+def test_a_flipped_bit_of_the_payload_is_found_where_it_was_asked_for() -> None:
+    first, payload = frame(Request("push", "w", torch.ones(4)), checked=True)
+    broken = bytearray(payload)
+    broken[5] ^= 1
+    assert "payload_checksum" in refused([first, broken])
+
+
+def test_too_large_is_refused_before_the_payload_is_looked_at() -> None:
+    buffers = frame(Request("push", "w", torch.ones(1000)))
+    assert parse(buffers, limit=4000).value.numel() == 1000
+    assert "shape: (1000," in refused(buffers, limit=3999)
+    assert "rows: 1" in refused(frame(Request("push", "w", torch.ones(1000), torch.zeros(1, dtype=torch.int64))), limit=4007)
+
+
+def test_buffers_missing_left_over_cut_or_swapped_are_refused() -> None:
+    buffers = [bytes(b) for b in frame(Request("push", "w", torch.ones(4), torch.tensor([1, 2, 3])))]
+    first, rows, value = buffers
+    whole = b"".join(buffers)
+    short = [[], [b""], [first], [first, rows], [rows, value], [first, rows, value[:-1]]]
+    for wrong in (*short, [first, value, rows], [*buffers, b"x"]):
+        refused(wrong)
+    assert "key_bytes, text_bytes: (1, 0); the buffer has 160 bytes" in refused([first[: HEADER.size], rows, value])
+    for cut in range(len(whole)):
+        refused([whole[:cut]])
+    refused([whole + b"x"])
+    refused(["not bytes"])  # type: ignore[list-item]
+
+
+# ---- mutations ------------------------------------------------------------------------------------------------------------
+
+SAMPLES: list[Event | Reply] = [
+    Request("push", "w", torch.arange(6.0).view(2, 3), torch.tensor([0, 5]), client=1, epoch=2, sequence=3, clock=4),
+    Request("set_optimizer", options={"name": "sgd", "lr": 0.1}),
+    Reply(1, 2, 3, op="pull", key="w", value=torch.ones(4, dtype=torch.bfloat16)),
+    Send(5, Request("init", "b", torch.tensor(2.0))),
+    Membership(3, {0: 1, 1: 1}, (0, 1)),
+]
+
+
+def mutate(whole: bytearray, random: random.Random) -> bytes:
+    """Bits flipped, bytes set to what breaks programs, pieces cut out, doubled or put in."""
+    at = random.randrange(len(whole))
+    match random.randrange(6):
+        case 0:
+            whole[at] ^= 1 << random.randrange(8)
+        case 1:
+            whole[at : at + 8] = random.choice([b"\xff" * 8, b"\0" * 8, b"\0" * 7 + b"\x80", b"\xfe" + b"\xff" * 7])
+        case 2:
+            del whole[at : at + random.randrange(1, 40)]
+        case 3:
+            whole[at:at] = whole[random.randrange(len(whole)) :][:40]
+        case 4:
+            whole[at:at] = random.randbytes(random.randrange(1, 40))
+        case 5:
+            field = random.randrange(0, HEADER.size - 7)
+            struct.pack_into("<q", whole, field, random.choice([-1, 1 << 62, -(1 << 63), random.randrange(1 << 40)]))
+    return bytes(whole)
+
+
+def torn(whole: bytes, random: random.Random) -> list[bytes]:
+    """The same bytes in several buffers: at the places where a frame has its ends, or elsewhere."""
+    places = sorted(random.sample([8, 160, 168, 176, 184, 192, 200, 208, 216, 224], 2))
+    return [whole[: places[0]], whole[places[0] : places[1]], whole[places[1] :]]
+
+
+def resealed(whole: bytes) -> bytes:
+    """The same with a right checksum of the head, as far as it has one: what only the other checks can stop."""
+    if len(whole) < HEADER.size:
+        return whole
+    key_bytes, text_bytes = struct.unpack_from("<HI", whole, 10)
+    end = -(-(HEADER.size + key_bytes + text_bytes) // 8) * 8
+    sum_ = frames.checksum(whole[: HEADER.size - 4], whole[HEADER.size : end])
+    return whole[: HEADER.size - 4] + struct.pack("<I", sum_) + whole[HEADER.size :]
+
+
+@pytest.mark.timeout(1200)
+def test_mutated_frames_change_nothing_and_cost_nothing() -> None:
+    """Not one gets through as something else, unless its checksum is right: and then it is a record within the limit."""
+    chance, through = random.Random(5), 0
+    originals = [bytes(bytearray().join(frame(sample, checked=True))) for sample in SAMPLES]
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for count in range(MUTATIONS):
+        sample = count % len(SAMPLES)
+        whole = mutate(bytearray(originals[sample]), chance)
+        wrong = resealed(whole) if count % 2 else whole
+        try:
+            record = parse([wrong] if count % 3 else torn(wrong, chance), LIMIT)
+        except FrameError:
+            continue
+        through += 1
+        if whole == wrong:
+            assert record == SAMPLES[sample], "a changed frame was taken for another record"
+        value = getattr(record, "value", None)
+        assert value is None or value.nbytes <= LIMIT
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert peak < LIMIT and 0 < through < MUTATIONS / 2
+    assert [bytearray().join(frame(sample, checked=True)) for sample in SAMPLES] == originals
