@@ -29,13 +29,14 @@ types: setup     ## check its types
 	$(BIN)/mypy
 
 test-library: setup  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py
+	$(PYTEST) --ignore tests/test_site.py -m "not alone" -n 2 --dist loadfile
+	$(PYTEST) --ignore tests/test_site.py -m alone
 
 test-notebooks: setup  ## run every notebook and compare with its stored outputs
 	$(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 2 --dist loadscope book
 
 test-site: book  ## open every page of the site in Chromium, with the network off
-	D2LPS_SITE=$(SITE) $(PYTEST) tests/test_site.py
+	D2LPS_SITE=$(SITE) $(PYTEST) -n 2 tests/test_site.py
 
 lab: setup       ## open the book in JupyterLab
 	$(BIN)/jupyter lab

@@ -25,6 +25,8 @@ import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankHung, ReduceOp
 from d2lps.collectives import all_gather, all_reduce, broadcast
 
+pytestmark = pytest.mark.alone
+
 Runner = Callable[..., d2lps.Run]
 
 

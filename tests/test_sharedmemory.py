@@ -27,7 +27,7 @@ import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankHung, ReduceOp, sharedmemory
 from d2lps.collectives import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="Linux only")]
 run = functools.partial(d2lps.run, backend="shm", timeout=20)
 
 RANKS = [1, 2, 3, 5, 8]

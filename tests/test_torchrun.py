@@ -29,6 +29,8 @@ import torch
 import d2lps
 from d2lps.collectives import all_reduce
 
+pytestmark = pytest.mark.alone
+
 def note(name, call):
     start = time.monotonic()
     try:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -32,13 +32,19 @@ COPY, GLOO, MPI = "memcpy in each rank", "gloo", "OpenMPI"
 Operation = Callable[[], object]
 
 
-def table(rounds: int = 11) -> str:
-    """Median, range, algbw (bytes / time) and busbw (algbw x 2(p - 1)/p, as nccl-tests counts), and the ratio to gloo."""
+def measure(rounds: int = 11, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+    """A row for each way and size: "median", "least" and "most" in microseconds, "algbw" and "busbw" in GB/s, "to_gloo"."""
     rows = []
     with tempfile.TemporaryDirectory() as folder, _workers(os.path.join(folder, "door")) as worlds:
-        for nbytes in SIZES:
+        for nbytes in sizes:
             times = _measured(worlds, nbytes, rounds)
             rows += [_row(way, nbytes, seconds, times[GLOO]) for way, seconds in times.items()]
+    return rows
+
+
+def table(rounds: int = 11) -> str:
+    """Median, range, algbw (bytes / time) and busbw (algbw x 2(p - 1)/p, as nccl-tests counts), and the ratio to gloo."""
+    rows = measure(rounds)
     record("all_reduce", rows)
     lines = [f"{f'all-reduce, {RANKS} ranks':26}{'bytes':>12}{'us':>11}{'from':>11}{'to':>11}" + "   algbw   busbw  x gloo"]
     lines += [
