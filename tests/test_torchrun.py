@@ -20,6 +20,8 @@ import psutil
 import pytest
 from launching import environment, nothing_left, running, script, started, until
 
+pytestmark = pytest.mark.alone
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 # Every script begins with this: note(name, call) leaves what a call gave or raised, and how long it took, in a file.
@@ -28,8 +30,6 @@ import json, os, sys, time
 import torch
 import d2lps
 from d2lps.collectives import all_reduce
-
-pytestmark = pytest.mark.alone
 
 def note(name, call):
     start = time.monotonic()
