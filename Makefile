@@ -22,26 +22,26 @@ book: setup      ## build the site from the stored outputs, into _build/html
 
 test: style types test-library test-notebooks test-site  ## run every test
 
-style: setup     ## check the style of the code
+style: .venv/.done  ## check the style of the code
 	$(BIN)/ruff check .
 
-types: setup     ## check its types
+types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
-test-library: setup  ## test the library, and that the stored notebooks are in order
+test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
 	$(PYTEST) --ignore tests/test_site.py -m "not alone" -n 2 --dist loadfile
 	$(PYTEST) --ignore tests/test_site.py -m alone
 
-test-notebooks: setup  ## run every notebook and compare with its stored outputs
-	$(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 2 --dist loadscope book
+test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some
+	$(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 2 --dist loadscope $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
 	D2LPS_SITE=$(SITE) $(PYTEST) -n 2 tests/test_site.py
 
-lab: setup       ## open the book in JupyterLab
-	$(BIN)/jupyter lab
+lab: .venv/.done  ## open the book in JupyterLab; as root, in a container: LAB=--allow-root
+	$(BIN)/jupyter lab $(LAB)
 
-execute: setup   ## run the notebooks anew and store their outputs; NOTEBOOKS=... for some, FRESH=--fresh for timings too
+execute: .venv/.done  ## run the notebooks anew and store their outputs; NOTEBOOKS=... for some, FRESH=--fresh for timings too
 	$(BIN)/python book/_tools/execute.py $(FRESH) $(NOTEBOOKS)
 
 serve:           ## show the built site at http://127.0.0.1:8000

@@ -5,6 +5,9 @@
 Run(['rank 0 of 2', 'rank 1 of 2'])
 """
 
+import importlib
+from typing import Any
+
 from d2lps import aggregate, check, collectives, cost, kvstore, topology
 from d2lps.comm import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.launch import run
@@ -36,3 +39,10 @@ __all__ = [
     "simulate",
     "topology",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What few programs need, `d2lps.backend`, `bench` and `widgets`, is imported when it is first asked for."""
+    if name in ("backend", "bench", "widgets"):
+        return importlib.import_module(f"d2lps.{name}")
+    raise AttributeError(f"module 'd2lps' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """The steps and bytes that each collective's docstring promises, counted in the traces of real runs.
 
-p ranks, n bytes of the whole tensor, L = ceil(log2 p): the letters of FACTS section 4 and of the docstrings.
+p ranks, n bytes of the whole tensor, L = ceil(log2 p): the letters of the docstrings.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Parameter servers in virtual time, against the formulas of FACTS and against one another."""
+"""Parameter servers in virtual time, against the formulas of `d2lps.cost` and against one another."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_the_two_rings_use_every_nvlink_once_each_way() -> None:
 
 
 def test_the_two_numberings_of_the_mesh_are_one_machine() -> None:
-    by_ring = mesh([1, 2, 3, 4, 5, 6, 7, 8], [1, 4, 6, 3, 5, 8, 2, 7])  # FACTS, section 1
+    by_ring = mesh([1, 2, 3, 4, 5, 6, 7, 8], [1, 4, 6, 3, 5, 8, 2, 7])  # NVIDIA's drawing numbers them from 1
     by_nvidia_smi = mesh(*dgx1_rings())
     assert nx.is_isomorphic(by_ring, by_nvidia_smi, edge_match=lambda one, other: one == other)
 
