@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "d2lps").rglob("*.py"))
 
-# From the bottom to the top (CONTRIBUTING.md; what is still to come has its place already). A part may import its own layer's others and those below.
+# From the bottom to the top, as in CONTRIBUTING.md; what is still to come has its place already. A part may import its own
+# layer's others and those below.
 LAYERS = [
     {"comm", "trace", "topology", "result"},
     {"signatures", "processgroup", "launch", "sharedmemory", "simulator"},

@@ -11,9 +11,9 @@ from typing import Any
 
 import greenlet
 import numpy as np
+import oracles
 import pytest
 import torch
-import oracles
 from oracles import Call, perform, rooms_for
 
 import d2lps
