@@ -1,19 +1,23 @@
 """The parameter server: keys and values on servers, and workers that push and pull."""
 
+from d2lps.kvstore.chaos import Cluster
 from d2lps.kvstore.events import Joined, Lost, Membership, Refused, Reply, Request, Tick
 from d2lps.kvstore.optimizers import register_optimizer
 from d2lps.kvstore.placement import Placement
+from d2lps.kvstore.processes import ProcessesRun, run
 from d2lps.kvstore.report import ServerReport, StoreRun
 from d2lps.kvstore.server import Server
 from d2lps.kvstore.simulated import simulate
 from d2lps.kvstore.worker import KVWorker
 
 __all__ = [
+    "Cluster",
     "Joined",
     "KVWorker",
     "Lost",
     "Membership",
     "Placement",
+    "ProcessesRun",
     "Refused",
     "Reply",
     "Request",
@@ -22,5 +26,6 @@ __all__ = [
     "StoreRun",
     "Tick",
     "register_optimizer",
+    "run",
     "simulate",
 ]

@@ -1,0 +1,128 @@
+"""What all processes of a run agree on: how many there are, by which rules, and where they find one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from d2lps.kvstore.optimizers import OPTIMIZERS
+from d2lps.kvstore.placement import Placement
+from d2lps.kvstore.server import Server
+from d2lps.kvstore.sockets import Keys, check_address, derive_keys
+
+# What "durability" may be, and what each level survives; "replica" keeps every server twice, the others on disk or not at all.
+LEVELS = ("memory", "log", "fsync", "replica")
+HEAD = 1 << 20  # bytes of a message beside its tensors, at most
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A node is a server process: server 0 is node 0 at first; with replicas, its backup is node `servers` + 0."""
+
+    workers: int
+    servers: int
+    rules: dict[str, Any]  # the arguments of Server
+    placement: dict[str, Any]  # those of Placement, but for its servers
+    room: str  # a folder of this run's own, which nobody else can enter
+    address: str = "ipc"  # or "tcp://host"
+    durability: str = "memory"
+    folder: str = ""  # for logs and checkpoints
+    absent: tuple[int, ...] = ()
+    limit: int = 1 << 30  # bytes of the tensors of one message, at most
+    log_bytes: int = 1 << 30  # after so many in the log comes a checkpoint
+    keys: Keys | None = None
+    patience: float = 2.0  # seconds without a word from a primary, after which its backup takes over
+    optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
+
+    @property
+    def checked(self) -> bool:
+        """Whether tensors travel with a checksum: not within this machine's memory, where it would halve the speed."""
+        return self.address != "ipc"
+
+    @property
+    def largest(self) -> int:
+        """Bytes of one part of a message, at most."""
+        return self.limit + HEAD
+
+    @property
+    def replicated(self) -> bool:
+        return self.durability == "replica"
+
+    @property
+    def coordinator(self) -> str:
+        """Where the coordinator hears servers."""
+        return f"ipc://{self.room}/c"
+
+    @property
+    def news(self) -> str:
+        """Where the coordinator tells workers who serves."""
+        return f"ipc://{self.room}/n"
+
+    def endpoint(self, node: int) -> str:
+        """Where a node listens when it first starts: a port of its own choice, unless it has a file."""
+        return f"ipc://{self.room}/{node}" if self.address == "ipc" else f"{self.address}:*"
+
+    def disk(self, node: int) -> Path:
+        return Path(self.folder) / f"server-{node}"
+
+    def placed(self) -> Placement:
+        return Placement(range(self.servers), **self.placement)
+
+
+def deploy(
+    workers: int,
+    servers: int,
+    consistency: str = "bsp",
+    staleness: int = 0,
+    durability: str = "memory",
+    on_loss: str = "continue",
+    absent: Sequence[int] = (),
+    split: int = 1_000_000,
+    placement: str = "hash",
+    folder: str | Path | None = None,
+    log_bytes: int = 1 << 30,
+    patience: float = 2.0,
+    address: str = "ipc",
+    secret: str | None = None,
+    limit: int = 1 << 30,
+) -> Deployment:
+    """The options of a run, checked; ValueError for what cannot be, before anything is started.
+
+    durability: what survives a server that is killed. "memory": nothing, the run ends. "log": all that was acknowledged; it
+    is started again from its log. "fsync": that, and a power cut. "replica": all that was acknowledged; each server has a
+    backup, which takes over, once, when the server is dead or has been silent for `patience` seconds.
+    folder: where logs and checkpoints stay, new or empty. log_bytes: after so many comes a checkpoint. on_loss: when a
+    worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with kv.join().
+    split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host", which beyond loopback needs a
+    `secret` of 16 characters or more. limit: bytes of one part of a tensor.
+    """
+    if durability not in LEVELS:
+        raise ValueError(f"durability={durability!r} is unknown: choose {', '.join(map(repr, LEVELS))}")
+    for name, nbytes in (("limit", limit), ("log_bytes", log_bytes)):
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 <= nbytes < 1 << 31:
+            raise ValueError(f"{name}={nbytes!r} is not a number of bytes from 1 to 2**31 - 1")
+    if not set(absent) < set(range(workers)) and absent:
+        raise ValueError(f"absent={list(absent)} are not all ranks from 0 to {workers - 1}, or nobody else is there")
+    rules: dict[str, Any] = {"consistency": consistency, "staleness": staleness, "on_loss": on_loss}
+    where, keys = check_address(address, secret), derive_keys(secret) if secret is not None else None
+    placed = {"split": split, "by": placement}
+    Placement(range(servers), **placed), Server((), **rules)  # type: ignore[arg-type]  # to hear what is wrong with them
+    kept, registered = _empty(folder, durability), dict(OPTIMIZERS)
+    return Deployment(
+        workers, servers, rules, placed, "", where, durability, kept, tuple(absent), limit, log_bytes, keys, patience, registered
+    )
+
+
+def _empty(folder: str | Path | None, durability: str) -> str:
+    """The folder for logs, made if need be: what an earlier run has left there is neither read nor overwritten."""
+    if folder is None:
+        return ""
+    if durability not in ("log", "fsync"):
+        raise ValueError(f"folder={str(folder)!r}, but durability={durability!r} writes nothing: choose 'log' or 'fsync'")
+    path = Path(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise FileExistsError(f"folder={str(folder)!r} is not empty: choose another one")
+    return str(path)

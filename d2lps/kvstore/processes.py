@@ -1,0 +1,169 @@
+"""`kvstore.run`: the parameter server for real, workers and servers as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from d2lps.comm import Communicator
+from d2lps.kvstore.chaos import Cluster, Victim
+from d2lps.kvstore.coordinator import Coordinator
+from d2lps.kvstore.deployment import Deployment, deploy
+from d2lps.kvstore.events import Refused
+from d2lps.kvstore.memory import keep_freed_memory
+from d2lps.kvstore.report import StoreRun
+from d2lps.kvstore.requests import SocketTransport
+from d2lps.kvstore.worker import KVWorker
+from d2lps.kvstore.workers import Workers
+from d2lps.launch.joined import under_launcher
+from d2lps.launch.rank import Job, Success
+from d2lps.launch.run import BACKENDS, _resolve
+from d2lps.result import Run
+
+
+class ProcessesRun(StoreRun):
+    """A StoreRun, with what has happened to the processes."""
+
+    def __init__(self, run: Run, workers: int, history: list[str], lost: dict[int, str]) -> None:
+        super().__init__(run, workers)
+        self.history, self.lost = history, lost  # lost: {worker: how it died}
+
+
+def run(
+    worker: Callable[..., Any],
+    workers: int,
+    servers: int,
+    *args: Any,
+    consistency: str = "bsp",
+    staleness: int = 0,
+    durability: str = "memory",
+    saboteur: Callable[[Cluster], Any] | None = None,
+    backend: str = "auto",
+    timeout: float = 60.0,
+    live: bool = False,
+    **options: Any,
+) -> ProcessesRun:
+    """Call `worker(kv, *args)` in worker processes that have server processes; the results are the workers'.
+
+    >>> def worker(kv):
+    ...     weights = torch.zeros(3)
+    ...     kv.init("w", weights)
+    ...     kv.pushpull("w", torch.ones(3), weights).wait()
+    ...     return weights.tolist()
+    >>> kvstore.run(worker, workers=2, servers=1)               # doctest: +SKIP
+    Run([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
+
+    consistency, staleness: see `consistency`. durability, options: see `deploy`. saboteur: see `Cluster`. backend, timeout,
+    live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and `staleness` as simulate's (a server
+    that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died of what; but no trace.
+    Raises what a worker raises, RankDied, RankHung, as d2lps.run does, and leaves nothing behind (but a temporary folder,
+    if the caller itself is killed). Cost: a pushed byte is copied into a socket and out of it and then added; a pulled one
+    is copied four times.
+    """
+    _check(worker, workers, servers, backend, timeout)
+    job = Job(workers, *_resolve(backend, workers), 0, timeout, False, False)
+    plan = deploy(workers, servers, consistency, staleness, durability, **options)
+    room = _room()
+    try:
+        plan = replace(plan, room=room, folder=plan.folder or f"{room}/disk")
+        return _run(plan, job, live, saboteur, worker, args)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def _run(
+    plan: Deployment, job: Job, live: bool, saboteur: Callable[[Cluster], Any] | None, worker: Callable[..., Any], args: Any
+) -> ProcessesRun:
+    """First the servers, then the workers; and when these are done, the servers' reports."""
+    history, begin = list[str](), time.monotonic()
+    coordinator = Coordinator(plan, job.timeout, live, lambda text: history.append(f"{time.monotonic() - begin:.2f} s: {text}"))
+    go_on = plan.rules["on_loss"] == "continue"
+    group = Workers(job, live, coordinator, go_on, lambda rank: os.path.exists(f"{plan.room}/w{rank}"))
+    try:
+        program = _packed(worker, plan, coordinator.start(), args)
+        begin = time.monotonic()
+        group.start(program)
+        outcomes = _watched(group, coordinator, saboteur)
+        reports = coordinator.finish()
+    finally:
+        try:
+            group.end()
+        finally:
+            coordinator.end()
+    started = min(outcome.started for outcome in outcomes)
+    ended = [cloudpickle.loads(outcome.result) for outcome in outcomes]
+    results = [(result, max(0.0, end - started)) for result, end in ended]
+    return ProcessesRun(Run([*results, *reports], 0.0), job.ranks, history, group.lost)
+
+
+def _watched(group: Workers, coordinator: Coordinator, saboteur: Callable[[Cluster], Any] | None) -> list[Success]:
+    """Wait for the workers, and let somebody harm them."""
+    nodes, servers = [Victim(node.pid) for node in coordinator.nodes], coordinator.plan.servers
+    workers = [Victim(lambda rank=rank: group.pids[rank]) for rank in group.pids]  # type: ignore[misc]
+    cluster = Cluster(nodes[:servers], nodes[servers:], workers, [node.endpoint for node in coordinator.nodes])
+    if saboteur is not None:
+        cluster.start(saboteur)
+    try:
+        outcomes = group.watch()
+    finally:
+        cluster.stop()
+    if cluster.wrong is not None:
+        raise cluster.wrong
+    return outcomes
+
+
+def _life(comm: Communicator, worker: Callable[..., Any], plan: Deployment, endpoints: dict[int, str], args: Any) -> Any:
+    """A worker process: its result, and when it had it."""
+    Path(f"{plan.room}/w{comm.rank}").touch()  # from here on the others can do without it
+    keep_freed_memory()
+    transport = SocketTransport(comm, plan, endpoints)
+    try:
+        kv = KVWorker(transport, comm, plan.placed())
+        result, ended = worker(kv, *args), comm.now()
+        with suppress(Refused):  # it was given up before
+            kv.leave()
+        return result, ended
+    finally:
+        transport.close()
+
+
+# ---- what is checked, packed and prepared ---------------------------------------------------------------------------------
+
+
+def _check(worker: Callable[..., Any], workers: int, servers: int, backend: str, timeout: float) -> None:
+    if not callable(worker):
+        raise TypeError(f"run needs a function of a kv, not {worker!r}")
+    for name, wanted in (("workers", workers), ("servers", servers)):
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= 256:
+            raise ValueError(f"{name}={wanted!r} is not a number of processes from 1 to 256")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown: choose {', '.join(map(repr, BACKENDS))}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
+    if under_launcher():
+        raise RuntimeError("kvstore.run starts its own processes, on one machine: call it outside torchrun")
+
+
+def _packed(worker: Callable[..., Any], plan: Deployment, endpoints: dict[int, str], args: Any) -> bytes:
+    try:
+        return cloudpickle.dumps((_life, (worker, plan, endpoints, args)))
+    except Exception as error:
+        raise TypeError(f"the worker or its arguments cannot be sent to other processes: {error}") from None
+
+
+def _room() -> str:
+    """A folder that only this user can enter, for the sockets; the path of a socket has at most 107 bytes."""
+    room = tempfile.mkdtemp(prefix="d2lps-")
+    if len(room.encode()) > 90:
+        os.rmdir(room)
+        room = tempfile.mkdtemp(prefix="d2lps-", dir="/tmp")
+    return room

@@ -1,0 +1,130 @@
+"""Sockets of workers and servers: where servers listen, who may connect, and how much they may send.
+
+On one machine the sockets are files in a folder that nobody else can enter, or ports of the loopback interface, which all
+users of the machine can reach. Beyond that a secret is needed: from it come the keys of CURVE, which encrypts all that is
+sent, and with which both ends prove, before anything is read, that they know the secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from dataclasses import dataclass
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+LOOPBACK = "tcp://127.0.0.1"
+SHORTEST_SECRET = 16
+MOST_WAITING = 64  # messages that a server's socket takes in before the server has looked at them
+MOST_SENT = 4  # messages that a worker's socket takes over; what is not yet sent can still be overtaken
+KERNEL = 1 << 20  # bytes that the kernel keeps between two processes: fewer switches from one to the other
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key pairs of servers and of clients, in Z85 as zmq has them."""
+
+    server: tuple[bytes, bytes]
+    client: tuple[bytes, bytes]
+
+
+def derive_keys(secret: str) -> Keys:
+    """The same keys for everybody who knows the secret; 0.1 s, which makes guessing slow.
+
+    >>> derive_keys("correct horse battery") == derive_keys("correct horse battery")
+    True
+    """
+    if not zmq.has("curve"):
+        raise RuntimeError("this machine's libzmq was built without CURVE: secret=... cannot be used")
+    if not isinstance(secret, str) or len(secret) < SHORTEST_SECRET:
+        raise ValueError(f"secret must be a text of at least {SHORTEST_SECRET} characters")
+    seed = hashlib.scrypt(secret.encode(), salt=b"d2lps.kvstore", n=1 << 14, r=8, p=1, dklen=64)
+    private = z85.encode(seed[:32]), z85.encode(seed[32:])
+    return Keys((zmq.curve_public(private[0]), private[0]), (zmq.curve_public(private[1]), private[1]))
+
+
+def check_address(address: str, secret: str | None) -> str:
+    """The address that servers bind to, "ipc" or "tcp://host"; ValueError for one beyond this machine without a secret."""
+    if address == "ipc":
+        return address
+    address = LOOPBACK if address == "tcp" else address
+    host = address.removeprefix("tcp://").strip("[]")
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        ip = ipaddress.ip_address("0.0.0.0" if host == "*" else host)
+    except ValueError:
+        raise ValueError(f"address={address!r} is none: choose 'ipc', 'tcp', or 'tcp://' with the number of a host") from None
+    if not ip.is_loopback and secret is None:
+        raise ValueError(f"address={address!r} can be reached from other machines: that needs secret=...")
+    return f"tcp://[{ip}]" if ip.version == 6 else f"tcp://{ip}"
+
+
+def guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None) -> ThreadAuthenticator | None:
+    """From now on this context's servers let in only those who have the client's key; to be stopped at the end."""
+    if keys is None:
+        return None
+
+    known = keys.client[0]
+
+    class Known:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return key == known
+
+    doorkeeper = ThreadAuthenticator(context)
+    doorkeeper.start()
+    doorkeeper.configure_curve_callback(domain="*", credentials_provider=Known())
+    return doorkeeper
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is there."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def writable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether the socket would take a message over."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+
+
+def listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int, keys: Keys | None) -> zmq.Socket[bytes]:
+    """A server's socket: it hears everybody, and answers by name. A message part over `limit` bytes ends its connection."""
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, limit)
+    socket.set(zmq.RCVHWM, MOST_WAITING)  # beyond these the kernel's buffers fill, and then the sender has to wait
+    socket.set(zmq.SNDHWM, 0)  # an answer is never dropped because many are under way
+    socket.set(zmq.SNDBUF, KERNEL)
+    socket.set(zmq.RCVBUF, KERNEL)
+    socket.set(zmq.ROUTER_HANDOVER, 1)  # who connects anew under its own name is heard
+    socket.set(zmq.IPV6, int("[" in endpoint))
+    if keys is not None:
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_PUBLICKEY, keys.server[0])
+        socket.set(zmq.CURVE_SECRETKEY, keys.server[1])
+    socket.bind(endpoint)
+    return socket
+
+
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: bytes, limit: int, keys: Keys | None, most: int = MOST_SENT
+) -> zmq.Socket[bytes]:
+    """A socket to a server, under a name; it connects by itself, and again whenever the server has been away."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, limit)
+    socket.set(zmq.ROUTING_ID, name)
+    socket.set(zmq.SNDHWM, most)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.SNDBUF, KERNEL)
+    socket.set(zmq.RCVBUF, KERNEL)
+    socket.set(zmq.RECONNECT_IVL, 10)  # milliseconds, at first
+    socket.set(zmq.RECONNECT_IVL_MAX, 200)
+    socket.set(zmq.IPV6, int("[" in endpoint))
+    if keys is not None:
+        socket.set(zmq.CURVE_SERVERKEY, keys.server[0])
+        socket.set(zmq.CURVE_PUBLICKEY, keys.client[0])
+        socket.set(zmq.CURVE_SECRETKEY, keys.client[1])
+    socket.connect(endpoint)
+    return socket

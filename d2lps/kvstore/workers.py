@@ -1,0 +1,59 @@
+"""The worker processes of a run: a group of ranks that may outlive one of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import cloudpickle
+import zmq
+
+from d2lps.comm import RankDied, RankHung
+from d2lps.kvstore.coordinator import Coordinator
+from d2lps.launch.failure import died
+from d2lps.launch.local import Group
+from d2lps.launch.rank import Job, Success
+
+
+class Workers(Group):
+    """As the ranks of `d2lps.run`, but with an eye on the servers; and the death of one need not be the end of all."""
+
+    def __init__(self, job: Job, live: bool, coordinator: Coordinator, go_on: bool, begun: Callable[[int], bool]) -> None:
+        super().__init__(job, live)
+        self.coordinator, self.go_on, self.begun = coordinator, go_on, begun
+        self.lost: dict[int, str] = {}
+
+    def _collect(self, patience: float) -> None:
+        """Wait for words of workers or servers; take in both."""
+        assert self.keeper is not None
+        own = [self.keeper.fileno(), *(control.fileno() for control in self.pending.values())]
+        zmq.select([self.coordinator.control, *own, *self.coordinator.waited_for()], [], [], patience)
+        super()._collect(0)
+        self.coordinator.look()
+
+    def _dead(self) -> dict[int, int]:
+        """Those whose death ends the run; without the others it goes on."""
+        dead = super()._dead()
+        if not self.go_on or len(dead) + len(self.lost) == self.job.ranks or not all(map(self.begun, dead)):
+            return dead
+        for rank, status in dead.items():
+            death = died(rank, self.job.ranks, status, self.output.errors_of(rank), self.board.read(rank))
+            self._lose(rank, death)
+        return {}
+
+    def _check_waits(self) -> None:
+        """A hang may be a server's."""
+        try:
+            super()._check_waits()
+        except RankHung as error:
+            for server, node in enumerate(self.coordinator.serving):
+                if node.stopped:
+                    error.add_note(f"server {server} is stopped (SIGSTOP)")
+            raise
+
+    def _lose(self, rank: int, death: RankDied) -> None:
+        self.lost[rank] = str(death)
+        warnings.warn(f"{death}; the others go on without it", stacklevel=2)
+        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0, None)
+        self.coordinator.say(str(death).splitlines()[0])
+        self.coordinator.lose(rank)

@@ -1,0 +1,355 @@
+"""Servers and workers are killed, paused, lied to: nothing acknowledged is lost, nothing counts twice, nothing is left behind.
+
+D2LPS_SOAK=1 kills 200 of each.
+"""
+
+# ruff: noqa: F401 - fixtures are imported, and named again as parameters
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import struct
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import zmq
+from launching import nothing_left, until
+
+from d2lps import kvstore
+from d2lps.comm import RankDied, RankHung
+from d2lps.kvstore import Cluster, Lost, Membership, Request
+from d2lps.kvstore.events import Send
+from d2lps.kvstore.frame import frame
+from d2lps.kvstore.sockets import connect, derive_keys
+
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("nothing_left")]
+SOAK = bool(os.environ.get("D2LPS_SOAK"))
+KILLS = 200 if SOAK else 5
+SECRET = "a secret of the test"
+
+# ---- pushes of known integers, written down as they are acknowledged --------------------------------------------------------
+
+MOST = 100_000  # pushes of one worker
+
+
+def count(kv: Any, folder: str, pushes: int) -> tuple[int, int]:
+    """Push number i adds 1 to row i of this worker's table, and i to all of `sums`; then it goes into the history.
+
+    With pushes=0 until somebody says stop. How many there were, and how many reads missed a push that came before them.
+    """
+    mine, sums, out = f"rows {kv.rank}", torch.zeros(8, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+    kv.init(mine, torch.zeros(MOST, 2, dtype=torch.int64))
+    kv.init("sums", sums)
+    missed, number = 0, 0
+    with open(f"{folder}/{kv.rank}", "wb", buffering=0) as history:
+        while number < pushes or not (pushes or os.path.exists(f"{folder}/stop")):
+            row = torch.tensor([number * 7919 % MOST])  # on all servers in turn
+            works = [kv.push_rows(mine, row, torch.ones(1, 2, dtype=torch.int64)), kv.push("sums", torch.full((8,), number))]
+            for work in works:
+                work.wait()
+            history.write(struct.pack("<q", number))
+            kv.clock()
+            if number % 10 == 0:
+                kv.pull_rows(mine, row, out).wait()
+                missed += int(out.sum()) != 2
+            number += 1
+    return number, missed
+
+
+def check(folder: Path, run: Any, workers: int) -> None:
+    """An acknowledged push counts once, another at most once: from the histories and the values alone."""
+    sums = Counter[int]()
+    for rank in range(workers):
+        history = [number for (number,) in struct.iter_unpack("<q", (folder / str(rank)).read_bytes())]
+        rows = run.values[f"rows {rank}"]
+        assert history == list(range(len(history))), "the history is no history"
+        places = [number * 7919 % MOST for number in range(len(history) + 1)]
+        assert all((rows[place] == 1).all() for place in places[:-1]), "an acknowledged push is lost, or counts twice"
+        assert rows.sum(0).max() <= len(history) + 1 and rows.max() <= 1 and rows[places[-1]].max() <= 1
+        sums["acknowledged"] += sum(history)
+        if run[rank] is None:
+            sums["perhaps"] += len(history)  # the push that was under way
+        else:
+            assert run[rank] == (len(history), 0), "a read missed a push that came before it"
+    parts = set(run.values["sums"].tolist())
+    assert all(sums["acknowledged"] <= part <= sums["acknowledged"] + sums["perhaps"] for part in parts)
+
+
+def killing(folder: Path, kills: int, chance: random.Random) -> Any:
+    """A saboteur who kills servers, one after another, as soon as they are there again."""
+
+    def saboteur(cluster: Cluster) -> None:
+        for _ in range(kills):
+            cluster.sleep(chance.uniform(0.02, 0.15))
+            chance.choice(cluster.servers).kill()
+        cluster.sleep(0.2)
+        (folder / "stop").touch()
+
+    return saboteur
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("durability", "log_bytes"), [("log", 1 << 30), ("log", 20_000), ("fsync", 1 << 30)])
+def test_servers_are_killed_during_pushes(tmp_path: Path, durability: str, log_bytes: int) -> None:
+    kills = KILLS if durability == "log" else 2
+    saboteur = killing(tmp_path, kills, random.Random(log_bytes))
+    options: dict[str, Any] = {"durability": durability, "log_bytes": log_bytes, "split": 64, "saboteur": saboteur}
+    run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    killed = [line for line in run.history if "was killed by SIGKILL" in line]
+    again = [line for line in run.history if "runs again" in line]
+    assert len(again) == len(killed) >= kills - 1 - kills // 20  # one may hit a server that is dying already
+    check(tmp_path, run, 2)
+
+
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_a_primary_is_killed_and_its_backup_takes_over(tmp_path: Path, consistency: str) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        cluster.sleep(0.1)
+        cluster.servers[0].kill()
+        cluster.sleep(0.2)
+        cluster.backups[1].kill()
+        cluster.sleep(0.2)
+        (tmp_path / "stop").touch()
+
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "saboteur": saboteur}
+    if consistency == "bsp":  # where all do as many
+        run = kvstore.run(count, 2, 2, str(tmp_path), 300, consistency="bsp", **options)
+    else:
+        run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    told = [line.partition(": ")[2] for line in run.history]
+    assert told[:2] == ["server 0 was killed by SIGKILL", "node 2 serves as server 0 in view 1"]
+    assert consistency == "bsp" or told[2:] == ["the backup of server 1 was killed by SIGKILL"]
+    check(tmp_path, run, 2)
+
+
+def test_servers_are_killed_during_rounds(tmp_path: Path) -> None:
+    saboteur = killing(tmp_path, KILLS, random.Random(2))
+    run = kvstore.run(count, 3, 2, str(tmp_path), 40 * KILLS, durability="log", split=64, saboteur=saboteur)
+    assert any("runs again" in line for line in run.history) and run.staleness.keys() <= {0}
+    check(tmp_path, run, 3)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_a_worker_is_killed_and_the_others_go_on(tmp_path: Path, consistency: str) -> None:
+    chance = random.Random(7)
+    for number in range(KILLS // 2 + 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        victim = chance.randrange(3)
+
+        def saboteur(cluster: Cluster, folder: Path = folder, victim: int = victim) -> None:
+            until(lambda: (folder / str(victim)).exists() and (folder / str(victim)).stat().st_size)
+            cluster.sleep(chance.uniform(0, 0.1))
+            cluster.workers[victim].kill()
+            cluster.sleep(0.2)
+            (folder / "stop").touch()
+
+        with pytest.warns(UserWarning, match=f"rank {victim} of 3 was killed by SIGKILL"):
+            pushes = 0 if consistency == "asp" else 200
+            run = kvstore.run(count, 3, 2, str(folder), pushes, consistency=consistency, split=64, saboteur=saboteur)
+        assert run[victim] is None and list(run.lost) == [victim] and run.history
+        check(folder, run, 3)
+
+
+def test_a_worker_is_killed_and_that_is_the_end(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        cluster.sleep(0.1)
+        cluster.workers[1].kill()
+
+    with pytest.raises(RankDied, match="rank 1 of 2 was killed by SIGKILL"):
+        kvstore.run(count, 2, 1, str(tmp_path), 0, on_loss="raise", consistency="asp", saboteur=saboteur)
+
+
+def test_a_server_without_a_log_is_killed_and_that_is_the_end(tmp_path: Path) -> None:
+    with pytest.raises(RankDied, match=r"server \d was killed by SIGKILL, and what it had is lost: durability='log'"):
+        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", saboteur=killing(tmp_path, 1, random.Random(1)))
+
+
+# ---- a server that sleeps -----------------------------------------------------------------------------------------------------
+
+
+def test_a_primary_that_wakes_up_in_an_old_view_writes_nothing(tmp_path: Path) -> None:
+    """While it sleeps it even gets a push of its own view: it believes it, and can tell nobody."""
+
+    def saboteur(cluster: Cluster) -> None:
+        cluster.sleep(0.2)
+        cluster.servers[0].pause()
+        with zmq.Context[zmq.Socket[bytes]]() as context:
+            stranger = connect(context, cluster.addresses[0], b"0.0", 1 << 20, None)
+            late = {"client": 0, "sequence": 10**6, "acknowledged": 10**6}
+            stranger.send_multipart(frame(Request("push", "sums[0:4]", torch.full((4,), 10**9), **late)))
+            cluster.sleep(1.0)
+            cluster.servers[0].resume()
+            assert not stranger.poll(500), "it was answered"
+            stranger.close()
+        (tmp_path / "stop").touch()
+
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "patience": 0.4, "saboteur": saboteur}
+    run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    assert [line.partition(": ")[2] for line in run.history] == [
+        "server 0 has not answered for 0.4 s",
+        "node 2 serves as server 0 in view 1",
+        "node 0 is no server any more: stale view: this backup is in view 1, its primary in 0",
+    ]
+    check(tmp_path, run, 2)
+
+
+def test_a_server_that_has_a_log_and_sleeps_goes_on_where_it_was(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        cluster.sleep(0.1)
+        cluster.servers[0].pause()
+        cluster.sleep(2.5)  # long enough for requests to be sent again
+        cluster.servers[0].resume()
+        cluster.sleep(0.1)
+        (tmp_path / "stop").touch()
+
+    run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", durability="log", split=64, saboteur=saboteur)
+    assert not run.history
+    check(tmp_path, run, 2)
+
+
+# ---- strangers ----------------------------------------------------------------------------------------------------------------
+
+
+def steady(kv: Any, folder: str) -> list[float]:
+    out = torch.zeros(4)
+    kv.init("w", out)
+    kv.push("w", torch.ones(4)).wait()
+    Path(folder, f"began {kv.rank}").touch()
+    until(lambda: Path(folder, "stop").exists(), 30)
+    kv.clock()
+    kv.pull("w", out).wait()
+    return out.tolist()
+
+
+FORGED = Request("push", "w", torch.full((4,), 1000.0), client=0, sequence=3, acknowledged=2)
+
+
+@pytest.mark.parametrize("how", ["a wrong secret", "no secret", "the server's key, but not the client's"])
+def test_who_does_not_know_the_secret_never_gets_in(tmp_path: Path, how: str) -> None:
+    right, wrong = derive_keys(SECRET), derive_keys(SECRET + "!")
+    keys = {"a wrong secret": wrong, "no secret": None}.get(how, type(right)(right.server, wrong.client))
+    heard: list[Any] = []
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"began {rank}").exists() for rank in range(2)))
+        with zmq.Context[zmq.Socket[bytes]]() as context:
+            for key, name in ((keys, b"x"), (right, b"y")):
+                stranger = connect(context, cluster.addresses[0], name, 1 << 20, key)
+                monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                stranger.send_multipart(frame(FORGED if name == b"x" else Lost(0), checked=True))
+                heard.append(bool(monitor.poll(500)))
+                stranger.disable_monitor()
+                stranger.close()
+        (tmp_path / "stop").touch()
+
+    run = kvstore.run(steady, 2, 1, str(tmp_path), address="tcp", secret=SECRET, saboteur=saboteur)
+    assert heard == [False, True], "who knows the secret gets in, nobody else"
+    assert run == [[2.0] * 4] * 2 and run.servers[0].requests["push"] == 2
+    assert run.servers[0].requests["not a request"] == 1
+
+
+def test_bad_frames_change_nothing(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    frames = 20_000 if SOAK else 2_000
+    good = [bytes(part) for part in frame(FORGED, checked=True)]
+    sends = [Lost(0), Membership(5, {}, (0,)), Send(1, Lost(1)), kvstore.Reply(0, 0, 3), kvstore.Tick(1e9)]
+
+    def bad() -> list[bytes]:
+        kind, parts = chance.randrange(5), list(good)
+        if kind == 0:
+            return [chance.randbytes(chance.randrange(300)) for _ in range(chance.randrange(4))]
+        if kind == 1:
+            return [bytes(part) for part in frame(chance.choice(sends))]
+        if kind == 2:
+            return parts[: chance.randrange(2)] + parts[chance.randrange(2) + 1 :] + [b"x"]
+        part, at = chance.randrange(2), 0
+        whole = bytearray(parts[part])
+        at = chance.randrange(len(whole))
+        whole[at] ^= 1 << chance.randrange(8)
+        parts[part] = bytes(whole)
+        return parts
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"began {rank}").exists() for rank in range(2)))
+        with zmq.Context[zmq.Socket[bytes]]() as context:
+            stranger = connect(context, cluster.addresses[0], b"stranger", 1 << 20, None, most=0)
+            for _ in range(frames):
+                stranger.send_multipart(bad() or [b""])
+            huge = connect(context, cluster.addresses[0], b"huge", 1 << 20, None)
+            huge.send_multipart([good[0], bytes(4 << 20)])  # more than the server takes: it hangs up
+            until(lambda: not stranger.poll(200), 1)
+            stranger.close(linger=2000)
+            huge.close(linger=200)
+        cluster.sleep(0.3)
+        (tmp_path / "stop").touch()
+
+    run = kvstore.run(steady, 2, 1, str(tmp_path), limit=1 << 20, saboteur=saboteur)
+    assert run == [[2.0] * 4] * 2 and run.staleness == {0: 2}
+    assert run.servers[0].requests["not a request"] == frames
+    assert run.servers[0].requests["push"] == 2
+
+
+# ---- nothing is left ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_raises() -> None:
+    def worker(kv: Any) -> None:
+        kv.init("w", torch.zeros(2))
+        if kv.rank == 1:
+            raise KeyError("no such thing")
+        kv.barrier()
+
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        kvstore.run(worker, 2, 2)
+    assert "raised by rank 1 of 2" in caught.value.__notes__
+
+
+def test_a_worker_that_hangs() -> None:
+    def worker(kv: Any) -> None:
+        kv.init("w", torch.zeros(2))
+        if kv.rank == 0:
+            kv.barrier()
+        time.sleep(1000)
+
+    start = time.monotonic()
+    with pytest.raises(RankHung, match="rank 0 waits for a parameter server's answer") as caught:
+        kvstore.run(worker, 2, 2, timeout=0.5)
+    assert "rank 1 is running" in str(caught.value) and time.monotonic() - start < 5
+
+
+def test_a_server_that_is_stopped_is_named(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        cluster.sleep(0.1)
+        cluster.servers[1].pause()
+
+    with pytest.raises(RankHung, match="waits for a parameter server's answer") as caught:
+        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", timeout=0.7, split=64, saboteur=saboteur)
+    assert "server 1 is stopped (SIGSTOP)" in caught.value.__notes__
+
+
+def test_an_interrupt(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        cluster.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", durability="log", saboteur=saboteur)
+
+
+def test_a_saboteur_who_fails_is_heard(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        (tmp_path / "stop").touch()
+        raise ArithmeticError("I cannot count")
+
+    with pytest.raises(ArithmeticError, match="cannot count"):
+        kvstore.run(count, 2, 1, str(tmp_path), 0, consistency="asp", saboteur=saboteur)

@@ -1,0 +1,266 @@
+"""The parameter server on real processes: the same values as in virtual time, and as in one process."""
+
+# ruff: noqa: F401 - fixtures are imported, and named again as parameters
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import nothing_left
+
+from d2lps import kvstore
+from d2lps.comm import RankHung
+from d2lps.kvstore import Refused, register_optimizer
+from d2lps.kvstore.deployment import LEVELS
+from d2lps.kvstore.events import alike
+from d2lps.kvstore.optimizers import OPTIMIZERS, SGD
+from d2lps.topology import star
+
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("nothing_left")]
+
+
+def add_up(kv: Any, steps: int) -> list[torch.Tensor]:
+    big, small = torch.zeros(50, 4), torch.zeros(3)
+    kv.init("big", big)
+    kv.init("small", small)
+    for step in range(steps):
+        kv.push("big", torch.full((50, 4), float(kv.rank + step)))
+        kv.push("small", torch.full((3,), 0.1 * (kv.rank + 1)))
+        kv.clock()
+        for work in [kv.pull("big", big), kv.pull("small", small)]:
+            work.wait()
+    return [big, small]
+
+
+# ---- the same as elsewhere --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", LEVELS)
+def test_values_are_those_of_a_simulation_to_the_bit(durability: str) -> None:
+    real = kvstore.run(add_up, 3, 2, 4, split=100, durability=durability)
+    simulated = kvstore.simulate(add_up, star(5, 1e9, 1e-6), 3, 2, 4, split=100)
+    assert alike(real.results, simulated.results) and alike(real.values, simulated.values)
+    assert real.staleness == simulated.staleness and 0 < real.time < 60 and not real.history and not real.lost
+    for one, other in zip(real.servers, simulated.servers, strict=True):
+        assert (one.received, one.sent, one.nbytes, one.requests) == (other.received, other.sent, other.nbytes, other.requests)
+
+
+@pytest.mark.parametrize(("workers", "servers", "placement"), [(1, 1, "hash"), (2, 3, "load"), (5, 1, "hash")])
+def test_sums_on_any_number_of_servers(workers: int, servers: int, placement: str) -> None:
+    run = kvstore.run(add_up, workers, servers, 3, split=100, placement=placement)
+    total = sum(rank + step for rank in range(workers) for step in range(3))
+    assert all(big.unique().tolist() == [total] for big, _ in run) and run.values["big"].unique().tolist() == [total]
+
+
+def classify(x: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The gradient of softmax regression."""
+    weights = weights.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(x @ weights, labels).backward()
+    assert weights.grad is not None
+    return weights.grad
+
+
+def test_training_on_digits_equals_one_process() -> None:
+    """100 steps of SGD with momentum on the whole data, by 1 process or 3: to 1e-5, for float32 sums are in another order."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    x, labels = torch.tensor(data.data[:1500], dtype=torch.float32) / 16, torch.tensor(data.target[:1500])
+
+    def worker(kv: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weights, mine = torch.zeros(64, 10), slice(kv.rank, None, kv.num_workers)
+        kv.init("w", weights)
+        kv.set_optimizer("sgd", lr=0.5, momentum=0.9)
+        for _ in range(100):
+            work = kv.pushpull("w", classify(x[mine], weights, labels[mine]), weights)
+            kv.clock()
+            work.wait()
+        return weights
+
+    weights, momentum = torch.zeros(64, 10), torch.zeros(64, 10)
+    for _ in range(100):
+        momentum = 0.9 * momentum + classify(x, weights, labels)
+        weights -= 0.5 * momentum
+    run = kvstore.run(worker, 3, 2, x, labels, split=100)
+    for trained in run:
+        torch.testing.assert_close(trained, weights, rtol=0, atol=1e-5)
+    assert ((x @ weights).argmax(1) == labels).float().mean() > 0.9
+
+
+def test_a_slow_worker_is_never_more_than_the_staleness_behind() -> None:
+    def worker(kv: Any) -> int:
+        out, most = torch.zeros(kv.num_workers), 0
+        kv.init("clocks", out)
+        kv.barrier()
+        for step in range(20):
+            kv.comm.sleep(0.01 if kv.rank else 0.001)
+            mine = torch.zeros(kv.num_workers)
+            mine[kv.rank] = 1
+            kv.push("clocks", mine)
+            kv.clock()
+            kv.pull("clocks", out).wait()
+            most = max(most, step + 1 - int(out.min()))
+        return most
+
+    run = kvstore.run(worker, 3, 1, consistency="ssp", staleness=2)
+    assert 0 < max(run) <= 2 and max(run.staleness) <= 2
+    assert max(kvstore.run(worker, 3, 1, consistency="asp")) > 2
+
+
+# ---- what workers may do ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_priorities_strides_and_half_precision() -> None:
+    def worker(kv: Any) -> list[float]:
+        table, half = torch.zeros(1000, 8), torch.zeros(3, 5, dtype=torch.bfloat16)
+        kv.init("table", table)
+        kv.init(7, half.t())
+        kv.push_rows("table", torch.tensor([999, kv.rank, 0, 999]), torch.ones(4, 8), priority=3)
+        kv.push(7, torch.ones(3, 5, dtype=torch.bfloat16).t(), priority=-1).wait()
+        kv.barrier()
+        out = torch.zeros(3, 8)
+        kv.pull_rows("table", torch.tensor([999, 0, 1]), out).wait()
+        kv.pull(7, half.t()).wait()
+        return [*out[:, 0].tolist(), half.float().mean().item()]
+
+    assert kvstore.run(worker, 2, 2, consistency="asp", split=1000) == [[4.0, 3.0, 1.0, 2.0]] * 2
+
+
+def test_workers_talk_to_one_another_and_print_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def worker(kv: Any) -> float:
+        value = torch.full((1,), float(kv.rank))
+        if kv.rank == 0:
+            kv.comm.send(value + 7, dst=1)
+        else:
+            kv.comm.recv(value, src=0)
+        print("I have", value.item())
+        return value.item()
+
+    assert kvstore.run(worker, 2, 1) == [0.0, 7.0]
+    assert capsys.readouterr().out == "rank 0 | I have 0.0\nrank 1 | I have 7.0\n"
+
+
+def test_an_optimizer_of_ones_own_is_known_to_the_servers() -> None:
+    class Sign(SGD):
+        def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
+            value.sub_(gradient.sign(), alpha=self.lr)
+
+    def worker(kv: Any) -> list[float]:
+        out = torch.zeros(2)
+        kv.init("w", out)
+        kv.set_optimizer("sign of the test", lr=0.5)
+        kv.pushpull("w", torch.tensor([3.0, -5.0]), out).wait()
+        return out.tolist()
+
+    register_optimizer("sign of the test", Sign)
+    try:
+        assert kvstore.run(worker, 2, 1) == [[-0.5, 0.5]] * 2
+    finally:
+        del OPTIMIZERS["sign of the test"]
+
+
+def test_workers_join_later() -> None:
+    def worker(kv: Any) -> int:
+        out = torch.zeros(1)
+        if kv.rank == 2:
+            kv.comm.sleep(0.2)
+            kv.join()
+        kv.init("w", out)
+        while kv.iteration < 10:
+            kv.comm.sleep(0.04)
+            kv.push("w", torch.ones(1))
+            kv.clock()
+            kv.pull("w", out).wait()
+        return int(out.item())
+
+    run = kvstore.run(worker, 3, 2, absent=[2])
+    assert len(set(run)) == 1 and 20 < run[0] < 30
+
+
+def test_a_log_kept_in_a_folder_of_ones_own(tmp_path: Path) -> None:
+    kvstore.run(add_up, 2, 2, 3, split=100, durability="log", folder=tmp_path / "new")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["server-0", "server-1"]
+    with pytest.raises(FileExistsError, match="is not empty"):
+        kvstore.run(add_up, 2, 2, 3, durability="log", folder=tmp_path / "new")
+
+
+def test_over_tcp_with_keys_and_without() -> None:
+    for secret in (None, "a secret of the test"):
+        run = kvstore.run(add_up, 2, 2, 2, split=100, address="tcp", secret=secret)
+        assert run.values["big"].unique().tolist() == [4.0]
+    run = kvstore.run(add_up, 2, 1, 2, address="tcp://*", secret="a secret of the test")
+    assert run.values["big"].unique().tolist() == [4.0]
+
+
+# ---- what they may not ------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_servers_refuse_is_raised_in_the_caller() -> None:
+    with pytest.raises(Refused, match=r"kv.push\('w'\): key 'w' is unknown: init comes first"):
+        kvstore.run(lambda kv: kv.push("w", torch.ones(2)).wait(), 1, 1)
+
+
+def test_what_cannot_be_sent_is_refused_before_it_has_a_number() -> None:
+    def worker(kv: Any) -> list[float]:
+        out = torch.zeros(2)
+        kv.init("w", out)
+        with pytest.raises(ValueError, match=r"torch\.bool"):
+            kv.init("flags", torch.ones(2, dtype=torch.bool))
+        with pytest.raises(ValueError, match="4,000 bytes are more than limit=3,000"):
+            kv.init("long", torch.ones(1000))
+        kv.push("w", torch.ones(2))
+        kv.clock()
+        kv.pull("w", out).wait()
+        return out.tolist()
+
+    assert kvstore.run(worker, 1, 1, limit=3000) == [[1.0, 1.0]]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"workers": 0}, "workers=0 is not a number of processes"),
+    ({"servers": True}, "servers=True is not a number of processes"),
+    ({"consistency": "bulk"}, "consistency='bulk' is unknown"),
+    ({"staleness": 2}, "bsp knows no such bound"),
+    ({"durability": "disk"}, "choose 'memory', 'log', 'fsync', 'replica'"),
+    ({"on_loss": "cry"}, "on_loss='cry' is unknown"),
+    ({"placement": "here"}, "by='here' is unknown"),
+    ({"timeout": 0}, "timeout=0 is not a number of seconds"),
+    ({"backend": "mpi"}, "backend='mpi' is unknown"),
+    ({"folder": "x"}, "'memory' writes nothing"),
+    ({"address": "udp://1.2.3.4"}, "address='udp://1.2.3.4' is none"),
+    ({"address": "tcp://*"}, "can be reached from other machines: that needs secret"),
+    ({"address": "tcp://10.0.0.1"}, "can be reached from other machines: that needs secret"),
+    ({"absent": [3]}, "absent=\\[3\\] are not all ranks"),
+    ({"limit": 0}, "limit=0 is not a number of bytes"),
+    ({"address": "tcp", "secret": "short"}, "at least 16 characters"),
+]
+
+
+def test_wrong_arguments_are_refused_in_one_line() -> None:
+    for options, says in WRONG:
+        with pytest.raises(ValueError, match=says) as caught:
+            kvstore.run(**({"worker": add_up, "workers": 1, "servers": 1} | options))
+        assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_function_or_cannot_be_sent() -> None:
+    with pytest.raises(TypeError, match="a function of a kv, not 3"):
+        kvstore.run(3, 1, 1)
+    with pytest.raises(TypeError, match="cannot be sent to other processes"):
+        kvstore.run(lambda kv, lock: None, 1, 1, threading.Lock())
+
+
+def test_a_standstill_is_explained() -> None:
+    def worker(kv: Any) -> None:
+        if kv.rank == 0:
+            kv.barrier()
+        else:
+            kv.comm.recv(torch.zeros(1), src=0)
+
+    with pytest.raises(RankHung) as caught:
+        kvstore.run(worker, 2, 1, timeout=0.5)
+    assert "rank 0 waits for a parameter server's answer (in worker" in str(caught.value)
