@@ -9,7 +9,7 @@ SITE := _build/html
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-notebooks test-site lab execute serve clean
+.PHONY: help setup book test style types test-library test-notebooks test-site soak bench lab execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,6 +37,12 @@ test-notebooks: .venv/.done  ## run the notebooks and compare with their stored 
 
 test-site: book  ## open every page of the site in Chromium, with the network off
 	D2LPS_SITE=$(SITE) $(PYTEST) -n 2 tests/test_site.py
+
+soak: .venv/.done  ## provoke failures for an hour or so: kills, hangs, broken frames
+	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_kvstore_failures.py tests/test_kvstore_frame.py
+
+bench: .venv/.done  ## measure ours beside its peers; TABLES=... for some
+	$(BIN)/python -m d2lps.bench $(TABLES)
 
 lab: .venv/.done  ## open the book in JupyterLab; as root, in a container: LAB=--allow-root
 	$(BIN)/jupyter lab $(LAB)
