@@ -1,10 +1,11 @@
-"""The command line: `python -m d2lps.bench [all_reduce] [startup] [simulator] [--json FILE]`."""
+"""The command line: `python -m d2lps.bench [all_reduce] [startup] [simulator] [kvstore] [ddp] [--json FILE]`."""
 
 import argparse
 
-from d2lps.bench import all_reduce, figures, simulator, startup
+from d2lps.bench import all_reduce, ddp, figures, kvstore, simulator, startup
 
-TABLES = {"all_reduce": all_reduce.table, "startup": startup.table, "simulator": simulator.table}
+TABLES = {"all_reduce": all_reduce.table, "startup": startup.table, "simulator": simulator.table, "kvstore": kvstore.table}
+TABLES["ddp"] = ddp.table
 
 
 def main() -> None:

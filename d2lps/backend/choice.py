@@ -1,0 +1,84 @@
+"""Which algorithm, and which transport: said by the program with `use`, or around it by environment variables."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from d2lps import collectives
+from d2lps.collectives.arguments import divide
+from d2lps.comm import Communicator, ReduceOp, flat
+
+Algorithm = str | Callable[..., object]
+TRANSPORTS = ("auto", "shm", "gloo")
+_LIKE = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+_NAMES = tuple(name for name in collectives.__all__ if name not in _LIKE)
+_chosen: dict[str, Algorithm] = {}
+_transport = ""
+
+
+def use(*, transport: str | None = None, **algorithms: Algorithm | None) -> None:
+    """Choose, alike on every rank, how the collectives from now on are done; None means again as by default.
+
+    >>> use(all_reduce="halving_doubling", broadcast="flat")            # doctest: +SKIP
+    >>> use(all_reduce=my_ring)         # my_ring(comm, tensor) leaves the sum of all ranks in tensor     # doctest: +SKIP
+    >>> use(transport="gloo")           # for the groups made from now on; or "shm", or "auto"            # doctest: +SKIP
+
+    A function of (comm, tensor) gets a flat tensor, and sums: an average is its sum divided, minima and the like stay ours. One
+    of (comm, tensor, op) gets every op, and for an average has to divide too. By default: shared memory's own all-reduce, and
+    elsewhere "auto". The environment variables D2LPS_ALL_REDUCE and D2LPS_TRANSPORT choose where the program does not.
+    """
+    global _transport
+    for name, algorithm in algorithms.items():
+        if name not in _NAMES:
+            raise TypeError(f"there is no collective {name!r}; choose from {', '.join(_NAMES)}")
+        if callable(algorithm) and name != "all_reduce":
+            raise TypeError(f"{name}={algorithm!r}: only all_reduce takes a function; name an algorithm")
+    _chosen.update({name: algorithm for name, algorithm in algorithms.items() if algorithm is not None})
+    for name in [name for name, algorithm in algorithms.items() if algorithm is None]:
+        _chosen.pop(name, None)
+    if transport is not None:
+        _transport = _checked(transport)
+
+
+def transport() -> str:
+    """What new groups shall use."""
+    return _transport or _checked(os.environ.get("D2LPS_TRANSPORT", "auto"))
+
+
+def _checked(transport: str) -> str:
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r} is unknown: choose one of {', '.join(map(repr, TRANSPORTS))}")
+    return transport
+
+
+def call(name: str, comm: Communicator, *arguments: Any) -> None:
+    """`call("broadcast", comm, tensor, 0)`: the collective of that name, by the algorithm that was chosen."""
+    algorithm = _chosen.get(_LIKE.get(name, name))
+    options = {"algorithm": algorithm} if algorithm else {}
+    getattr(collectives, name)(comm, *arguments, **options)
+
+
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: ReduceOp, default: str) -> None:
+    """The same for an all-reduce, which may be a function of the reader's."""
+    algorithm = _chosen.get("all_reduce") or os.environ.get("D2LPS_ALL_REDUCE") or default
+    if not callable(algorithm):
+        collectives.all_reduce(comm, tensor, op, algorithm=algorithm)
+    elif takes_op(algorithm):
+        with comm.inside("all_reduce"), flat(tensor) as data:
+            algorithm(comm, data, op)
+    elif op == ReduceOp.SUM or op == ReduceOp.AVG:  # not `in`: turned round, the two are never equal
+        with comm.inside("all_reduce"), flat(tensor) as data:
+            algorithm(comm, data)
+            divide(data, op, comm.size)
+    else:
+        collectives.all_reduce(comm, tensor, op, algorithm=default)
+
+
+def takes_op(function: Callable[..., object]) -> bool:
+    """Whether the reader's function has a parameter for the op: `takes_op(lambda comm, tensor, op: None) is True`."""
+    parameters = list(inspect.signature(function).parameters.values())
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return len(needed) > 2 or any(each.name == "op" for each in parameters)

@@ -1,0 +1,163 @@
+"""Memory shared by ranks that anybody started: one makes the file without a name, the others open it where Linux shows it.
+
+A process's open files can be seen under /proc/<pid>/fd, by the same user's other processes on the same machine, and opened
+from there. So the first rank leaves its pid and descriptor in the job's store. Whether everyone got there is put to the vote,
+and one no suffices: then nobody shares, and sockets it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from d2lps import sharedmemory
+from d2lps.backend.noticing import LastNote, Noticing
+from d2lps.comm import RankDied, RankFailed, RankHung
+from d2lps.comm.work import Transfer
+from d2lps.sharedmemory.arena import Arena
+from d2lps.sharedmemory.bells import Bells
+from d2lps.sharedmemory.communicator import Rank, SharedMemoryCommunicator, _Transfer
+from d2lps.sharedmemory.mailbox import Mailbox
+from d2lps.sharedmemory.places import Places
+from d2lps.sharedmemory.space import Space
+from d2lps.sharedmemory.stage import Stage
+
+_GIVEN_UP = 1  # the word of the file that says which rank (plus 1) has failed, and will answer no more
+
+
+class PatientBells(Bells):
+    """Nobody watches over these ranks: who waits looks at the clock itself, and at whether another one has given up."""
+
+    def __init__(self, arena: Arena, timeout: float, numbers: Sequence[int]) -> None:
+        super().__init__(arena)
+        self.timeout, self.numbers, self._local = timeout, numbers, threading.local()
+
+    def wait(self, ready: Callable[[], bool], group: Sequence[int], awaited: int | None = None) -> None:
+        self._local.deadline = time.monotonic() + self.timeout
+        super().wait(ready, group, awaited)
+
+    def _consider(self, group: Sequence[int]) -> None:
+        try:
+            super()._consider(group)
+        except RankDied:
+            raise RankDied(f"rank {self.numbers[self.words[0] - 1]} has died") from None
+        if self.words[_GIVEN_UP]:
+            raise RankFailed(f"rank {self.numbers[self.words[_GIVEN_UP] - 1]} has failed, which tells why itself")
+        if time.monotonic() > self._local.deadline:
+            raise RankHung(f"rank {self.numbers[self.rank]} has waited for more than timeout={self.timeout:g} s")
+
+    def give_up(self) -> None:
+        """Tell all others that this rank will not come any more."""
+        if not self.words[_GIVEN_UP]:
+            self.words[_GIVEN_UP] = self.rank + 1
+        for rank in range(len(self._desk)):
+            self._wake(rank)
+
+
+class LockedSpace(Space):
+    """A group's thread takes memory, and so does the program's when it sends."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space.descriptor, space.memory, *space.holes[0])
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> int:
+        with self._lock:
+            return super().take(nbytes)
+
+
+class MemoryRank(Rank):
+    """One rank's part of a group's memory."""
+
+    def __init__(self, descriptor: int, numbers: Sequence[int], rank: int, timeout: float) -> None:
+        self.arena = Arena(descriptor, len(numbers), rank)
+        self.arena.space = LockedSpace(self.arena.space)
+        self.bells: PatientBells = PatientBells(self.arena, timeout, numbers)
+        self.mailbox = Mailbox(self.arena, self.bells)
+        self.stage, self.places = Stage(self.arena), Places(self.arena)
+
+
+class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[misc]
+    """Ranks are numbered as in the group, for the memory is the group's own."""
+
+    def __init__(self, mine: MemoryRank, name: str) -> None:
+        super().__init__(mine, range(mine.arena.ranks), mine.arena.layout.meeting, name)
+        self.board = LastNote()
+
+    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
+        return _Polled(self, self.mine.mailbox.send(staged, dst, self._number, tag), dst, tag)
+
+    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
+        return _Polled(self, self.mine.mailbox.receive(staged, src, self._number, tag), src, tag)
+
+    def leave(self) -> None:
+        """Undo the circles of references, so that the memory goes when the last one who knows this goes."""
+        self.meeting._await.clear()
+        self.mine.bells.long_wait = lambda: None
+
+
+class _Polled(_Transfer):
+    def is_completed(self) -> bool:
+        return self.comm.mine.mailbox._is_done(self.message)
+
+
+# ---- how ranks that somebody else started come to share it ------------------------------------------------------------
+
+
+def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) -> tuple[int, MemoryRank] | str:
+    """This rank's part, and a descriptor to be closed at the end; or why it cannot be. Every rank calls it, and gets the same."""
+    descriptor, mine, reason = -1, None, sharedmemory.missing()
+    try:
+        if rank == 0:
+            descriptor = -1 if reason else sharedmemory.create(len(numbers))
+            store.set("memory", json.dumps(_address(descriptor) if descriptor >= 0 else []))
+        else:
+            descriptor = _opened(json.loads(store.get("memory")))
+        mine = MemoryRank(descriptor, numbers, rank, timeout)
+    except (OSError, ValueError) as error:
+        reason = reason or f"rank {rank}: {error}"
+    denied = agreed(store, len(numbers), reason)
+    if mine is not None and not denied:
+        return descriptor, mine
+    if descriptor >= 0:
+        os.close(descriptor)
+    return denied
+
+
+def agreed(store: dist.Store, ranks: int, reason: str) -> str:
+    """ "" if no rank gives a reason against it, else one of the reasons; the same on all ranks, at a few messages each."""
+    if reason:
+        store.set("reason", reason)
+        store.add("against", 1)
+    if store.add("votes", 1) == ranks:
+        store.set("result", store.get("reason").decode() if store.add("against", 0) else "")
+    return store.get("result").decode()
+
+
+def _address(descriptor: int) -> list[str | int]:
+    return [_machine(), os.getpid(), descriptor, os.fstat(descriptor).st_ino]
+
+
+def _machine() -> str:
+    """Something that differs where a pid means another process: on another machine, or in another container."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+
+
+def _opened(address: list[str | int]) -> int:
+    if not address:
+        raise ValueError("the first rank has none")
+    machine, pid, number, inode = address
+    if machine != _machine():
+        raise ValueError("it is on another machine than the first rank")
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(descriptor).st_ino != inode:
+        os.close(descriptor)
+        raise ValueError("the first rank's file is another one")
+    return descriptor

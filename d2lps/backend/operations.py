@@ -1,0 +1,182 @@
+"""torch.distributed's calls, each in terms of the book's eight collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from d2lps.backend.choice import all_reduce, call
+from d2lps.comm import Communicator
+
+Tensors = list[torch.Tensor]
+_Broadcast, _Scatter, _Gather, _Reduce = (
+    dist.BroadcastOptions(),
+    dist.ScatterOptions(),
+    dist.GatherOptions(),
+    dist.ReduceOptions(),
+)
+_Allreduce, _AllreduceCoalesced = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
+_ReduceScatter = dist.ReduceScatterOptions()
+
+
+class Operations:
+    """A call gives lists where a process may have several GPUs, of which nobody makes use any more: `[tensor]`, `[[...]]`."""
+
+    _run: Callable[..., Any]
+    transports: Any
+
+    # ---- one to all, all to one -----------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any = _Broadcast) -> Any:
+        return self._run("broadcast", tensors, [], lambda comm: call("broadcast", comm, tensors[0], opts.rootRank), opts)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _Scatter) -> Any:
+        parts = inputs[0] if inputs else None
+        return self._run(
+            "scatter", outputs, parts or [], lambda comm: call("scatter", comm, outputs[0], parts, opts.rootRank), opts
+        )
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _Gather) -> Any:
+        room = outputs[0] if outputs else None
+        return self._run("gather", room or [], inputs, lambda comm: call("gather", comm, inputs[0], room, opts.rootRank), opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = _Reduce) -> Any:
+        def work(comm: Communicator) -> None:
+            (tensor,), op = scaled(tensors, opts.reduceOp)
+            call("reduce", comm, tensor, opts.rootRank, op)
+            if tensor is not tensors[0]:
+                tensors[0].copy_(tensor)
+
+        return self._run("reduce", tensors, [], work, opts)
+
+    # ---- all to all -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = _Allreduce) -> Any:
+        return self._run("all_reduce", tensors, [], lambda comm: self._all_reduce(comm, tensors[0], opts.reduceOp), opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _AllreduceCoalesced) -> Any:
+        def work(comm: Communicator) -> None:
+            with joined(tensors) as data:
+                self._all_reduce(comm, data, opts.reduceOp)
+
+        return self._run("all_reduce_coalesced", tensors, [], work, opts)
+
+    def _all_reduce(self, comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+        (data,), op = scaled([tensor], op)
+        all_reduce(comm, data, op, self.transports.default)
+        if data is not tensor:
+            tensor.copy_(data)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        return self._run("all_gather", outputs[0], inputs, lambda comm: call("all_gather", comm, outputs[0], inputs[0]), opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        def work(comm: Communicator) -> None:
+            for index, tensor in enumerate(inputs):
+                call("all_gather", comm, [theirs[index] for theirs in outputs], tensor)  # a list of all tensors for each rank
+
+        return self._run("all_gather_coalesced", [each for theirs in outputs for each in theirs], inputs, work, opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        def work(comm: Communicator) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                call("all_gather_into_tensor", comm, output, tensor)
+
+        return self._run("all_gather_into_tensor", outputs, inputs, work, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _ReduceScatter) -> Any:
+        def work(comm: Communicator) -> None:
+            call("reduce_scatter", comm, outputs[0], *scaled(inputs[0], opts.reduceOp))
+
+        return self._run("reduce_scatter", outputs, inputs[0], work, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _ReduceScatter) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _ReduceScatter) -> Any:
+        def work(comm: Communicator) -> None:
+            parts, op = scaled(inputs, opts.reduceOp)
+            for output, tensor in zip(outputs, parts, strict=True):
+                call("reduce_scatter_tensor", comm, output, tensor, op)
+
+        return self._run("reduce_scatter_tensor", outputs, inputs, work, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        return self._run("all_to_all", outputs, inputs, lambda comm: call("all_to_all", comm, outputs, inputs), opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        def work(comm: Communicator) -> None:
+            with contiguous(output) as room:
+                call("all_to_all", comm, cut(room, output_sizes, comm.size), cut(input, input_sizes, comm.size))
+
+        return self._run("all_to_all_single", [output], [input], work, opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._run("barrier", [], [], lambda comm: comm.barrier(), opts)
+
+    # ---- as older versions of torch call them ---------------------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- what there is not ----------------------------------------------------------------------------------------
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> NoReturn:
+        raise NotImplementedError("d2lps: recv from any source; say from which rank, messages match by their sender")
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("d2lps: monitored_barrier; barrier raises too, and says which rank was lost")
+
+    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("d2lps: split_group; new_group makes smaller groups")
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("d2lps: merge_remote_group; new_group makes groups")
+
+
+def scaled(tensors: Sequence[torch.Tensor], op: Any) -> tuple[list[torch.Tensor], Any]:
+    """A sum of tensors that are multiplied before (PREMUL_SUM) as a plain sum of such copies; any other op as it is."""
+    if op != ReduceOp.PREMUL_SUM:
+        return list(tensors), op
+    factor = op.__getstate__()[1]
+    return [tensor * factor for tensor in tensors], ReduceOp.SUM
+
+
+def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    """The rows for each rank: `sizes` of them, or equally many."""
+    if not sizes and tensor.size(0) % ranks:
+        raise ValueError(f"a tensor of {tensor.size(0)} rows cannot be cut into {ranks} equal parts")
+    if sizes and (len(sizes) != ranks or sum(sizes) != tensor.size(0)):
+        raise ValueError(f"split sizes {list(sizes)} do not cut a tensor of {tensor.size(0)} rows into {ranks} parts")
+    return list(tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks))
+
+
+@contextmanager
+def contiguous(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor of which rows can be written, which go into `tensor` at the end."""
+    room = tensor.contiguous()
+    yield room
+    if room is not tensor:
+        tensor.copy_(room)
+
+
+@contextmanager
+def joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The elements of several tensors of one dtype, one after another, to be read and written."""
+    data = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    yield data
+    for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,530 @@
+"""The PyTorch backend: every call of torch.distributed gives what it gives on gloo, and a failure is told to all."""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+import functools
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from launching import environment, nothing_left, output_of, script
+from oracles import ALL_REDUCE
+
+import d2lps
+import d2lps.backend
+from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
+from d2lps.backend import choice, memory
+from d2lps.backend.worker import Worker
+
+pytestmark = pytest.mark.alone
+
+TRANSPORTS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8]
+Function = Callable[..., Any]
+
+
+def job(function: Function, ranks: int, *args: Any, transport: str = "auto", timeout: float = 20.0) -> list[Any]:
+    """`function(comm, *args)` on every rank of a run, in which ours is torch's default group."""
+    return d2lps.run(_inside, ranks, function, transport, timeout, args, timeout=60).results
+
+
+def _inside(comm: Communicator, function: Function, transport: str, timeout: float, args: tuple[Any, ...]) -> Any:
+    d2lps.backend.use(transport=transport)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo")
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=timeout)
+    store = d2lps.backend.creation._store(comm)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("d2lps", store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+    try:
+        return function(comm, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- every call against gloo ----------------------------------------------------------------------------------------
+
+
+def given(rank: int, size: int, dtype: torch.dtype, of: int = 0) -> torch.Tensor:
+    """Small whole numbers, of which no sum is rounded: the same result in whatever order they are added."""
+    return (torch.arange(size) * (rank + 2) + rank + of).remainder(5).to(dtype)
+
+
+def broadcast(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    wait(dist.broadcast(tensor := given(rank, n, dtype), group=group, group_src=ranks - 1, async_op=True))
+    return [tensor]
+
+
+def all_reduce(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    results = []
+    for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+        wait(dist.all_reduce(tensor := given(rank, n, dtype), op, group, async_op=True))
+        results.append(tensor)
+    return results
+
+
+def reduce(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    wait(dist.reduce(tensor := given(rank, n, dtype), group=group, group_dst=0, async_op=True))
+    return [tensor] if rank == 0 else []
+
+
+def gather(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    room = [torch.zeros(n, dtype=dtype) for _ in range(ranks)] if rank == 0 else None
+    wait(dist.gather(given(rank, n, dtype), room, group=group, group_dst=0, async_op=True))
+    return room or []
+
+
+def scatter(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    parts = [given(part, n, dtype) for part in range(ranks)] if rank == 0 else None
+    wait(dist.scatter(tensor := torch.zeros(n, dtype=dtype), parts, group=group, group_src=0, async_op=True))
+    return [tensor]
+
+
+def all_gather(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    room = [torch.zeros(n, dtype=dtype) for _ in range(ranks)]
+    wait(dist.all_gather(room, given(rank, n, dtype), group, async_op=True))
+    output = torch.zeros(ranks * n, dtype=dtype)
+    wait(dist.all_gather_into_tensor(output, given(rank, n, dtype), group, async_op=True))
+    return [*room, output]
+
+
+def reduce_scatter(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    output, other = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
+    wait(dist.reduce_scatter_tensor(output, given(rank, n * ranks, dtype), group=group, async_op=True))
+    wait(dist.reduce_scatter(other, list(given(rank, n * ranks, dtype, 1).chunk(ranks)), group=group, async_op=True))
+    return [output, other]
+
+
+def all_to_all(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    """Equal parts, and rows of which rank r sends r + k + 1 to rank k."""
+    equal = torch.zeros(n * ranks, dtype=dtype)
+    wait(dist.all_to_all_single(equal, given(rank, n * ranks, dtype), group=group, async_op=True))
+    sizes = [rank + other + 1 for other in range(ranks)]
+    uneven = torch.zeros(sum(sizes), 3, dtype=dtype)
+    rows = given(rank, 3 * sum(sizes), dtype).view(-1, 3)
+    wait(dist.all_to_all_single(uneven, rows, sizes, sizes, group, async_op=True))
+    return [equal, uneven]
+
+
+def coalesced(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    tensors = [given(rank, size, dtype) for size in (n, 1, 2 * n)]
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    wait(manager)
+    return tensors
+
+
+def messages(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
+    """Round a ring, two at once, received in the other order; beside a collective that goes on meanwhile."""
+    if ranks == 1:
+        return []
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    total = given(rank, n, dtype)
+    summing = dist.all_reduce(total, group=group, async_op=True)
+    works = [dist.isend(given(rank, n, dtype, tag), group=group, tag=tag, group_dst=right) for tag in (5, 0)]
+    room = [torch.zeros(n, dtype=dtype) for _ in range(2)]
+    works += [dist.irecv(into, group=group, tag=tag, group_src=left) for into, tag in zip(room, (0, 5), strict=True)]
+    for work in [*reversed(works), summing]:
+        wait(work)
+    return [*room, total]
+
+
+CALLS: list[Function] = [broadcast, all_reduce, reduce, gather, scatter, all_gather, reduce_scatter]
+CALLS += [all_to_all, coalesced, messages]
+
+
+def finish(work: Any) -> None:
+    assert work.wait() in (True, None)
+
+
+def finish_future(work: Any) -> None:
+    """As hooks do it: the future's value is what the call has written to."""
+    try:
+        work.get_future().wait()
+    except (AttributeError, NotImplementedError):
+        work.wait()
+
+
+def compare(comm: Communicator, members: list[list[int]], wait: Function) -> list[str]:
+    """What differs from gloo, in groups of these members."""
+    different = []
+    for ranks in members:
+        ours, gloo = dist.new_group(ranks, backend="d2lps"), dist.new_group(ranks, backend="gloo")
+        if comm.rank not in ranks:
+            continue
+        place = ranks.index(comm.rank)
+        for call in CALLS:
+            for n, dtype in [*((7, dtype) for dtype in DTYPES), (1, torch.float32), (40_001, torch.float32)]:
+                if call is all_reduce and n > 7 and len(ranks) == 5:
+                    continue
+                got = call(ours, place, len(ranks), n, dtype, wait)
+                expected = call(gloo, place, len(ranks), n, dtype, lambda work: work.wait())
+                if [each.tolist() for each in got] != [each.tolist() for each in expected]:
+                    different.append(f"{call.__name__} {n} {dtype} {ranks}: {got} instead of {expected}")
+    return different
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_call_gives_what_gloo_gives(ranks: int, transport: str) -> None:
+    assert job(compare, ranks, [list(range(ranks))], finish, transport=transport) == [[]] * ranks
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_in_groups_of_some_ranks_and_by_futures(transport: str) -> None:
+    assert job(compare, 4, [[0, 2, 3], [1, 2]], finish_future, transport=transport) == [[]] * 4
+
+
+# ---- what gloo has not ------------------------------------------------------------------------------------------------
+
+
+def more(comm: Communicator) -> list[Any]:
+    """Averages, sums of what is multiplied before, booleans, parts of different sizes, objects, complex numbers, columns."""
+    rank, ranks = comm.rank, comm.size
+    dist.all_reduce(mean := torch.tensor([float(rank)]), ReduceOp.AVG)
+    dist.all_reduce(half := torch.tensor([float(rank)]), dist._make_nccl_premul_sum(0.5))
+    dist.reduce_scatter_tensor(part := torch.zeros(2), given(rank, 2 * ranks, torch.float32), ReduceOp.AVG)
+    dist.all_reduce(either := torch.tensor([rank == 1, False, True]), ReduceOp.MAX)
+    room = [torch.zeros(size + 1) for size in range(ranks)]
+    dist.all_gather(room, torch.full((rank + 1,), float(rank)))
+    dist.all_reduce(z := torch.tensor([1j * rank]))
+    dist.all_reduce((square := torch.ones(2, 2))[:, 0])  # of which gloo adds up what lies side by side
+    everything: list[Any] = [None] * ranks
+    dist.all_gather_object(everything, {"rank": rank})
+    dist.broadcast_object_list(said := ["a", 1] if rank == 0 else [None, None])
+    dist.scatter_object_list(mine := [None], [f"for {each}" for each in range(ranks)] if rank == 0 else None)
+    values = [
+        mean.item(),
+        half.item(),
+        part.tolist(),
+        either.tolist(),
+        [each.tolist() for each in room],
+        z.item(),
+        square.tolist(),
+    ]
+    return [*values, everything, said, mine]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_gloo_has_not(transport: str) -> None:
+    inputs = torch.stack([given(rank, 6, torch.float32) for rank in range(3)]).mean(0).view(3, 2)
+    for rank, (mean, half, part, either, room, z, square, everything, said, mine) in enumerate(job(more, 3, transport=transport)):
+        assert (mean, half, either, z, square) == (1.0, 1.5, [True, False, True], 3j, [[3.0, 1.0], [3.0, 1.0]])
+        assert part == pytest.approx(inputs[rank].tolist())
+        assert room == [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]
+        assert everything == [{"rank": each} for each in range(3)]
+        assert (said, mine) == (["a", 1], [f"for {rank}"])
+
+
+# ---- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_does_what_it_is_given_in_order_wherever_it_does_it() -> None:
+    worker, done = Worker("test"), []
+
+    def slow(number: int) -> None:
+        time.sleep(0.001)
+        done.append(number)
+
+    for number in range(30):
+        worker.submit(functools.partial(slow, number), at_once=number % 3 == 0)
+    worker.stop()
+    assert done == list(range(30))
+    worker.submit(functools.partial(slow, 30), at_once=True)
+    assert done[-1] == 30
+
+
+def in_two_groups(comm: Communicator) -> list[float]:
+    """Ranks that call on two groups in different orders: what is asynchronous of one does not hold up the other."""
+    groups = [dist.new_group(), dist.new_group()]
+    tensors = [torch.full((1000,), float(comm.rank)) for _ in groups]
+    works = {}
+    for number in (0, 1) if comm.rank % 2 else (1, 0):
+        works[number] = [dist.all_reduce(tensors[number], group=groups[number], async_op=True) for _ in range(20)]
+    for work in [*works[0], *works[1]]:
+        work.wait()
+    return [tensor[0].item() for tensor in tensors]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_groups_do_not_wait_for_one_another(transport: str) -> None:
+    expected = float(sum(range(3)) * 3**19)
+    assert job(in_two_groups, 3, transport=transport) == [[pytest.approx(expected)] * 2] * 3
+
+
+# ---- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def all_algorithms(comm: Communicator) -> list[list[float]]:
+    results = []
+    for name in [*ALL_REDUCE, my_sum, my_op, None]:
+        d2lps.backend.use(all_reduce=name)
+        dist.all_reduce(tensor := torch.arange(5.0) + comm.rank)
+        dist.all_reduce(mean := torch.arange(5.0) + comm.rank, ReduceOp.AVG)
+        dist.all_reduce(most := torch.arange(5.0) + comm.rank, ReduceOp.MAX)
+        results.append(tensor.tolist() + mean.tolist() + most.tolist())
+    d2lps.backend.use(broadcast="flat", all_gather="bruck", reduce_scatter="pairwise", all_to_all="direct")
+    dist.all_gather_into_tensor(output := torch.zeros(3), torch.tensor([float(comm.rank)]))
+    return [*results, output.tolist()]
+
+
+def my_sum(comm: Communicator, tensor: torch.Tensor) -> None:
+    """A reader's, who may take the tensor to be flat, and an op for a sum."""
+    assert tensor.dim() == 1
+    everyone = [torch.empty_like(tensor) for _ in range(comm.size)]
+    d2lps.collectives.all_gather(comm, everyone, tensor.clone())
+    tensor.copy_(sum(everyone))
+
+
+def my_op(comm: Communicator, tensor: torch.Tensor, op: ReduceOp) -> None:
+    d2lps.collectives.all_reduce(comm, tensor, op, algorithm="tree")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_algorithm_and_the_readers_own(transport: str) -> None:
+    expected = [3.0, 6.0, 9.0, 12.0, 15.0, 1.0, 2.0, 3.0, 4.0, 5.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    for results in job(all_algorithms, 3, transport=transport):
+        assert results[:-1] == [expected] * 13
+        assert results[-1] == [0.0, 1.0, 2.0]
+
+
+def test_what_cannot_be_chosen_is_named() -> None:
+    with pytest.raises(TypeError, match="there is no collective 'all_sum'; choose from"):
+        d2lps.backend.use(all_sum="ring")
+    with pytest.raises(TypeError, match="only all_reduce takes a function"):
+        d2lps.backend.use(broadcast=my_sum)
+    with pytest.raises(ValueError, match="transport='mpi' is unknown"):
+        d2lps.backend.use(transport="mpi")
+    assert [choice.takes_op(each) for each in (my_sum, my_op, lambda c, t, chunks=2: None)] == [False, True, False]
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------
+
+
+def told(call: Function) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused(comm: Communicator) -> list[str]:
+    """What is wrong, or not there, on all ranks alike; afterwards the group is as good as before."""
+    whole = torch.ones(4, dtype=torch.int64)
+
+    def asynchronous() -> None:
+        work = dist.all_reduce(whole, ReduceOp.AVG, async_op=True)
+        work.get_future().wait()
+
+    d2lps.backend.use(all_reduce="square")
+    said = [told(lambda: dist.all_reduce(whole))]
+    d2lps.backend.use(all_reduce=None)
+    said += [told(lambda: dist.all_reduce(whole, ReduceOp.AVG)), told(asynchronous)]
+    said += [told(lambda: dist.recv(whole)), told(lambda: dist.all_reduce(torch.ones(3).to_sparse()))]
+    said += [told(lambda: dist.all_reduce(torch.ones(3, device="meta"))), told(lambda: dist.send(whole, comm.rank))]
+    said += [told(lambda: dist.group.WORLD.split_group([0]))]
+    dist.all_reduce(whole)
+    return [*said, str(whole.tolist())]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_not_supported_is_named_and_does_no_harm(transport: str) -> None:
+    expected = [
+        "ValueError: algorithm='square' is unknown: choose one of",
+        "ValueError: op=AVG of torch.int64 tensors: an average of integers is not an integer",
+        "RuntimeError: .*an average of integers is not an integer",
+        "NotImplementedError: d2lps: recv from any source",
+        "NotImplementedError: d2lps: all_reduce of a tensor of layout torch.sparse_coo",
+        "NotImplementedError: d2lps: all_reduce of a tensor on meta",
+        "ValueError: .*",
+        "NotImplementedError: d2lps: split_group",
+        re.escape("[2, 2, 2, 2]"),
+    ]
+    for said in job(refused, 2, transport=transport):
+        for text, pattern in zip(said, expected, strict=True):
+            assert re.match(pattern, text, re.DOTALL), text
+
+
+def failing(comm: Communicator, how: str) -> list[Any]:
+    """Rank 1 drops out of the third all-reduce, in one way or another; the others note when they heard, and what."""
+
+    def mine(comm: Communicator, tensor: torch.Tensor) -> None:
+        d2lps.collectives.all_reduce(comm, tensor)
+        if comm.rank == 1 and tensor[0] > 20:
+            raise IndexError("on purpose")
+
+    d2lps.backend.use(all_reduce=mine if how == "error" else "ring")
+    tensor, start = torch.ones(100), time.monotonic()
+    try:
+        for number in range(4):
+            if comm.rank == 1 and number == 2 and how == "late":
+                time.sleep(2.5)
+            dist.all_reduce(tensor, async_op=True).wait()
+    except Exception as error:
+        again = told(lambda: dist.all_reduce(tensor))
+        return [type(error).__name__, str(error), again, time.monotonic() - start]
+    return []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_on_one_rank_is_felt_by_all(transport: str) -> None:
+    zero, one, two = job(failing, 3, "error", transport=transport)
+    assert one[:2] == ["IndexError", "on purpose"]
+    for kind, text, again, seconds in (zero, two):
+        assert kind == "RankFailed" and "all_reduce of ranks [0, 1, 2]" in text, text
+        assert again.startswith("RankFailed: all_reduce: this process group is of no more use since")
+        assert seconds < 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_wait_ends_after_the_groups_timeout(transport: str) -> None:
+    zero, _, two = job(failing, 3, "late", transport=transport, timeout=1.0)
+    assert {zero[0], two[0]} <= {"RankHung", "RankFailed"} and "RankHung" in (zero[0], two[0])
+    assert max(zero[3], two[3]) < 2.5
+
+
+KILLED = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    import d2lps.backend
+    from d2lps import RankDied, RankFailed
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("d2lps", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    tensor = torch.ones(1000)
+    try:
+        for number in range(100):
+            if rank == 2 and number == 20:
+                open(f"{folder}/killed", "w").write(str(time.monotonic()))
+                os.kill(os.getpid(), 9)
+            dist.all_reduce(tensor)
+    except (RankDied, RankFailed) as error:
+        open(f"{folder}/heard.{rank}", "w").write(f"{time.monotonic()} {error}")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_rank_is_noticed_and_nothing_is_left(transport: str, tmp_path: Path, nothing_left: Any) -> None:
+    command = script(tmp_path / "killed.py", KILLED)
+    surroundings = environment(D2LPS_TRANSPORT=transport, OMP_NUM_THREADS="1")
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=surroundings) for rank in range(3)]
+    assert [process.wait(60) for process in ranks] == [0, 0, -signal.SIGKILL]
+    moment = float((tmp_path / "killed").read_text())
+    for rank in range(2):
+        heard, text = (tmp_path / f"heard.{rank}").read_text().split(" ", 1)
+        assert float(heard) - moment < 2
+        assert "all_reduce of ranks [0, 1, 2]" in text
+    assert nothing_left(3)
+
+
+# ---- nothing left -----------------------------------------------------------------------------------------------------
+
+
+def many_groups(comm: Communicator) -> list[int]:
+    """The open files and threads of a rank, after some groups have come and gone, and after as many again."""
+    counts = []
+    for _ in range(3):
+        for _ in range(5):
+            group = dist.new_group([0, 1])
+            if comm.rank < 2:
+                dist.all_reduce(torch.ones(100_000), group=group, async_op=True).wait()
+                dist.send(torch.ones(3), 1, group) if comm.rank == 0 else dist.recv(torch.ones(3), 0, group)
+                dist.destroy_process_group(group)
+            del group
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_destroyed_groups_leave_nothing_behind(transport: str) -> None:
+    for first, second, third in job(many_groups, 3, transport=transport):
+        assert third <= second <= first + 1
+
+
+def thrice(rank: int, folder: str) -> None:
+    """Groups that come one after another at the same store."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    for number in range(3):
+        dist.init_process_group("d2lps", store=store, rank=rank, world_size=2)
+        dist.all_reduce(tensor := torch.tensor([number + rank]))
+        assert tensor.item() == 2 * number + 1
+        dist.destroy_process_group()
+
+
+def test_a_group_may_follow_another(tmp_path: Path) -> None:
+    mp.spawn(thrice, (str(tmp_path),), nprocs=2)
+
+
+# ---- how ranks come to share memory -------------------------------------------------------------------------------------
+
+
+def test_one_rank_that_cannot_is_reason_enough_for_all() -> None:
+    def vote(comm: Communicator) -> list[str]:
+        store = dist.group.WORLD.get_group_store()
+        first = memory.agreed(dist.PrefixStore("a", store), 3, "")
+        second = memory.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
+        dist.barrier()  # the store is in rank 0, and gone with it; to make a group takes care of that, these votes alone do not
+        return [first, second]
+
+    assert job(vote, 3) == [["", "too far"]] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_shared_memory_is_found_or_asked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(comm: Communicator) -> bool:
+        return dist.group.WORLD.transports.descriptor >= 0
+
+    def apart(comm: Communicator) -> list[Any]:
+        memory._machine = lambda: f"machine {comm.rank}"  # as if they lived on three
+        group = dist.new_group()
+        dist.all_reduce(tensor := torch.ones(1), group=group)
+        d2lps.backend.use(transport="shm")
+        results = [group.transports.descriptor, tensor.item(), told(lambda: dist.new_group())]
+        dist.barrier()
+        return results
+
+    assert job(found, 3) == [True] * 3
+    assert job(found, 2, transport="gloo") == [False] * 2
+    for descriptor, total, said in job(apart, 3):
+        assert (descriptor, total) == (-1, 3.0)
+        assert re.match(r"RuntimeError: transport='shm' is not there: rank [12]: it is on another machine than", said)
+
+
+# ---- under torchrun -----------------------------------------------------------------------------------------------------
+
+TRAINING = """
+    import os, torch, torch.distributed as dist
+    import d2lps.backend
+    for number in range(2):
+        dist.init_process_group("d2lps")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+        model(torch.full((2, 3), float(dist.get_rank()))).sum().backward()
+        dist.barrier()
+        shares = dist.group.WORLD.transports.descriptor >= 0
+        line = f"{dist.get_rank()} {model.module.weight.grad.tolist()} {dist.get_backend()} {shares}\\n"
+        os.write(1, line.encode())  # in one piece
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_under_torchrun(tmp_path: Path, transport: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    text = output_of([*command, *script(tmp_path / "train.py", TRAINING)[1:]], D2LPS_TRANSPORT=transport, D2LPS_ALL_REDUCE="tree")
+    for rank in range(3):
+        assert text.count(f"{rank} [[2.0, 2.0, 2.0]] d2lps {transport == 'shm'}") == 2, text
