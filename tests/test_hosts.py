@@ -143,7 +143,8 @@ def test_a_ring_goes_from_host_to_host(job: Job) -> None:
 
 def test_the_cables_carried_what_the_trace_says(job: Job) -> None:
     assert job.sent == [[2 * 2 * 4_000_000] * HOSTS] * HOSTS  # 2(p - 1) messages of n/p = 4 MB
-    assert all(16e6 < counted < 1.05 * 16e6 for _, counted in job.results[0])  # headers and acknowledgements come on top
+    # Headers and acknowledgements come on top, and what TCP sends again.
+    assert all(16e6 < counted < 1.2 * 16e6 for _, counted in job.results[0])
 
 
 def test_a_cut_cable_is_noticed_on_every_host(job: Job) -> None:
