@@ -339,3 +339,14 @@ def _tell(rank: int, program: str) -> Log:
 
 def _in_order_of_use(recorder: Recorder, tensors: dict[str, torch.Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: recorder.buffers.part(tensors[name])[0])
+
+
+# ---- what there is to learn --------------------------------------------------------------------------------------------
+
+
+def digits(number: int = 1797) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of scikit-learn's images, float32[number, 64] of 0 to 1, and their labels."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32)[:number] / 16, torch.tensor(labels)[:number]

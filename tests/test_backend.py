@@ -28,8 +28,6 @@ from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
 from d2lps.backend import choice, memory
 from d2lps.backend.worker import Worker
 
-pytestmark = pytest.mark.alone
-
 TRANSPORTS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8]
 Function = Callable[..., Any]
@@ -389,6 +387,7 @@ def test_an_error_on_one_rank_is_felt_by_all(transport: str) -> None:
         assert seconds < 3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_wait_ends_after_the_groups_timeout(transport: str) -> None:
     zero, _, two = job(failing, 3, "late", transport=transport, timeout=1.0)
@@ -416,6 +415,7 @@ KILLED = """
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_noticed_and_nothing_is_left(transport: str, tmp_path: Path, nothing_left: Any) -> None:
     command = script(tmp_path / "killed.py", KILLED)
@@ -449,6 +449,7 @@ def many_groups(comm: Communicator) -> list[int]:
     return counts
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_destroyed_groups_leave_nothing_behind(transport: str) -> None:

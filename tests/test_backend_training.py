@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from oracles import digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,13 +18,6 @@ from d2lps import Communicator
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="shared memory")
 STEPS, BATCH = 4, 16
-
-
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 
 
 def net() -> nn.Sequential:

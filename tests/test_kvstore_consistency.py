@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import digits
 
 import d2lps
 from d2lps.kvstore import Joined, Lost, Reply, Request, Server, simulate
@@ -285,13 +286,6 @@ def test_who_joins_begins_at_the_current_clock() -> None:
 # ---- training -------------------------------------------------------------------------------------------------------------
 
 
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images, dtype=torch.float32)[:1024] / 16, torch.tensor(labels)[:1024]
-
-
 def gradient_of(weights: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Of softmax regression's mean cross entropy."""
     wrong = torch.softmax(images @ weights, dim=1) - torch.nn.functional.one_hot(labels, 10)
@@ -300,7 +294,7 @@ def gradient_of(weights: torch.Tensor, images: torch.Tensor, labels: torch.Tenso
 
 @pytest.mark.parametrize(("name", "hyper"), [("sgd", {"lr": 0.5, "momentum": 0.9}), ("adam", {"lr": 0.01})])
 def test_bsp_equals_training_in_one_process(name: str, hyper: dict[str, float]) -> None:
-    images, labels = digits()
+    images, labels = digits(1024)
     steps, batch = 30, 64
 
     def worker(kv: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launching import nothing_left
+from oracles import digits
 
 from d2lps import kvstore
 from d2lps.comm import RankHung
@@ -66,10 +67,7 @@ def classify(x: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor) -> to
 
 def test_training_on_digits_equals_one_process() -> None:
     """100 steps of SGD with momentum on the whole data, by 1 process or 3: to 1e-5, for float32 sums are in another order."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    x, labels = torch.tensor(data.data[:1500], dtype=torch.float32) / 16, torch.tensor(data.target[:1500])
+    x, labels = digits(1500)
 
     def worker(kv: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weights, mine = torch.zeros(64, 10), slice(kv.rank, None, kv.num_workers)

@@ -25,8 +25,6 @@ import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankHung, ReduceOp
 from d2lps.collectives import all_gather, all_reduce, broadcast
 
-pytestmark = pytest.mark.alone
-
 Runner = Callable[..., d2lps.Run]
 
 
@@ -57,12 +55,14 @@ def test_a_run_is_a_sequence(run: Runner) -> None:
     assert 9 in squares and sum(squares) == 14
 
 
+@pytest.mark.alone
 def test_time_is_that_of_the_slowest_rank_without_the_launch(run: Runner) -> None:
     start = time.monotonic()
     result = run(lambda comm: comm.sleep(0.2) if comm.rank == 1 else None, 3)
     assert 0.2 <= result.time < time.monotonic() - start
 
 
+@pytest.mark.alone
 def test_ranks_start_together(run: Runner) -> None:
     def work(comm: Communicator) -> tuple[float, float]:
         started = comm.now()
@@ -252,6 +252,7 @@ class Witness(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("live", [True, False])
 def test_live_shows_lines_before_the_end(run: Runner, live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Witness(tmp_path / "shown"))
@@ -292,6 +293,7 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("call, kind, message", WRONG_CALLS, ids=[message[:20] for _, _, message in WRONG_CALLS])
 def test_a_wrong_call_starts_nothing(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     kill_zygote()
@@ -360,6 +362,7 @@ def test_ranks_do_not_share_the_state_of_other_generators(run: Runner) -> None:
     assert len({number for pair in drawn for number in pair}) == 6
 
 
+@pytest.mark.alone
 def test_ranks_listen_on_the_loopback_interface_alone(run: Runner) -> None:
     def work(comm: Communicator) -> list[str]:
         import psutil
@@ -412,6 +415,7 @@ def test_eight_runs_at_once_from_processes(run: Runner) -> None:
     assert sorted(answers.get() for _ in processes) == [(value, [200.0 * value] * 2) for value in range(8)]
 
 
+@pytest.mark.alone
 def test_fifty_runs_in_a_row_leave_nothing(run: Runner, nothing_left: None) -> None:
     for value in range(50):
         assert sum_of(run, value) == [200.0 * value] * 2
@@ -451,6 +455,7 @@ def test_tags_and_sources_are_received_in_any_order(run: Runner) -> None:
     assert run(work, 3)[2] == [2**31 - 0.5, 1.0, 0.5, 2**31 - 1.0, 0.0, 1.5]
 
 
+@pytest.mark.alone
 def test_a_send_is_complete_only_when_its_receive_is_posted(run: Runner) -> None:
     def both_send_first(comm: Communicator) -> None:
         comm.send(torch.zeros(1), 1 - comm.rank)
@@ -565,6 +570,7 @@ def test_sendrecv_goes_round_a_ring_without_deadlock(run: Runner, ranks: int) ->
     assert run(work, ranks) == [[(rank - 1 - step) % ranks for step in range(ranks)] for rank in range(ranks)]
 
 
+@pytest.mark.alone
 def test_nobody_leaves_a_barrier_before_the_last_has_come(run: Runner) -> None:
     def work(comm: Communicator) -> tuple[float, float]:
         comm.sleep(0.1 * comm.rank)
@@ -725,6 +731,7 @@ def test_debug_changes_no_result(run: Runner) -> None:
     assert run(work, 4, debug=True) == [[20.0] * 5] * 4
 
 
+@pytest.mark.alone
 def test_debug_still_finds_a_deadlock(run: Runner) -> None:
     with pytest.raises(RankHung, match="rank 0 -> rank 1 -> rank 0"):
         run(lambda comm: comm.recv(torch.zeros(1), 1 - comm.rank), 2, debug=True, timeout=0.5)

@@ -7,7 +7,8 @@ from typing import Any
 from d2lps.cost.numbers import check, in_words
 from d2lps.cost.reducing import all_reduce
 
-# What is assumed of real processes before anything is measured: about what gloo's messages take within one machine.
+# What is assumed of real processes before anything is measured: about what gloo's messages take within one machine. In shared
+# memory both are several times smaller; the choice depends on alpha / beta, here 70 kB, which stays within a factor of three.
 ALPHA = 100e-6  # seconds
 BETA = 1 / 0.7e9  # seconds per byte: a ring of 4 ranks on gloo's send and receive moves 240 MB a rank in 0.35 s
 

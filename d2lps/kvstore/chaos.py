@@ -81,6 +81,11 @@ class Cluster:
         self.thread = threading.Thread(target=life, name="saboteur", daemon=True)
         self.thread.start()
 
+    def check(self) -> None:
+        """Raise what the saboteur has raised."""
+        if self.wrong is not None:
+            raise self.wrong
+
     def stop(self) -> None:
         """The workers are done. A saboteur that sleeps in its own way is not waited for."""
         self.over.set()

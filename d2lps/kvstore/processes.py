@@ -111,13 +111,13 @@ def _watched(group: Workers, coordinator: Coordinator, saboteur: Callable[[Clust
     workers = [Victim(lambda rank=rank: group.pids[rank]) for rank in group.pids]  # type: ignore[misc]
     cluster = Cluster(nodes[:servers], nodes[servers:], workers, [node.endpoint for node in coordinator.nodes])
     if saboteur is not None:
+        group.cluster = cluster
         cluster.start(saboteur)
     try:
         outcomes = group.watch()
     finally:
         cluster.stop()
-    if cluster.wrong is not None:
-        raise cluster.wrong
+    cluster.check()
     return outcomes
 
 

@@ -9,6 +9,7 @@ import cloudpickle
 import zmq
 
 from d2lps.comm import RankDied, RankHung
+from d2lps.kvstore.chaos import Cluster
 from d2lps.kvstore.coordinator import Coordinator
 from d2lps.launch.failure import died
 from d2lps.launch.local import Group
@@ -22,14 +23,17 @@ class Workers(Group):
         super().__init__(job, live)
         self.coordinator, self.go_on, self.begun = coordinator, go_on, begun
         self.lost: dict[int, str] = {}
+        self.cluster: Cluster | None = None  # in the hands of a saboteur
 
     def _collect(self, patience: float) -> None:
-        """Wait for words of workers or servers; take in both."""
+        """Wait for words of workers or servers; take in both, and what the saboteur raises."""
         assert self.keeper is not None
         own = [self.keeper.fileno(), *(control.fileno() for control in self.pending.values())]
         zmq.select([self.coordinator.control, *own, *self.coordinator.waited_for()], [], [], patience)
         super()._collect(0)
         self.coordinator.look()
+        if self.cluster is not None:
+            self.cluster.check()
 
     def _dead(self) -> dict[int, int]:
         """Those whose death ends the run; without the others it goes on."""
