@@ -9,7 +9,7 @@ SITE := _build/html
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-notebooks test-site soak bench lab execute serve clean
+.PHONY: help setup book test style types test-library test-alone test-notebooks test-site soak bench lab execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -20,7 +20,7 @@ book: setup      ## build the site from the stored outputs, into _build/html
 	rm -rf $(SITE)
 	$(BIN)/jupyter-book build . --all -W --keep-going
 
-test: style types test-library test-notebooks test-site  ## run every test
+test: style types test-library test-alone test-notebooks test-site  ## run every test
 
 style: .venv/.done  ## check the style of the code
 	$(BIN)/ruff check .
@@ -30,6 +30,8 @@ types: .venv/.done  ## check its types
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
 	$(PYTEST) --ignore tests/test_site.py -m "not alone" -n 2 --dist loadfile
+
+test-alone: .venv/.done  ## test what counts processes or real time, with nothing beside it
 	$(PYTEST) --ignore tests/test_site.py -m alone
 
 test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some

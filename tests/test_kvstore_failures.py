@@ -109,6 +109,25 @@ def test_servers_are_killed_during_pushes(tmp_path: Path, durability: str, log_b
     check(tmp_path, run, 2)
 
 
+def count_big(kv: Any, folder: str) -> int:
+    """Add 1, 2, 3 ... to a tensor in shared memory, and get the sum into the same memory, until somebody says stop."""
+    both, number = kv.empty(20_000, torch.int64).zero_(), 0
+    kv.init("sum", both)
+    while not os.path.exists(f"{folder}/stop"):
+        number += 1
+        kv.pushpull("sum", both.fill_(number), both).wait()
+        assert (both >= number * (number + 1) // 2).all(), "a read missed a push that came before it"
+        kv.clock()
+    return number * (number + 1) // 2
+
+
+@pytest.mark.timeout(900)
+def test_servers_are_killed_that_reach_into_the_workers_memory(tmp_path: Path) -> None:
+    saboteur = killing(tmp_path, KILLS, random.Random(3))
+    run = kvstore.run(count_big, 2, 2, str(tmp_path), consistency="asp", durability="log", split=100_000, saboteur=saboteur)
+    assert run.values["sum"].unique().tolist() == [sum(run)] and any("runs again" in line for line in run.history)
+
+
 @pytest.mark.parametrize("consistency", ["asp", "bsp"])
 def test_a_primary_is_killed_and_its_backup_takes_over(tmp_path: Path, consistency: str) -> None:
     def saboteur(cluster: Cluster) -> None:

@@ -50,6 +50,58 @@ def test_values_are_those_of_a_simulation_to_the_bit(durability: str) -> None:
         assert (one.received, one.sent, one.nbytes, one.requests) == (other.received, other.sent, other.nbytes, other.requests)
 
 
+def exchange(kv: Any, shared: bool, steps: int) -> list[torch.Tensor]:
+    """Big tensors, by all ways at once; some are kept by the server beyond its answer."""
+    new = kv.empty if shared else torch.empty
+    gradient, weights, both, odd = new((300, 400)), new((300, 400)), new((70_000,)), new((300, 401)).fill_(0)
+    for key, tensor in [("w", weights.zero_()), ("b", both.zero_()), ("odd", odd[:, 1:])]:
+        kv.init(key, tensor)
+    kv.set_optimizer("sgd", lr=0.5, momentum=0.5)
+    for step in range(steps):
+        kv.push("w", gradient.fill_(kv.rank + step)).wait()
+        kv.push("w", gradient.fill_(10.0 * kv.rank)).wait()
+        kv.push("odd", odd[:, 1:])
+        done = kv.pushpull("b", both.fill_(step + kv.rank), both)
+        kv.clock()
+        for work in (done, kv.pull("w", weights), kv.pull("odd", odd[:, 1:])):
+            work.wait()
+    return [weights.clone(), both.clone(), odd.clone()]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
+@pytest.mark.parametrize("durability", LEVELS)
+def test_big_tensors_come_and_go_to_the_bit(shared: bool, durability: str) -> None:
+    real = kvstore.run(exchange, 3, 2, shared, 4, durability=durability, split=200_000)
+    simulated = kvstore.simulate(exchange, star(5, 1e9, 1e-6), 3, 2, False, 4, split=200_000)
+    assert alike(real.results, simulated.results) and alike(real.values, simulated.values)
+    assert [server.received for server in real.servers] == [server.received for server in simulated.servers]
+
+
+@pytest.mark.parametrize(("backend", "options"), [("gloo", {}), ("auto", {"address": "tcp"})])
+def test_big_tensors_where_no_memory_is_shared(backend: str, options: dict[str, Any]) -> None:
+    real = kvstore.run(exchange, 2, 2, True, 3, backend=backend, **options)
+    assert alike(real.results, kvstore.simulate(exchange, star(4, 1e9, 1e-6), 2, 2, True, 3).results)
+
+
+@pytest.mark.parametrize("consistency", ["asp", "ssp", "bsp"])
+def test_more_big_tensors_than_are_sent_at_once(consistency: str) -> None:
+    def worker(kv: Any) -> list[list[float]]:
+        keys = range(30)
+        for key in keys:
+            kv.init(key, torch.zeros(20_000))
+        for work in [kv.push(key, torch.full((20_000,), key + 1.0)) for key in keys]:
+            work.wait()
+        kv.clock()
+        kv.barrier()
+        outs = [torch.empty(20_000) for _ in keys]
+        for work in reversed([kv.pull(key, out) for key, out in zip(keys, outs, strict=True)]):
+            work.wait()
+        return [out.unique().tolist() for out in outs]
+
+    wanted = [[2.0 * (key + 1)] for key in range(30)]
+    assert kvstore.run(worker, 2, 2, consistency=consistency) == [wanted, wanted]
+
+
 @pytest.mark.parametrize(("workers", "servers", "placement"), [(1, 1, "hash"), (2, 3, "load"), (5, 1, "hash")])
 def test_sums_on_any_number_of_servers(workers: int, servers: int, placement: str) -> None:
     run = kvstore.run(add_up, workers, servers, 3, split=100, placement=placement)

@@ -24,7 +24,13 @@ from d2lps.launch import run
 WORKERS, SERVERS = 2, 2
 SIZES = {4_000_000: 16, 1_000: 200}  # bytes of a key: how many keys
 RPC = "torch RPC"
-OURS = {"ours, memory": "memory", "ours, log": "log", "ours, replica": "replica"}
+# By way: the durability, and whether the tensors come from kv.empty.
+OURS = {
+    "ours, memory": ("memory", False),
+    "ours, memory, tensors of kv.empty": ("memory", True),
+    "ours, log": ("log", False),
+    "ours, replica": ("replica", False),
+}
 
 
 def table(rounds: int = 9) -> str:
@@ -75,9 +81,9 @@ def _workers(door: str) -> Iterator[dict[str, list[Connection]]]:
     """All ways, each with the lines to its workers, which sleep until they are called."""
     ways, threads = {}, []
     with Listener(door) as listener:
-        for way, durability in OURS.items():
+        for way, (durability, shared) in OURS.items():
             options = {"consistency": "asp", "durability": durability, "timeout": 600.0}
-            threads.append(threading.Thread(target=kvstore.run, args=(_ours, WORKERS, SERVERS, door), kwargs=options))
+            threads.append(threading.Thread(target=kvstore.run, args=(_ours, WORKERS, SERVERS, door, shared), kwargs=options))
             threads[-1].start()
             ways[way] = [listener.accept() for _ in range(WORKERS)]
         rest = {"backend": "gloo", "timeout": 600.0}
@@ -96,13 +102,18 @@ def _workers(door: str) -> Iterator[dict[str, list[Connection]]]:
 Call = Callable[[int, torch.Tensor], Any]  # key, tensor -> something that has a wait()
 
 
-def _serve(door: str, barrier: Callable[[], None], make: Callable[[dict[int, torch.Tensor]], tuple[Call, Call]]) -> None:
+def _serve(
+    door: str,
+    barrier: Callable[[], None],
+    make: Callable[[dict[int, torch.Tensor]], tuple[Call, Call]],
+    empty: Callable[[int], torch.Tensor] = torch.empty,
+) -> None:
     """Do what the caller asks for, and say when it began and ended."""
     kept: dict[int, tuple[Call, Call, dict[int, torch.Tensor]]] = {}
     with Client(door) as line:
         while (nbytes := line.recv()) is not None:
             if nbytes not in kept:
-                values = {nbytes + key: torch.ones(nbytes // 4) for key in range(SIZES[nbytes])}
+                values = {nbytes + key: empty(nbytes // 4).fill_(1.0) for key in range(SIZES[nbytes])}
                 kept[nbytes] = *make(values), values
                 barrier()
             push, pull, values = kept[nbytes]
@@ -114,13 +125,13 @@ def _serve(door: str, barrier: Callable[[], None], make: Callable[[dict[int, tor
             line.send((start, time.monotonic()))
 
 
-def _ours(kv: kvstore.KVWorker, door: str) -> None:
+def _ours(kv: kvstore.KVWorker, door: str, shared: bool) -> None:
     def make(values: dict[int, torch.Tensor]) -> tuple[Call, Call]:
         for key, value in values.items():
             kv.init(key, value)
         return kv.push, kv.pull
 
-    _serve(door, kv.comm.barrier, make)
+    _serve(door, kv.comm.barrier, make, kv.empty if shared else torch.empty)
 
 
 # ---- torch RPC ------------------------------------------------------------------------------------------------------------

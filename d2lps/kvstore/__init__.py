@@ -2,6 +2,7 @@
 
 from d2lps.kvstore.chaos import Cluster
 from d2lps.kvstore.events import Joined, Lost, Membership, Refused, Reply, Request, Tick
+from d2lps.kvstore.monitor import Monitor
 from d2lps.kvstore.optimizers import register_optimizer
 from d2lps.kvstore.placement import Placement
 from d2lps.kvstore.processes import ProcessesRun, run
@@ -16,6 +17,7 @@ __all__ = [
     "KVWorker",
     "Lost",
     "Membership",
+    "Monitor",
     "Placement",
     "ProcessesRun",
     "Refused",

@@ -7,19 +7,25 @@ import itertools
 import math
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
+import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.duplicates import Session
 from d2lps.kvstore.events import Reply, Request
-from d2lps.kvstore.frame import FrameError, frame, parse
+from d2lps.kvstore.frame import FrameError
+from d2lps.kvstore.slots import Slots
 from d2lps.kvstore.sockets import connect, readable, writable
+from d2lps.kvstore.wire import BIG, NOWHERE, Wire
+from d2lps.sharedmemory.arena import Arena
 
 RETRY, RETRY_MOST = 1.0, 16.0  # seconds of silence after which all is sent again: at first, and at most (it doubles)
 SOON = 0.01  # seconds: the server knows less than we do, for a moment
+MOST_LENT = 4  # tensors in shared memory under way to a server: few, so that they stay in the processor's cache
 
 
 class Channel:
@@ -29,8 +35,13 @@ class Channel:
     again (a server that was restarted), else after RETRY seconds without a word. Used by one thread alone.
     """
 
-    def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, rank: int) -> None:
+    def __init__(
+        self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, rank: int, arena: Arena | None
+    ) -> None:
         self.plan, self.context = plan, context
+        self.wire = Wire(plan.limit, plan.checked, arena)
+        self.outgoing = Slots(arena) if arena is not None else None
+        self.places = Slots(arena) if arena is not None else None
         self.session = Session(rank)
         self.queue: list[tuple[tuple[int, int, int], int, Request, Any]] = []  # a heap of what has no number yet
         self.again: deque[Request] = deque()
@@ -61,17 +72,35 @@ class Channel:
 
     def flush(self) -> bool:
         """Send as much as the socket takes; whether anything is left."""
-        while (self.again or self.queue) and writable(self.socket):
+        while (self.again or (self.queue and not self._crowded())) and writable(self.socket):
             if self.again:
                 request = self.again.popleft()
                 if request.sequence not in self.session.open:
                     continue  # answered meanwhile
             else:
                 _, _, request, answer = heapq.heappop(self.queue)
-                request = self.session.number(request, answer)
-            self.socket.send_multipart(frame(request, self.plan.checked), zmq.NOBLOCK, copy=False)
+                request = self.session.number(self._shared(request), answer)
+            self.socket.send_multipart(self.wire.pack(request), zmq.NOBLOCK, copy=False)
             self.due = min(self.due, time.monotonic() + self.patience)
-        return bool(self.again or self.queue)
+        return bool(self.again or (self.queue and not self._crowded()))
+
+    def _crowded(self) -> bool:
+        """Whether the next request must wait for an answer, and for the slot that it frees."""
+        return self.outgoing is not None and len(self.outgoing.lent) >= MOST_LENT and self._to_copy(self.queue[0][2].value)
+
+    def _to_copy(self, tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and tensor.nbytes >= BIG and self.wire.where(tensor) == NOWHERE
+
+    def _shared(self, request: Request) -> Request:
+        """The request with its big tensors where the server can reach them."""
+        if self.outgoing is None or self.places is None:
+            return request
+        value, out = request.value, request.out
+        if value is not None and self._to_copy(value):
+            value = self.outgoing.copy(value)
+        if out is not None and (self._to_copy(out) or self.wire.where(out) == self.wire.where(value) != NOWHERE):
+            out = self.places.like(out)  # never where the value lies: should the server die, that is sent again
+        return replace(request, value=value, out=out)
 
     def repeat(self) -> None:
         """All that has no answer yet is to be sent once more, in its order and before all else."""
@@ -90,7 +119,7 @@ class Channel:
         """Take in answers, and news of the connection."""
         while readable(self.socket):
             try:
-                reply = parse([part.buffer for part in self.socket.recv_multipart(copy=False)], self.plan.limit)
+                reply = self.wire.unpack([part.buffer for part in self.socket.recv_multipart(copy=False)])
             except FrameError:
                 continue  # it will be asked for again
             if isinstance(reply, Reply):
@@ -105,9 +134,12 @@ class Channel:
         if reply.error.startswith("stale view"):
             self._stale(reply.view)
             return
+        request, _ = self.session.open.get(reply.sequence, (None, None))
         answer = self.session.answered(reply)
-        if answer is not None:
-            answer.arrived(reply)
+        if request is not None and answer is not None:
+            # What was written into the place that we named is ours as long as somebody holds that place.
+            in_place = self.wire.where(reply.value) != NOWHERE
+            answer.arrived(replace(reply, value=request.out) if in_place else reply)
         self.patience = RETRY
         self.due = time.monotonic() + self.patience if self.session.open else math.inf
 

@@ -16,6 +16,7 @@ from d2lps.comm import RankDied, RankHung
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.events import Event, Lost, Membership
 from d2lps.kvstore.frame import frame
+from d2lps.kvstore.monitor import EVERY, Monitor
 from d2lps.kvstore.node import Node
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.sockets import readable
@@ -28,11 +29,11 @@ Say = Callable[[str], None]
 class Coordinator:
     """All servers of a run; `look` is to be called whenever something may have happened, and several times a second."""
 
-    def __init__(self, plan: Deployment, timeout: float, live: bool, say: Say) -> None:
-        self.plan, self.timeout, self.say = plan, timeout, say
+    def __init__(self, plan: Deployment, timeout: float, live: bool, say: Say, monitor: Monitor | None) -> None:
+        self.plan, self.timeout, self.say, self.monitor = plan, timeout, say, monitor
         self.nodes = [Node(plan, number, live) for number in range(plan.servers * (1 + plan.replicated))]
         self.serving = self.nodes[: plan.servers]  # by server: the node that answers workers
-        self.view, self.lost, self.pinged, self.finishing = 0, list[int](), 0.0, False
+        self.view, self.lost, self.pinged, self.measured, self.finishing = 0, list[int](), 0.0, 0.0, False
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.control = self._bound(zmq.ROUTER, plan.coordinator)
         self.news = self._bound(zmq.PUB, plan.news) if plan.replicated else None
@@ -92,6 +93,8 @@ class Coordinator:
                 self._died(node, death)
         if self.plan.replicated:
             self._ping()
+        if self.monitor is not None:
+            self._measure()
 
     def lose(self, worker: int) -> None:
         """A worker is no more."""
@@ -110,6 +113,8 @@ class Coordinator:
             self.say(f"node {node.number} serves as server {node.number % self.plan.servers} in view {text}")
             self._serves(node)
             self._announce()
+        elif word == b"measured" and self.monitor is not None and node in self.serving:
+            self.monitor.heard(self.serving.index(node), text)
         elif word == b"deposed":
             self.say(f"node {node.number} is no server any more: {text}")
 
@@ -177,6 +182,14 @@ class Coordinator:
                 self.say(f"server {server} has not answered for {self.plan.patience:g} s")
                 self._promote(server, backup)
         self._announce()
+
+    def _measure(self) -> None:
+        """Ask those that serve for their counters, now and then."""
+        if (now := time.monotonic()) > self.measured + EVERY:
+            self.measured = now
+            for node in self.serving:
+                if node.ready.is_set():
+                    self._tell(node, b"measure")
 
     def _announce(self) -> None:
         """Over and over: who was not there the last time hears it now."""

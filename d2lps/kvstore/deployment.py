@@ -29,6 +29,7 @@ class Deployment:
     address: str = "ipc"  # or "tcp://host"
     durability: str = "memory"
     folder: str = ""  # for logs and checkpoints
+    memory: str = ""  # the path of the file that workers and servers share, if they do
     absent: tuple[int, ...] = ()
     limit: int = 1 << 30  # bytes of the tensors of one message, at most
     log_bytes: int = 1 << 30  # after so many in the log comes a checkpoint
@@ -49,6 +50,11 @@ class Deployment:
     @property
     def replicated(self) -> bool:
         return self.durability == "replica"
+
+    @property
+    def near(self) -> bool:
+        """Whether servers may reach into the workers' memory. A deposed primary must not: it might do so at any time later."""
+        return self.address == "ipc" and not self.replicated
 
     @property
     def coordinator(self) -> str:
@@ -109,10 +115,9 @@ def deploy(
     where, keys = check_address(address, secret), derive_keys(secret) if secret is not None else None
     placed = {"split": split, "by": placement}
     Placement(range(servers), **placed), Server((), **rules)  # type: ignore[arg-type]  # to hear what is wrong with them
-    kept, registered = _empty(folder, durability), dict(OPTIMIZERS)
-    return Deployment(
-        workers, servers, rules, placed, "", where, durability, kept, tuple(absent), limit, log_bytes, keys, patience, registered
-    )
+    kept = {"folder": _empty(folder, durability), "log_bytes": log_bytes, "optimizers": dict(OPTIMIZERS)}
+    who = {"absent": tuple(absent), "keys": keys, "limit": limit, "patience": patience}
+    return Deployment(workers, servers, rules, placed, "", where, durability, **kept, **who)  # type: ignore[arg-type]
 
 
 def _empty(folder: str | Path | None, durability: str) -> str:

@@ -113,6 +113,9 @@ class SimulatedTransport(_End):
         self.setup = setup
         self.sessions = [Session(comm.rank) for _ in range(setup.servers)]
 
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.comm.device)
+
     def request(self, server: int, request: Request) -> SimulatedAnswer:
         answer, dst = SimulatedAnswer(self.comm), self.setup.workers + server
         numbered: list[Request] = []
@@ -121,7 +124,7 @@ class SimulatedTransport(_End):
             numbered.append(self.sessions[server].number(request, answer))
 
         def there(value: torch.Tensor | None) -> None:
-            self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value))
+            self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value, out=None))
 
         # By iteration, and in it by priority; what ends an iteration comes after all else in it.
         last = request.op in ("clock", "barrier", "leave")

@@ -54,6 +54,10 @@ class Entry:
             optimize(optimizer, self.value, self.moments, (rows, gradient))
         self.version += 1
 
-    def read(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy, of the whole value or of some rows."""
-        return self.value.clone() if rows is None else self.value[rows]
+    def read(self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy, of the whole value or of some rows; the whole one in `out`, if that has as many bytes."""
+        if rows is not None:
+            return self.value[rows]
+        if out is None or out.nbytes != self.value.nbytes:
+            return self.value.clone()
+        return out.flatten().view(self.value.dtype).view(self.value.shape).copy_(self.value)

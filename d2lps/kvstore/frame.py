@@ -241,7 +241,7 @@ def text_of(record: Event | Reply) -> str:
 
 def record_of(head: Head, key: str, text: str, rows: torch.Tensor | None, value: torch.Tensor | None) -> Event | Reply:
     """The record that a head, its text and its tensors make up."""
-    numbers = {"client": head.client, "epoch": head.epoch, "sequence": head.sequence, "clock": head.clock}
+    numbers: dict[str, Any] = {"client": head.client, "epoch": head.epoch, "sequence": head.sequence, "clock": head.clock}
     numbers |= {"priority": head.priority, "view": head.view}
     op, kind = CODES[head.op], KINDS[head.kind]
     if kind is Reply:

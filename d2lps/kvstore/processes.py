@@ -6,20 +6,22 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from d2lps import sharedmemory
 from d2lps.comm import Communicator
 from d2lps.kvstore.chaos import Cluster, Victim
 from d2lps.kvstore.coordinator import Coordinator
 from d2lps.kvstore.deployment import Deployment, deploy
 from d2lps.kvstore.events import Refused
 from d2lps.kvstore.memory import keep_freed_memory
+from d2lps.kvstore.monitor import Monitor
 from d2lps.kvstore.report import StoreRun
 from d2lps.kvstore.requests import SocketTransport
 from d2lps.kvstore.worker import KVWorker
@@ -47,6 +49,7 @@ def run(
     staleness: int = 0,
     durability: str = "memory",
     saboteur: Callable[[Cluster], Any] | None = None,
+    monitor: Monitor | None = None,
     backend: str = "auto",
     timeout: float = 60.0,
     live: bool = False,
@@ -62,32 +65,54 @@ def run(
     >>> kvstore.run(worker, workers=2, servers=1)               # doctest: +SKIP
     Run([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
 
-    consistency, staleness: see `consistency`. durability, options: see `deploy`. saboteur: see `Cluster`. backend, timeout,
-    live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and `staleness` as simulate's (a server
-    that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died of what; but no trace.
+    consistency, staleness: see `consistency`. durability, options: see `deploy`. saboteur: see `Cluster`. monitor: see
+    `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
+    `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
+    of what; but no trace.
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, and leaves nothing behind (but a temporary folder,
-    if the caller itself is killed). Cost: a pushed byte is copied into a socket and out of it and then added; a pulled one
-    is copied four times.
+    if the caller itself is killed). Cost: a byte of a big tensor is copied once into memory that worker and server share, and
+    read there when it is added; a pulled one comes by two copies; those of `kv.empty` save one each. Where no memory is
+    shared (see there) a pushed byte is copied into a socket and out of it, and a pulled one four times.
     """
     _check(worker, workers, servers, backend, timeout)
     job = Job(workers, *_resolve(backend, workers), 0, timeout, False, False)
     plan = deploy(workers, servers, consistency, staleness, durability, **options)
-    room = _room()
+    with _prepared(plan, job) as (plan, memory):
+        return _run(plan, job, live, memory, saboteur, monitor, worker, args)
+
+
+@contextmanager
+def _prepared(plan: Deployment, job: Job) -> Iterator[tuple[Deployment, int]]:
+    """The plan with a folder and a memory of this run's own, and the memory's descriptor; at the end both are gone."""
+    room, memory = _room(), sharedmemory.create(plan.workers) if job.backend == "shm" else -1
     try:
-        plan = replace(plan, room=room, folder=plan.folder or f"{room}/disk")
-        return _run(plan, job, live, saboteur, worker, args)
+        path = f"/proc/{os.getpid()}/fd/{memory}" if memory >= 0 and plan.near else ""
+        yield replace(plan, room=room, folder=plan.folder or f"{room}/disk", memory=path), memory
     finally:
         shutil.rmtree(room, ignore_errors=True)
+        if memory >= 0:
+            os.close(memory)
 
 
 def _run(
-    plan: Deployment, job: Job, live: bool, saboteur: Callable[[Cluster], Any] | None, worker: Callable[..., Any], args: Any
+    plan: Deployment,
+    job: Job,
+    live: bool,
+    memory: int,
+    saboteur: Callable[[Cluster], Any] | None,
+    monitor: Monitor | None,
+    worker: Callable[..., Any],
+    args: Any,
 ) -> ProcessesRun:
     """First the servers, then the workers; and when these are done, the servers' reports."""
     history, begin = list[str](), time.monotonic()
-    coordinator = Coordinator(plan, job.timeout, live, lambda text: history.append(f"{time.monotonic() - begin:.2f} s: {text}"))
+
+    def say(text: str) -> None:
+        history.append(f"{time.monotonic() - begin:.2f} s: {text}")
+
+    coordinator = Coordinator(plan, job.timeout, live, say, monitor)
     go_on = plan.rules["on_loss"] == "continue"
-    group = Workers(job, live, coordinator, go_on, lambda rank: os.path.exists(f"{plan.room}/w{rank}"))
+    group = Workers(job, live, memory, coordinator, go_on, lambda rank: os.path.exists(f"{plan.room}/w{rank}"))
     try:
         program = _packed(worker, plan, coordinator.start(), args)
         begin = time.monotonic()

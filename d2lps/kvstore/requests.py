@@ -7,8 +7,10 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
+import torch
 import zmq
 
 from d2lps.comm import Communicator
@@ -18,6 +20,7 @@ from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.events import Membership, Reply, Request
 from d2lps.kvstore.frame import frame, parse
 from d2lps.kvstore.sockets import readable
+from d2lps.sharedmemory import SharedMemoryCommunicator
 
 _SOON = 0.02  # seconds: a wait that lasts longer leaves a note of where this worker stands
 
@@ -64,7 +67,8 @@ class SocketTransport:
         self.comm, self.plan, self.endpoints = comm, plan, endpoints
         self.nodes, self.view = list(range(plan.servers)), 0  # who serves now
         self.context = zmq.Context[zmq.Socket[bytes]]()
-        self.channels = [Channel(plan, self.context, endpoints[server], comm.rank) for server in self.nodes]
+        self.arena = comm.mine.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
+        self.channels = [Channel(plan, self.context, endpoints[server], comm.rank, self.arena) for server in self.nodes]
         self.news = self._subscribed() if plan.replicated else None
         self.inbox: deque[tuple[int, Request, SocketAnswer]] = deque()
         self.rung, self.bell = os.pipe()
@@ -86,6 +90,10 @@ class SocketTransport:
         if self.failure is not None:
             answer.failed(self.failure)
         return answer
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """In shared memory, if servers and workers share it."""
+        return torch.empty(shape, dtype=dtype) if self.arena is None else self.arena.empty(shape, dtype)
 
     def close(self) -> None:
         """End the thread and the connections; what has no answer yet is given up."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from d2lps.kvstore.clocks import Clocks, Front
@@ -108,11 +109,14 @@ class Server:
         return effects
 
     def _again(self, request: Request) -> list[Effect]:
-        """It was executed: only the answer is due once more. A read is read anew; its worker has seen no answer to it."""
+        """It was executed: only the answer is due once more. A read is read anew; its worker has seen no answer to it.
+
+        Or it has, and this request is a late one: then its place may have been given to another, so nothing goes there.
+        """
         client = self.filter.clients[request.client]
         if request in self.waiting or request.sequence < client.answered:
             return []
-        return [self._reply(request, client.errors.get(request.sequence, "") or bad_key(self, request))]
+        return [self._reply(replace(request, out=None), client.errors.get(request.sequence, "") or bad_key(self, request))]
 
     def _execute(self, request: Request) -> list[Effect]:
         effects = self._logged(request)
@@ -220,7 +224,7 @@ class Server:
         """An answer; a read's carries a copy of the value."""
         value = None
         if request.op in ("pull", "pushpull") and not error:
-            value = self.entries[request.key].read(request.rows)
+            value = self.entries[request.key].read(request.rows, request.out)
         return Reply(
             *request.retry_key,
             op=request.op,

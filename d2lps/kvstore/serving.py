@@ -7,6 +7,7 @@ Only the coordinator, over a socket of its own, can say that a worker was lost, 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import zmq
@@ -17,11 +18,14 @@ from d2lps.kvstore.durable import Durable
 from d2lps.kvstore.events import Append, Event, Lost, Membership, Reply, Request, Send
 from d2lps.kvstore.frame import FrameError, frame, parse
 from d2lps.kvstore.memory import keep_freed_memory
+from d2lps.kvstore.monitor import Meter
 from d2lps.kvstore.optimizers import OPTIMIZERS
 from d2lps.kvstore.replica import Backup, Deposed
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.server import Server
 from d2lps.kvstore.sockets import connect, guard, listen, readable
+from d2lps.kvstore.wire import NOWHERE, Wire
+from d2lps.sharedmemory.arena import Arena
 
 BATCH = 64  # requests, at most, between two syncs of the log
 
@@ -40,11 +44,22 @@ def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> Ser
         serving.close()
 
 
+def _shared_with(plan: Deployment) -> Arena | None:
+    """The workers' memory, as this process sees it."""
+    if not plan.memory:
+        return None
+    descriptor = os.open(plan.memory, os.O_RDWR)
+    try:
+        return Arena(descriptor, plan.workers, 0)
+    finally:
+        os.close(descriptor)
+
+
 class Serving:
     """One node's sockets around its Server."""
 
     def __init__(self, plan: Deployment, node: int, endpoint: str) -> None:
-        self.plan, self.report = plan, ServerReport(node)
+        self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
         self.serves = node < plan.servers  # a backup answers nobody but its primary
         self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules)
         self.server.replicate = plan.replicated and self.serves
@@ -60,6 +75,7 @@ class Serving:
         self.backup: Backup | None = None
         if self.server.replicate:
             self.backup = Backup(self.context, f"ipc://{plan.room}/b{node + plan.servers}", plan.largest)
+        self.wire = Wire(plan.limit, plan.checked, _shared_with(plan))
         self.over = False
         self.tell(b"ready", self.requests.getsockopt_string(zmq.LAST_ENDPOINT).encode())
 
@@ -96,7 +112,8 @@ class Serving:
             if isinstance(event, Request) and self.serves:
                 self.report.received += 0 if event.value is None else event.value.nbytes
                 self.report.requests[event.op] += 1
-                replies += self._step(event)
+                self.meter.arrived(event.retry_key)
+                replies += self._step(self._owned(event))
             elif self.serves:
                 self.report.requests["not a request"] += 1
         self._commit(replies)
@@ -107,12 +124,17 @@ class Serving:
         for _ in range(BATCH):
             try:
                 _, *parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                found.append(parse([part.buffer for part in parts], self.plan.limit))
+                found.append(self.wire.unpack([part.buffer for part in parts]))
             except zmq.Again:
                 break
             except FrameError:
                 self.report.requests["not a request"] += 1
         return found
+
+    def _owned(self, request: Request) -> Request:
+        """The server's own copy of a tensor that it will keep beyond its answer: one that waits for its round to end."""
+        keeps = self.server.consistency.rounds and self.wire.where(request.value) != NOWHERE
+        return replace(request, value=request.value.clone()) if keeps and request.value is not None else request
 
     def _step(self, event: Event) -> list[Reply]:
         """Let something happen; the answers, which must wait for `_commit`."""
@@ -136,16 +158,18 @@ class Serving:
         """To workers by name; an answer to somebody who is not there is dropped, and will be asked for again."""
         for reply in replies:
             self.report.sent += 0 if reply.value is None else reply.value.nbytes
+            self.meter.answered((reply.client, reply.epoch, reply.sequence))
             name = f"{reply.client}.{reply.epoch}".encode()
-            self.requests.send_multipart([name, *frame(reply, self.plan.checked)], copy=False)
+            self.requests.send_multipart([name, *self.wire.pack(reply)], copy=False)
 
     # ---- the coordinator, and the primary ---------------------------------------------------------------------------------
 
     def _orders(self) -> None:
         while readable(self.control):
             word, *parts = self.control.recv_multipart()
-            if word == b"finish":
-                self.over = True
+            if word in (b"measure", b"finish"):
+                self.tell(b"measured", self.meter.said(self.report, self.server.seen))
+                self.over |= word == b"finish"
             elif word == b"ping":
                 self.tell(b"pong")
             elif word == b"alone" and self.backup is not None:
@@ -156,6 +180,7 @@ class Serving:
 
     def _told(self, event: Event | Reply) -> None:
         if isinstance(event, Lost):
+            self.meter.forget(event.worker)
             self._commit(self._step(event))
         elif isinstance(event, Membership):  # of workers we know better: some have left, which nobody else can date
             alive = {worker: self.server.filter.clients[worker].epoch for worker in self.server.clocks.at}

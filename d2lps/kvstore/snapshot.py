@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from d2lps.kvstore.clocks import Front
@@ -36,7 +37,7 @@ def snapshot(server: Server) -> dict[str, Any]:
         "staleness": server.consistency.staleness,
         "waited": server.consistency.waited,
         "clients": {w: [c.epoch, c.next, c.answered, dict(c.errors), c.over] for w, c in server.filter.clients.items()},
-        "waiting": server.waiting.requests(),
+        "waiting": [replace(request, out=None) for request in server.waiting.requests()],
     }
 
 

@@ -28,6 +28,9 @@ class Transport(Protocol):
     def request(self, server: int, request: Request) -> Answer:
         """Send it off, before others of lower priority; its value is not touched until the answer is there."""
 
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that the servers can reach, if there is such a thing here; any tensor if not."""
+
 
 class _Answers:
     """All parts of one operation."""
@@ -68,6 +71,15 @@ class KVWorker:
         self.comm, self.rank, self.num_workers = comm, comm.rank, comm.size
         self.placement, self.transport = placement, transport
         self.iteration = 0  # how often clock() has been called
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor that need not be copied to be pushed, nor after it was pulled, where workers and servers share memory.
+
+        >>> gradient = kv.empty((1000, 1000))       # doctest: +SKIP
+
+        They do on one machine (Linux, on CPUs), but for durability "replica" and address "tcp". Raises MemoryError.
+        """
+        return self.transport.empty(shape, dtype)
 
     # ---- whole tensors ----------------------------------------------------------------------------------------------------
 
@@ -182,11 +194,14 @@ class KVWorker:
         requests = []
         for part in self._parts(key, out):
             pushed = _wire(part.of(value)) if op == "pushpull" else None
-            requests.append((part, Request(op, part.name, pushed, priority=priority)))
+            requests.append((part, Request(op, part.name, pushed, priority=priority, out=part.of(out).detach())))
 
         def place(replies: list[Reply]) -> None:
             for part, reply in zip(parts, replies, strict=True):
-                self.comm.copy(part.of(out), reply.value)  # type: ignore[arg-type]
+                target, came = part.of(out), reply.value
+                assert came is not None
+                if came.is_meta or came.data_ptr() != target.data_ptr():  # else the server has written it there
+                    self.comm.copy(target, came)
 
         return self._work(op, key, requests, out.nbytes, place)
 

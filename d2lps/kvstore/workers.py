@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import cloudpickle
 import zmq
@@ -19,11 +20,20 @@ from d2lps.launch.rank import Job, Success
 class Workers(Group):
     """As the ranks of `d2lps.run`, but with an eye on the servers; and the death of one need not be the end of all."""
 
-    def __init__(self, job: Job, live: bool, coordinator: Coordinator, go_on: bool, begun: Callable[[int], bool]) -> None:
+    def __init__(
+        self, job: Job, live: bool, memory: int, coordinator: Coordinator, go_on: bool, begun: Callable[[int], bool]
+    ) -> None:
         super().__init__(job, live)
+        self.memory = memory  # the file that they share, as a descriptor; -1 if they share none
         self.coordinator, self.go_on, self.begun = coordinator, go_on, begun
         self.lost: dict[int, str] = {}
         self.cluster: Cluster | None = None  # in the hands of a saboteur
+
+    @contextmanager
+    def _meeting(self) -> Iterator[int]:
+        """The servers have this file already."""
+        with nullcontext(self.memory) if self.memory >= 0 else super()._meeting() as meeting:
+            yield meeting
 
     def _collect(self, patience: float) -> None:
         """Wait for words of workers or servers; take in both, and what the saboteur raises."""

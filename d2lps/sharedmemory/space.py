@@ -6,6 +6,7 @@ what can fail: a page that the kernel cannot provide at the moment when it is to
 
 import mmap
 import os
+import threading
 from pathlib import Path
 
 from d2lps.sharedmemory.layout import pages
@@ -26,18 +27,20 @@ class Space:
         self.descriptor, self.memory = descriptor, memory
         self.holes = [(begin, end)]
         self._given: list[tuple[int, int]] = []
+        self._lock = threading.Lock()  # a rank may have several threads
 
     def take(self, nbytes: int) -> int:
         """The offset of `nbytes` with real memory behind them; MemoryError, with the bytes, where there is not enough."""
         size = pages(nbytes)
         if size > (free := self.free(nbytes)):
             raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; {free:,} are left")
-        self._merge()
-        for index, (begin, end) in enumerate(self.holes):
-            if end - begin >= size:
-                self._back(begin, size)
-                self.holes[index] = (begin + size, end)
-                return begin
+        with self._lock:
+            self._merge()
+            for index, (begin, end) in enumerate(self.holes):
+                if end - begin >= size:
+                    self._back(begin, size)
+                    self.holes[index] = (begin + size, end)
+                    return begin
         raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; nowhere are so many left in a row")
 
     def free(self, nbytes: int) -> int:
