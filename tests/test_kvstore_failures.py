@@ -3,7 +3,7 @@
 D2LPS_SOAK=1 kills 200 of each.
 """
 
-# ruff: noqa: F401 - fixtures are imported, and named again as parameters
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import struct
+import subprocess
 import time
 import warnings
 from collections import Counter
@@ -21,7 +22,7 @@ import psutil
 import pytest
 import torch
 import zmq
-from launching import nothing_left, until
+from launching import nothing_left, script, until
 
 from d2lps import kvstore
 from d2lps.comm import RankDied, RankHung
@@ -223,14 +224,6 @@ def test_a_primary_that_wakes_up_in_an_old_view_writes_nothing(tmp_path: Path) -
     check(tmp_path, run, 2)
 
 
-def test_what_a_saboteur_raises_ends_the_run(tmp_path: Path) -> None:
-    def saboteur(cluster: Cluster) -> None:
-        raise ZeroDivisionError("of the saboteur")
-
-    with pytest.raises(ZeroDivisionError, match="of the saboteur"):
-        kvstore.run(count, 2, 1, str(tmp_path), 0, saboteur=saboteur)
-
-
 def test_a_server_that_has_a_log_and_sleeps_goes_on_where_it_was(tmp_path: Path) -> None:
     def saboteur(cluster: Cluster) -> None:
         cluster.sleep(0.1)
@@ -378,9 +371,30 @@ def test_an_interrupt(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_killed_caller_takes_everything_with_it(tmp_path: Path, nothing_left: Any) -> None:
+    code = f"""
+        from d2lps import kvstore
+
+        def worker(kv):
+            kv.init("w", torch.zeros(1))
+            open({str(tmp_path)!r} + f"/{{kv.rank}}", "w").close()
+            while True:
+                kv.push("w", torch.ones(1)).wait()
+
+        if __name__ == "__main__":
+            import torch
+            kvstore.run(worker, 2, 2, consistency="asp", durability="log")
+    """
+    with subprocess.Popen(script(tmp_path / "caller.py", code)) as process:
+        assert until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), 60)
+        process.kill()
+        process.wait()
+        assert nothing_left(3)
+    assert until(lambda: not list((tmp_path / "temporary").iterdir()))
+
+
 def test_a_saboteur_who_fails_is_heard(tmp_path: Path) -> None:
-    def saboteur(cluster: Cluster) -> None:
-        (tmp_path / "stop").touch()
+    def saboteur(cluster: Cluster) -> None:  # nobody will ever say stop
         raise ArithmeticError("I cannot count")
 
     with pytest.raises(ArithmeticError, match="cannot count"):

@@ -215,6 +215,26 @@ def test_a_flipped_bit_before_whole_records_is_named_and_nothing_is_cut(tmp_path
     log.close()
 
 
+def test_without_the_checksum_a_damaged_push_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(folder: Path) -> torch.Tensor:
+        pushes = [Request("push", "w", torch.ones(4), sequence=number) for number in (1, 2)]
+        _, second, _ = filled(folder, [b"".join(frame(push)) for push in pushes])
+        [file] = folder.iterdir()
+        broken = bytearray(file.read_bytes())
+        broken[second - 1] ^= 64  # the last byte of the first record's tensor
+        file.write_bytes(broken)
+        log = Log(folder)
+        try:
+            return parse([next(log.read())[1]], limit=1000).value
+        finally:
+            log.close()
+
+    with pytest.raises(LogDamaged, match="position 0 is broken"):
+        damaged(tmp_path / "with")
+    monkeypatch.setattr(logs, "checksum", lambda *buffers, start=0: 0)
+    assert damaged(tmp_path / "without").tolist() != [1.0] * 4
+
+
 def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     filled(tmp_path, [bytes(84)] * 5, segment_bytes=100)
     (tmp_path / f"{200:020d}.log").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2lps.kvstore import Joined, Lost, Membership, Reply, Request, Server, Tick, register_optimizer
+from d2lps.kvstore import server as server_module
 from d2lps.kvstore.duplicates import WINDOW, Client, Session
 from d2lps.kvstore.events import Append, Event, Send, alike
 from d2lps.kvstore.optimizers import SGD, make_optimizer
+
+STORMS = 1_700 if os.environ.get("D2LPS_SOAK") else 50  # of some 60 pushes each
 
 
 class Asking:
@@ -318,6 +322,12 @@ def stormy(seed: int) -> None:
     run.check()
 
 
+@pytest.mark.timeout(600)
+def test_many_pushes_in_bad_weather() -> None:
+    for seed in range(STORMS):
+        stormy(seed)
+
+
 def test_without_the_filter_pushes_are_lost_or_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     stormy(1)
 
@@ -407,6 +417,28 @@ def test_a_backup_refuses_a_primary_of_an_older_view() -> None:
     backup.step(Membership(view=2, workers={0: 0}, servers=(1,)))
     reply = backup.step(Send(2, Request("init", "w", torch.zeros(1), sequence=1), view=1))[-1]
     assert isinstance(reply, Reply) and "stale view" in reply.error and not backup.entries
+
+
+def an_old_primary_wakes_up() -> tuple[bool, float]:
+    """Whether it can still acknowledge a push of 10, and what the new one has, to which 1 was pushed meanwhile."""
+    primary, backup = Server([0, 1], "asp", replicate=True), Server([0, 1], "asp")
+
+    def ask(request: Request) -> bool:
+        effects = primary.step(request)
+        confirmed = [backup.step(effect)[-1] for effect in effects if isinstance(effect, Send)]
+        return not any(reply.error for reply in [*confirmed, effects[-1]])  # type: ignore[union-attr]
+
+    assert ask(Request("init", "w", torch.zeros(1), client=0, sequence=1))
+    backup.step(Membership(view=1, workers={0: 0, 1: 0}, servers=(1,)))
+    backup.step(Request("push", "w", torch.ones(1), client=0, sequence=2, view=backup.view))
+    acknowledged = ask(Request("push", "w", torch.full((1,), 10.0), client=1, sequence=1))
+    return acknowledged, backup.entries["w"].value.item()
+
+
+def test_without_views_an_old_primary_acknowledges_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert an_old_primary_wakes_up() == (False, 1.0)
+    monkeypatch.setitem(server_module._STEPS, Membership, lambda self, event: [])
+    assert an_old_primary_wakes_up() == (True, 1.0)
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------------

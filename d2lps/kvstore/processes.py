@@ -69,10 +69,10 @@ def run(
     `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
     of what; but no trace.
-    Raises what a worker raises, RankDied, RankHung, as d2lps.run does, and leaves nothing behind (but a temporary folder,
-    if the caller itself is killed). Cost: a byte of a big tensor is copied once into memory that worker and server share, and
-    read there when it is added; a pulled one comes by two copies; those of `kv.empty` save one each. Where no memory is
-    shared (see there) a pushed byte is copied into a socket and out of it, and a pulled one four times.
+    Raises what a worker raises, RankDied, RankHung, as d2lps.run does, and leaves nothing behind (but a temporary folder, if
+    the caller itself is killed while it starts its servers). Cost: a byte of a big tensor is copied once into memory that
+    worker and server share, and read there when it is added; a pulled one comes by two copies; those of `kv.empty` save one
+    each. Where no memory is shared (see there) a pushed byte is copied into a socket and out of it, a pulled one four times.
     """
     _check(worker, workers, servers, backend, timeout)
     job = Job(workers, *_resolve(backend, workers), 0, timeout, False, False)

@@ -23,7 +23,7 @@ class Workers(Group):
     def __init__(
         self, job: Job, live: bool, memory: int, coordinator: Coordinator, go_on: bool, begun: Callable[[int], bool]
     ) -> None:
-        super().__init__(job, live)
+        super().__init__(job, live, coordinator.plan.room)
         self.memory = memory  # the file that they share, as a descriptor; -1 if they share none
         self.coordinator, self.go_on, self.begun = coordinator, go_on, begun
         self.lost: dict[int, str] = {}

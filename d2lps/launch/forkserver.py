@@ -13,9 +13,11 @@ keeper. The standard library's forkserver has the first half of this; its childr
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +68,7 @@ def keep(caller: socket.socket) -> None:
             _report_ends(caller, processes)
         finally:
             _end(processes)
+            _remove(setting["folder"])
 
 
 def _fork_rank(rank: int, files: list[int], caller: socket.socket) -> int:
@@ -119,6 +122,13 @@ def _end(processes: dict[int, int]) -> None:
                 for pid in children():
                     kill_session(pid)
                 os.waitpid(-1, 0)
+
+
+def _remove(folder: str) -> None:
+    """The run's own folder, if it has one. Other keepers may be ending processes that still write into it."""
+    deadline = time.monotonic() + 1.0
+    while folder and os.path.exists(folder) and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _child(work: Callable[..., None], *args: Any) -> None:

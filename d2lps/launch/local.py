@@ -53,10 +53,10 @@ def _run_of(outcomes: list[Success], job: Job) -> Run:
 
 
 class Group:
-    """The processes of one run, as their caller sees them."""
+    """The processes of one run, as their caller sees them. folder: what goes with them, even if the caller is killed."""
 
-    def __init__(self, job: Job, live: bool) -> None:
-        self.job = job
+    def __init__(self, job: Job, live: bool, folder: str = "") -> None:
+        self.job, self.folder = job, folder
         self.output = Output(job.ranks, live)
         self.board_file = tempfile.TemporaryFile()
         self.board_file.truncate(SharedBoard.bytes_for(job.ranks))
@@ -79,7 +79,7 @@ class Group:
                 ends.append(theirs)
             try:
                 files = [self._files(rank, end, meeting) for rank, end in enumerate(ends)]
-                self.keeper, self.pids = zygote.processes(self.job.ranks, files)
+                self.keeper, self.pids = zygote.processes(self.job.ranks, files, self.folder)
             finally:
                 for end in ends:
                     end.close()

@@ -25,27 +25,27 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in JOB_VARIABLES and not k.startswith("TORCHELASTIC_")}
 
 
-def processes(ranks: int, files: Sequence[tuple[int, ...]]) -> tuple[socket.socket, dict[int, int]]:
+def processes(ranks: int, files: Sequence[tuple[int, ...]], folder: str = "") -> tuple[socket.socket, dict[int, int]]:
     """Start one process a rank, which inherits `files[rank]`; return their keeper's socket and {rank: pid}.
 
-    Closing the socket ends them all.
+    Closing the socket ends them all, and then removes the folder, if one is named.
     """
     for last in (False, True):
         try:
-            return _start(ranks, files)
+            return _start(ranks, files, folder)
         except (EOFError, OSError) as error:  # if the zygote was killed with our request in its hands, once more
             if last:
                 raise RuntimeError(f"the processes of this run could not be started: {error}") from None
     raise AssertionError
 
 
-def _start(ranks: int, files: Sequence[tuple[int, ...]]) -> tuple[socket.socket, dict[int, int]]:
+def _start(ranks: int, files: Sequence[tuple[int, ...]], folder: str) -> tuple[socket.socket, dict[int, int]]:
     ours, keepers = socket.socketpair()
     _ends.add(ours)
     try:
         with keepers:
             _ask(keepers.fileno())
-        setting = {"ranks": ranks, "directory": os.getcwd(), "environment": clean_environment()}
+        setting = {"ranks": ranks, "directory": os.getcwd(), "environment": clean_environment(), "folder": folder}
         wire.send(ours, setting | {"path": sys.path, "argv": sys.argv})
         for rank in range(ranks):
             wire.send(ours, rank, files[rank])
