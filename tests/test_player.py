@@ -9,6 +9,7 @@ import torch
 from widget_page import chromium, needs_chromium, picture, shown, until
 
 import d2lps
+from d2lps import kvstore
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.topology import ring, star
@@ -93,12 +94,26 @@ def test_more_messages_than_a_browser_holds_are_cut_after_a_whole_round() -> Non
 
 @pytest.mark.parametrize(("bad", "words"), [
     ({"clock": "hours"}, "clock='hours'"),
-    ({"layout": [(0, 0)]}, "1 places, but the trace has 2 ranks"),
+    ({"layout": [(0, 0)]}, "layout has 1 entries, but the trace has 2 ranks"),
+    ({"names": ["a", "b", "c"]}, "names has 3 entries, but the trace has 2 ranks"),
     ({"show": ["y"]}, r"no rank had a tensor named \['y'\], only \['incoming', 'x'\]"),
 ])
 def test_bad_arguments_are_named(bad: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Player(two_ranks(), **bad)
+
+
+def test_a_store_that_adds_up_push_after_push_with_cards_that_say_who_is_who() -> None:
+    def worker(kv: Any) -> None:
+        gradient = torch.ones(3)
+        kv.init("w", gradient)
+        for _ in range(2):
+            kv.push("w", gradient).wait()
+
+    trace = kvstore.simulate(worker, star(3, 8.0), 2, 1, consistency="asp", trace=True).trace
+    twice, once = (scene(trace, names=["worker 0", "worker 1", "server"], once=once) for once in (True, False))
+    assert [rank["name"] for rank in once["ranks"]] == ["worker 0", "worker 1", "server"]
+    assert twice["changes"][-1]["from"].count(1) == 2 and once["changes"][-1]["from"] == [0, 1]
 
 
 def test_a_sentence_and_a_picture_stand_in() -> None:

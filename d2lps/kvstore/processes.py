@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,11 @@ from d2lps.comm import Communicator
 from d2lps.kvstore.chaos import Cluster, Victim
 from d2lps.kvstore.coordinator import Coordinator
 from d2lps.kvstore.deployment import Deployment, deploy
-from d2lps.kvstore.events import Refused
-from d2lps.kvstore.memory import keep_freed_memory
+from d2lps.kvstore.joined import join
 from d2lps.kvstore.monitor import Monitor
 from d2lps.kvstore.report import StoreRun
-from d2lps.kvstore.requests import SocketTransport
-from d2lps.kvstore.worker import KVWorker
 from d2lps.kvstore.workers import Workers
+from d2lps.kvstore.working import work
 from d2lps.launch.joined import under_launcher
 from d2lps.launch.rank import Job, Success
 from d2lps.launch.run import BACKENDS, _resolve
@@ -54,7 +52,7 @@ def run(
     timeout: float = 60.0,
     live: bool = False,
     **options: Any,
-) -> ProcessesRun:
+) -> StoreRun:
     """Call `worker(kv, *args)` in worker processes that have server processes; the results are the workers'.
 
     >>> def worker(kv):
@@ -69,12 +67,19 @@ def run(
     `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
     of what; but no trace.
+    Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, and leaves nothing behind (but a temporary folder, if
     the caller itself is killed while it starts its servers). Cost: a byte of a big tensor is copied once into memory that
     worker and server share, and read there when it is added; a pulled one comes by two copies; those of `kv.empty` save one
     each. Where no memory is shared (see there) a pushed byte is copied into a socket and out of it, a pulled one four times.
     """
     _check(worker, workers, servers, backend, timeout)
+    if under_launcher():
+        for name, given in (("saboteur", saboteur), ("monitor", monitor)):
+            if given is not None:
+                raise ValueError(f"{name}=... needs a run that starts its own processes: call it outside the launcher")
+        rules = {"consistency": consistency, "staleness": staleness, "durability": durability}
+        return join(worker, workers, servers, args, backend, timeout, **rules, **options)
     job = Job(workers, *_resolve(backend, workers), 0, timeout, False, False)
     plan = deploy(workers, servers, consistency, staleness, durability, **options)
     with _prepared(plan, job) as (plan, memory):
@@ -149,16 +154,7 @@ def _watched(group: Workers, coordinator: Coordinator, saboteur: Callable[[Clust
 def _life(comm: Communicator, worker: Callable[..., Any], plan: Deployment, endpoints: dict[int, str], args: Any) -> Any:
     """A worker process: its result, and when it had it."""
     Path(f"{plan.room}/w{comm.rank}").touch()  # from here on the others can do without it
-    keep_freed_memory()
-    transport = SocketTransport(comm, plan, endpoints)
-    try:
-        kv = KVWorker(transport, comm, plan.placed())
-        result, ended = worker(kv, *args), comm.now()
-        with suppress(Refused):  # it was given up before
-            kv.leave()
-        return result, ended
-    finally:
-        transport.close()
+    return work(comm, worker, plan, endpoints, args)
 
 
 # ---- what is checked, packed and prepared ---------------------------------------------------------------------------------
@@ -174,8 +170,6 @@ def _check(worker: Callable[..., Any], workers: int, servers: int, backend: str,
         raise ValueError(f"backend={backend!r} is unknown: choose {', '.join(map(repr, BACKENDS))}")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
-    if under_launcher():
-        raise RuntimeError("kvstore.run starts its own processes, on one machine: call it outside torchrun")
 
 
 def _packed(worker: Callable[..., Any], plan: Deployment, endpoints: dict[int, str], args: Any) -> bytes:

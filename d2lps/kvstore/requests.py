@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 import zmq
 
-from d2lps.comm import Communicator
+from d2lps.comm import Communicator, RankHung
 from d2lps.comm.standing import Standing, callers_line
 from d2lps.kvstore.channel import Channel
 from d2lps.kvstore.deployment import Deployment
@@ -28,8 +28,8 @@ _SOON = 0.02  # seconds: a wait that lasts longer leaves a note of where this wo
 class SocketAnswer:
     """A reply that is under way."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm, self.there = comm, threading.Event()
+    def __init__(self, comm: Communicator, what: str, patience: float | None) -> None:
+        self.comm, self.what, self.patience, self.there = comm, what, patience, threading.Event()
         self.reply: Reply | None = None
         self.failure: BaseException | None = None
 
@@ -52,7 +52,9 @@ class SocketAnswer:
     def _long_wait(self) -> None:
         comm = self.comm
         comm.board.write(Standing("answer", -1, 0, 0, "", comm.members, *callers_line(), time.monotonic()))
-        self.there.wait()
+        if not self.there.wait(self.patience):
+            told = f"worker {comm.rank} has waited for more than timeout={self.patience:g} s for an answer to {self.what}"
+            raise RankHung(told)
         comm.board.write(None)
 
 
@@ -60,11 +62,11 @@ class SocketTransport:
     """A worker's lines to all servers, and the thread that looks after them.
 
     The worker's own thread only puts requests into `inbox` and rings. endpoints: where each server listens; with replicas,
-    each node.
+    each node. patience: seconds that an answer may take; None, for ever: somebody else is watching.
     """
 
-    def __init__(self, comm: Communicator, plan: Deployment, endpoints: dict[int, str]) -> None:
-        self.comm, self.plan, self.endpoints = comm, plan, endpoints
+    def __init__(self, comm: Communicator, plan: Deployment, endpoints: dict[int, str], patience: float | None = None) -> None:
+        self.comm, self.plan, self.endpoints, self.patience = comm, plan, endpoints, patience
         self.nodes, self.view = list(range(plan.servers)), 0  # who serves now
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.arena = comm.mine.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
@@ -84,7 +86,8 @@ class SocketTransport:
         if nbytes > self.plan.limit:
             raise ValueError(f"{request.op} of {request.key!r}: {nbytes:,} bytes are more than limit={self.plan.limit:,}")
         frame(request)
-        answer = SocketAnswer(self.comm)
+        what = f"{request.op} {request.key}".strip()
+        answer = SocketAnswer(self.comm, f"{what!r} from server {server}", self.patience)
         self.inbox.append((server, request, answer))
         self._ring()
         if self.failure is not None:

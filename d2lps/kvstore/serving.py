@@ -8,6 +8,8 @@ Only the coordinator, over a socket of its own, can say that a worker was lost, 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import zmq
@@ -32,16 +34,24 @@ BATCH = 64  # requests, at most, between two syncs of the log
 
 def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> ServerReport | None:
     """The life of a node; None from one that lost its place to its backup."""
+    with serving(plan, node, endpoint) as server:
+        try:
+            return server.serve()
+        except Deposed as reason:
+            server.tell(b"deposed", str(reason).encode())
+            return None
+
+
+@contextmanager
+def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
+    """A node that listens, as long as the context lasts."""
     keep_freed_memory()
     OPTIMIZERS.update(plan.optimizers)
-    serving = Serving(plan, node, endpoint)
+    server = Serving(plan, node, endpoint)
     try:
-        return serving.serve()
-    except Deposed as reason:
-        serving.tell(b"deposed", str(reason).encode())
-        return None
+        yield server
     finally:
-        serving.close()
+        server.close()
 
 
 def _shared_with(plan: Deployment) -> Arena | None:
@@ -70,28 +80,33 @@ class Serving:
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.doorkeeper = guard(self.context, plan.keys)
         self.requests = listen(self.context, endpoint, plan.largest, plan.keys)
-        self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None)
+        self.endpoint = self.requests.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None) if plan.room else None
         self.copies = listen(self.context, f"ipc://{plan.room}/b{node}", plan.largest, None) if plan.replicated else None
         self.backup: Backup | None = None
         if self.server.replicate:
             self.backup = Backup(self.context, f"ipc://{plan.room}/b{node + plan.servers}", plan.largest)
         self.wire = Wire(plan.limit, plan.checked, _shared_with(plan))
         self.over = False
-        self.tell(b"ready", self.requests.getsockopt_string(zmq.LAST_ENDPOINT).encode())
+        self.tell(b"ready", self.endpoint.encode())
 
     def close(self) -> None:
         if self.doorkeeper is not None:
             self.doorkeeper.stop()
         if self.durable is not None:
             self.durable.close()
-        self.control.close(linger=1000)  # milliseconds: a last word may still be under way
+        for socket in (self.control, self.requests):
+            if socket is not None:
+                socket.close(linger=1000)  # milliseconds: a last word may still be under way
         self.context.destroy(linger=0)
 
     def tell(self, *words: bytes) -> None:
-        self.control.send_multipart(words)
+        """To the coordinator, if there is one."""
+        if self.control is not None:
+            self.control.send_multipart(words)
 
     def serve(self) -> ServerReport:
-        """Until the coordinator says that all is over."""
+        """Until the coordinator says that all is over; without one, until the last worker has left."""
         sockets = [socket for socket in (self.control, self.requests, self.copies) if socket is not None]
         while not self.over:
             heard = [*sockets, self.backup.socket] if self.backup is not None else sockets
@@ -101,6 +116,7 @@ class Serving:
                 self._send(self.backup.confirmed())
             self._answer_all()
             self._follow()
+            self.over |= self.control is None and not self.server.clocks.at
         return self.report.closed(self.server)
 
     # ---- workers ----------------------------------------------------------------------------------------------------------
@@ -165,7 +181,7 @@ class Serving:
     # ---- the coordinator, and the primary ---------------------------------------------------------------------------------
 
     def _orders(self) -> None:
-        while readable(self.control):
+        while self.control is not None and readable(self.control):
             word, *parts = self.control.recv_multipart()
             if word in (b"measure", b"finish"):
                 self.tell(b"measured", self.meter.said(self.report, self.server.seen))

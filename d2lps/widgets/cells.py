@@ -27,8 +27,8 @@ class Row:
 class Cells:
     """The rows to draw, their cells, and what pieces of memory mean in them."""
 
-    def __init__(self, trace: Trace, origins: Origins, show: Sequence[str] | None) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, origins: Origins, show: Sequence[str] | None, once: bool = True) -> None:
+        self.trace, self.once = trace, once
         names = _inputs_first(trace, origins) if show is None else show
         self.rows = _rows(trace, names, chosen=show is not None)
         self.left_out = _keep_few(self.rows)
@@ -63,7 +63,7 @@ class Cells:
             labels += [self._label(*source) for source in piece.sources]
         distinct = sorted(set(labels) - {""}, key=lambda label: (len(label), label))
         label = "+".join(distinct) if len(distinct) <= 2 else f"{distinct[0]}…{distinct[-1]}"
-        return {"label": label, "from": sorted(ranks)} if ranks else None
+        return {"label": label, "from": sorted(ranks if self.once else set(ranks))} if ranks else None
 
     def _label(self, buffer: int, offset: int) -> str:
         """The number of the cell in its row, "" where the row has but one."""

@@ -20,6 +20,8 @@ class Player(still.Still):
     title: shown above the picture. show: names of the variables to draw; by default all that the traced function's own
     variables hold, except one called `scratch`. layout: a place (x, y) in the unit square for each rank, by default a
     circle. clock: "rounds" (the same in every run) or "time" (seconds as measured or simulated).
+    names: of the cards, by default "rank 0" and so on. once: mark in red what counts a contribution more than once; a server
+    that adds up push after push does so rightly.
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
@@ -35,8 +37,10 @@ class Player(still.Still):
         show: Sequence[str] | None = None,
         layout: Sequence[tuple[float, float]] | None = None,
         clock: str = "rounds",
+        names: Sequence[str] | None = None,
+        once: bool = True,
     ) -> None:
-        super().__init__(scene=scene(trace, title, show, layout, clock))
+        super().__init__(scene=scene(trace, title, show, layout, clock, names, once))
 
     def __repr__(self) -> str:
         """What stands in for the picture where there is none, for those who hear the page rather than see it."""

@@ -27,14 +27,17 @@ def scene(
     show: Sequence[str] | None = None,
     layout: Sequence[tuple[float, float]] | None = None,
     clock: str = "rounds",
+    names: Sequence[str] | None = None,
+    once: bool = True,
 ) -> dict[str, Any]:
     """The scene of a trace, a dictionary of plain values; see `Player` for the arguments."""
     if clock not in ("rounds", "time"):
         raise ValueError(f"clock={clock!r} is unknown: choose 'rounds' or 'time'")
-    if layout is not None and len(layout) != trace.ranks:
-        raise ValueError(f"layout has {len(layout)} places, but the trace has {trace.ranks} ranks")
-    origins = Origins(trace)
-    return _Scene(trace, origins, Cells(trace, origins, show), clock).as_dict(title, layout or circle(trace.ranks))
+    for what, given in (("layout", layout), ("names", names)):
+        if given is not None and len(given) != trace.ranks:
+            raise ValueError(f"{what} has {len(given)} entries, but the trace has {trace.ranks} ranks")
+    origins, called = Origins(trace), names or [str(rank) for rank in range(trace.ranks)]
+    return _Scene(trace, origins, Cells(trace, origins, show, once), clock).as_dict(title, layout or circle(trace.ranks), called)
 
 
 def circle(ranks: int) -> list[tuple[float, float]]:
@@ -57,7 +60,7 @@ class _Scene:
         totals = np.cumsum(np.bincount(self.rounds, minlength=1))
         return max(1, int(np.searchsorted(totals, _MOST_MESSAGES, side="right")) - 1)
 
-    def as_dict(self, title: str, layout: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    def as_dict(self, title: str, layout: Sequence[tuple[float, float]], names: Sequence[str]) -> dict[str, Any]:
         stops, changes = self._stops(), self._changes()
         numbers = {id(row): index for index, row in enumerate(self.cells.rows)}
         return {
@@ -65,7 +68,7 @@ class _Scene:
             "unit": "round" if self.clock == "rounds" else "s",
             "end": max([stops[-1]["t"], *(change["t"] for change in changes)]),  # the last sum may follow the last message
             "stops": stops,
-            "ranks": [{"name": str(rank), "x": round(x, 4), "y": round(y, 4)} for rank, (x, y) in enumerate(layout)],
+            "ranks": [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in zip(names, layout, strict=True)],
             "rows": [{"rank": row.rank, "name": row.name} for row in self.cells.rows],
             "cells": [
                 {"row": numbers[id(row)], "start": _share(row.cuts, left), "stop": _share(row.cuts, right)}

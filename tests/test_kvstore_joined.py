@@ -1,0 +1,89 @@
+"""Parameter servers in a job of torchrun, or of any launcher, on one machine and on several."""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import environment, script
+from test_hosts import HOSTS, cables, start
+
+pytestmark = pytest.mark.alone
+SECRET = "a secret of the test"
+
+SCRIPT = """
+import json, os, sys
+import torch
+from d2lps import kvstore
+from d2lps.topology import star
+
+def worker(kv, steps):
+    big, small = torch.zeros(300, 100), torch.zeros(3)
+    kv.init("big", big)
+    kv.init("small", small)
+    kv.set_optimizer("sgd", lr=0.5, momentum=0.9)
+    for step in range(steps):
+        kv.push("big", torch.full((300, 100), float(kv.rank + step)))
+        kv.push("small", torch.full((3,), 0.1 * (kv.rank + 1)))
+        kv.clock()
+        kv.pull("big", big).wait()
+        kv.pull("small", small).wait()
+    if kv.rank == 0:
+        kv.comm.send(small, dst=1)
+    elif kv.rank == 1:
+        kv.comm.recv(small, src=0)
+    return big.unique().tolist(), small.tolist()
+
+def told(**options):
+    try:
+        kvstore.run(worker, WORKERS, SERVERS, 1, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[2])
+    refused = [told(durability="log"), told(saboteur=print), told(address="tcp://1.2.3.4")]
+    refused.append(told() if options.get("secret") else None)
+    run = kvstore.run(worker, WORKERS, SERVERS, 4, split=10_000, timeout=20, **options)
+    wanted = kvstore.simulate(worker, star(WORKERS + SERVERS, 1e9, 1e-6), WORKERS, SERVERS, 4, split=10_000)
+    values = all(torch.equal(run.values[key], wanted.values[key]) for key in wanted.values)
+    sent = [server.sent for server in run.servers] == [server.sent for server in wanted.servers]
+    with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as notes:
+        json.dump([run.results == wanted.results, values, sent, 0 < run.time < 60, refused], notes)
+"""
+
+
+def notes(folder: Path, ranks: int) -> list[list[object]]:
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
+
+
+def prepared(folder: Path, workers: int, servers: int, options: dict[str, str]) -> list[str]:
+    code = SCRIPT.replace("WORKERS", str(workers)).replace("SERVERS", str(servers))
+    return [*script(folder / "job.py", code)[1:], str(folder), json.dumps(options)]
+
+
+def test_roles_by_rank_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
+    clean = environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
+    subprocess.run([*torchrun, *prepared(tmp_path, 3, 2, {})], check=True, env=clean, timeout=100)
+    for same, values, sent, time, (durability, saboteur, address, _) in notes(tmp_path, 5):
+        assert same and values and sent and time
+        assert "durability='log': under a launcher, which starts nobody again" in durability
+        assert "saboteur=... needs a run that starts its own processes" in saboteur
+        assert "each server listens where its machine is reached" in address
+
+
+def test_on_several_machines_and_only_with_a_secret(cables: None, tmp_path: Path) -> None:
+    processes = start([sys.executable, *prepared(tmp_path, 2, HOSTS - 2, {"secret": SECRET})])
+    try:
+        assert [process.wait(100) for process in processes] == [0] * HOSTS
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, (same, values, sent, time, (*_, without)) in enumerate(notes(tmp_path, HOSTS)):
+        assert same and values and sent and time
+        assert f"address='tcp://10.77.0.{rank + 1}' can be reached from other machines: that needs secret=..." in without
