@@ -41,7 +41,7 @@ test-site: book  ## open every page of the site in Chromium, with the network of
 	D2LPS_SITE=$(SITE) $(PYTEST) -n 2 tests/test_site.py
 
 soak: .venv/.done  ## provoke failures for an hour or so: kills, hangs, broken frames
-	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_kvstore_*.py
+	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_sharedmemory.py tests/test_kvstore_*.py
 
 bench: .venv/.done  ## measure ours beside its peers; TABLES=... for some
 	$(BIN)/python -m d2lps.bench $(TABLES)

@@ -1,6 +1,7 @@
 """Ranks on shared memory: the same results as everywhere, less waiting, and nothing left when one of them dies.
 
 What every world must do is tested in test_run.py, test_collectives.py and test_deadlocks.py; here is what only this one does.
+D2LPS_SOAK=1 kills a thousand ranks.
 """
 
 # ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
@@ -30,6 +31,7 @@ from d2lps.collectives import all_gather, all_reduce, all_to_all, broadcast, gat
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 run = functools.partial(d2lps.run, backend="shm", timeout=20)
 
+SOAK = bool(os.environ.get("D2LPS_SOAK"))
 RANKS = [1, 2, 3, 5, 8]
 SIZES = [0, 1, 7, 1000, 16_384, 16_385, 100_003, 1_000_000]  # elements: some fit into a slot, some need many pieces
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint8, torch.int32, torch.int64]
@@ -318,7 +320,7 @@ def unwatched(work: Callable[..., None], ranks: int, *args: Any) -> list[Any]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(1_000 if SOAK else 6))
 def test_a_rank_that_dies_somewhere_wakes_the_others(seed: int) -> None:
     said, ready = multiprocessing.get_context("fork").SimpleQueue(), multiprocessing.get_context("fork").Barrier(5)
 
@@ -407,7 +409,7 @@ def test_thousands_of_calls_leave_no_memory_and_no_descriptors(nothing_left: Any
 
         calls(200)
         memory, descriptors = used()
-        calls(2_500)
+        calls(10_000 if SOAK else 2_500)
         after = used()
         return after[0] - memory, after[1] - descriptors
 
