@@ -104,16 +104,20 @@ def test_bad_arguments_are_named(bad: dict[str, Any], words: str) -> None:
 
 
 def test_a_store_that_adds_up_push_after_push_with_cards_that_say_who_is_who() -> None:
-    def worker(kv: Any) -> None:
+    def worker(kv: Any, steps: int) -> None:
         gradient = torch.ones(3)
-        kv.init("w", gradient)
-        for _ in range(2):
+        kv.init("w", torch.zeros(3))
+        for _ in range(steps):
             kv.push("w", gradient).wait()
 
-    trace = kvstore.simulate(worker, star(3, 8.0), 2, 1, consistency="asp", trace=True).trace
-    twice, once = (scene(trace, names=["worker 0", "worker 1", "server"], once=once) for once in (True, False))
-    assert [rank["name"] for rank in once["ranks"]] == ["worker 0", "worker 1", "server"]
-    assert twice["changes"][-1]["from"].count(1) == 2 and once["changes"][-1]["from"] == [0, 1]
+    def whose(steps: int, **options: Any) -> Any:
+        drawn = scene(kvstore.simulate(worker, star(3, 8.0), 2, 1, steps, consistency="asp", trace=True).trace, **options)
+        return [rank["name"] for rank in drawn["ranks"]], drawn["changes"][-1]["from"]
+
+    names = ["worker 0", "worker 1", "server"]
+    assert whose(1) == (["0", "1", "2"], [0, 1])  # a first value and a gradient are two things
+    assert whose(2) == (["0", "1", "2"], [0, 0, 1, 1])
+    assert whose(2, names=names, once=False) == (names, [0, 1])
 
 
 def test_a_sentence_and_a_picture_stand_in() -> None:

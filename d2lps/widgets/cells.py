@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -58,7 +58,11 @@ class Cells:
         ranks: list[int] = []
         labels: list[str] = []
         for piece in pieces:
-            here = [self.trace.buffers[buffer].rank for (buffer, _), n in piece.sources.items() for _ in range(n)]
+            # A rank counts as often as the one of its tensors that counts most: what it gave in two tensors is two things.
+            counts = Counter[int]()
+            for (buffer, _), count in piece.sources.items():
+                counts |= Counter({self.trace.buffers[buffer].rank: count})
+            here = list(counts.elements())
             ranks = here if len(here) > len(ranks) else ranks
             labels += [self._label(*source) for source in piece.sources]
         distinct = sorted(set(labels) - {""}, key=lambda label: (len(label), label))
