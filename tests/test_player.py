@@ -115,9 +115,9 @@ def test_a_store_that_adds_up_push_after_push_with_cards_that_say_who_is_who() -
         return [rank["name"] for rank in drawn["ranks"]], drawn["changes"][-1]["from"]
 
     names = ["worker 0", "worker 1", "server"]
-    assert whose(1) == (["0", "1", "2"], [0, 1])  # a first value and a gradient are two things
-    assert whose(2) == (["0", "1", "2"], [0, 0, 1, 1])
-    assert whose(2, names=names, once=False) == (names, [0, 1])
+    assert whose(1) == (["0", "1", "2"], [0, 1, 2])  # the server has begun with something of its own
+    assert whose(2) == (["0", "1", "2"], [0, 0, 1, 1, 2])
+    assert whose(2, names=names, once=False) == (names, [0, 1, 2])
 
 
 def test_a_sentence_and_a_picture_stand_in() -> None:

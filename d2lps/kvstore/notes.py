@@ -25,21 +25,19 @@ class Notes:
             return
         if isinstance(event, Request) and event.key in self.server.entries and event.value is not None:
             if event.op == "init":
-                self._began(event.key, event.value)
+                self._began(event.key)
             else:
                 self.pushed[event.key].append(event.value)
         for key in [key for key in self.pushed if self.server.entries[key].version != self.versions.get(key, 0)]:
             self._changed(key)
 
-    def _began(self, key: str, value: torch.Tensor) -> None:
-        """The first value; its buffer is known by the key."""
+    def _began(self, key: str) -> None:
+        """The first value, whoever brought it, is the server's own; its buffer is known by the key."""
         if key in self.versions or self.recorder is None:
             return
         self.versions[key] = 0
-        held = self.server.entries[key].value
-        buffer = self.recorder.buffers.seen[self.recorder.buffers.part(held)[0]]
+        buffer = self.recorder.buffers.seen[self.recorder.buffers.part(self.server.entries[key].value)[0]]
         buffer.name, buffer.scratch = key.partition("[")[0], False
-        self.recorder.local("COPY", held, value, self.recorder.now())
 
     def _changed(self, key: str) -> None:
         """All that does not wait for the end of its round is now in the value."""
