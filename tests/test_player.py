@@ -112,6 +112,7 @@ def test_a_store_that_adds_up_push_after_push_with_cards_that_say_who_is_who() -
 
     def whose(steps: int, **options: Any) -> Any:
         drawn = scene(kvstore.simulate(worker, star(3, 8.0), 2, 1, steps, consistency="asp", trace=True).trace, **options)
+        assert drawn["stops"][-1]["text"].startswith("server → " if "names" in options else "2 → ")
         return [rank["name"] for rank in drawn["ranks"]], drawn["changes"][-1]["from"]
 
     names = ["worker 0", "worker 1", "server"]

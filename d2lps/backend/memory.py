@@ -26,7 +26,6 @@ from d2lps.sharedmemory.bells import Bells
 from d2lps.sharedmemory.communicator import Rank, SharedMemoryCommunicator, _Transfer
 from d2lps.sharedmemory.mailbox import Mailbox
 from d2lps.sharedmemory.places import Places
-from d2lps.sharedmemory.space import Space
 from d2lps.sharedmemory.stage import Stage
 
 _GIVEN_UP = 1  # the word of the file that says which rank (plus 1) has failed, and will answer no more
@@ -61,24 +60,11 @@ class PatientBells(Bells):
             self._wake(rank)
 
 
-class LockedSpace(Space):
-    """A group's thread takes memory, and so does the program's when it sends."""
-
-    def __init__(self, space: Space) -> None:
-        super().__init__(space.descriptor, space.memory, *space.holes[0])
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> int:
-        with self._lock:
-            return super().take(nbytes)
-
-
 class MemoryRank(Rank):
     """One rank's part of a group's memory."""
 
     def __init__(self, descriptor: int, numbers: Sequence[int], rank: int, timeout: float) -> None:
         self.arena = Arena(descriptor, len(numbers), rank)
-        self.arena.space = LockedSpace(self.arena.space)
         self.bells: PatientBells = PatientBells(self.arena, timeout, numbers)
         self.mailbox = Mailbox(self.arena, self.bells)
         self.stage, self.places = Stage(self.arena), Places(self.arena)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # The colours of ranks, as in player.css: Okabe and Ito's, then others between them in lightness.
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92b", "#7d848c"]
 COLORS += ["#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
+REPEATED = "#b3001b"  # the edge of a cell in which something counts more than once
 _COLUMNS = 8
 
 State = list[dict[str, Any] | None]
@@ -58,7 +59,8 @@ def _column(ax: Axes, scene: dict[str, Any], state: State, label: str) -> None:
         for rank in contributors:
             ax.add_patch(_box(left + rank * share, top, share, COLORS[rank % len(COLORS)], "none"))
         whole = 0 < scene["whole"] <= len(set(contributors))
-        ax.add_patch(_box(left, top, width, "none", "black", 1.4 if whole else 0.4))
+        repeated = len(set(contributors)) < len(contributors)
+        ax.add_patch(_box(left, top, width, "none", REPEATED if repeated else "black", 1.4 if whole or repeated else 0.4))
     ax.set_xlim(-0.03, 1.03)
     ax.set_ylim(max(1, len(scene["rows"])), 0)
     ax.set_xticks([])

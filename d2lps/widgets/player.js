@@ -389,7 +389,8 @@ class Player extends Timed {
   legend() {
     const { story, texts } = this, legend = html("div", { class: "d2lps-legend" });
     const item = (kind, text, style = "") => html("span", {}, html("i", { class: kind, style }), text);
-    if (story.contributors.length) legend.append(html("span", {}, texts.contribution));
+    const named = story.scene.ranks.some((rank) => !/^\d+$/.test(rank.name)); // or they are numbers
+    if (story.contributors.length) legend.append(html("span", {}, named ? texts.contribution_of : texts.contribution));
     for (const rank of story.contributors) legend.append(item("stripe", story.scene.ranks[rank].name, `background: var(--rank-${rank % COLOURS})`));
     if (story.scene.whole > 0) legend.append(item("complete", texts.complete));
     if (story.repeats) legend.append(item("repeated", texts.repeated));

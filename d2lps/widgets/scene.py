@@ -61,7 +61,7 @@ class _Scene:
         return max(1, int(np.searchsorted(totals, _MOST_MESSAGES, side="right")) - 1)
 
     def as_dict(self, title: str, layout: Sequence[tuple[float, float]], names: Sequence[str]) -> dict[str, Any]:
-        stops, changes = self._stops(), self._changes()
+        stops, changes = self._stops(names), self._changes()
         numbers = {id(row): index for index, row in enumerate(self.cells.rows)}
         return {
             "title": title,
@@ -95,22 +95,22 @@ class _Scene:
             return round
         return float((self.trace.messages if kind == "recv" else self.trace.locals)["end"][index])
 
-    def _stops(self) -> list[dict[str, Any]]:
+    def _stops(self, names: Sequence[str]) -> list[dict[str, Any]]:
         stops: list[dict[str, Any]] = [{"t": 0, "label": TEXTS["start"], "text": TEXTS["before"]}]
         for round in range(1, min(self.last_round, int(self.rounds.max(initial=0))) + 1):
             messages = self.order[self.rounds[self.order] == round]
             labels = list(dict.fromkeys(self.trace.steps[step] for step in self.trace.messages["step"][messages]))
             label = " · ".join(filter(None, labels[:3])) or TEXTS["round"].format(k=round)
-            stops.append({"t": self._stop_time(round), "label": label, "text": self._caption(messages)})
+            stops.append({"t": self._stop_time(round), "label": label, "text": self._caption(messages, names)})
         return stops
 
-    def _caption(self, messages: np.ndarray) -> str:
+    def _caption(self, messages: np.ndarray, names: Sequence[str]) -> str:
         m = self.trace.messages
         named = []
         for index in messages[:_NAMED]:
             labels = [str(part["label"]) for part in self._parts(int(index)) if part["label"]]
             what = TEXTS["part"].format(label=", ".join(labels)) if 0 < len(labels) <= 3 else ""
-            words = {"src": m["src"][index], "dst": m["dst"][index], "what": what}
+            words = {"src": names[m["src"][index]], "dst": names[m["dst"][index]], "what": what}
             named.append(TEXTS["sends"].format(bytes=f"{m['nbytes'][index]:,} B", **words))
         if len(messages) > _NAMED:
             named.append(TEXTS["more"].format(n=len(messages) - _NAMED))

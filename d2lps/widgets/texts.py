@@ -15,6 +15,7 @@ TEXTS = {
     # the picture
     "rank": "rank {name}",
     "contribution": "contribution of rank",
+    "contribution_of": "contribution of",
     "complete": "complete",
     "repeated": "counted more than once",
     "message": "{src} → {dst}: {bytes}",

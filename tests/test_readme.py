@@ -1,0 +1,17 @@
+"""The examples of README.md do what it says."""
+
+import re
+from pathlib import Path
+
+from launching import output_of, script
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_examples_run(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    shown = [re.sub(r"^(d2lps\..*?)(\s+#.*)?$", r"print(\1)", block, flags=re.MULTILINE) for block in blocks]
+    said = output_of(script(tmp_path / "readme.py", "".join(shown)))
+    everyone, eight, store = said.splitlines()
+    assert everyone == f"Run({[[6.0] * 3] * 4})" and eight == f"Run({[[28.0] * 3] * 8})"
+    assert store.startswith(f"Run({[[2000.0] * 3] * 4}) ['") and "runs again, with all that is in its log" in store
