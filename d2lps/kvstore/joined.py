@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,19 @@ ENDPOINT = 64  # bytes of a server's address, at most
 
 
 def join(
-    worker: Callable[..., Any], workers: int, servers: int, args: tuple[Any, ...], backend: str, timeout: float, **options: Any
+    worker: Callable[..., Any],
+    workers: int,
+    servers: int,
+    args: tuple[Any, ...],
+    backend: str,
+    timeout: float,
+    own: Mapping[str, Any],
+    **options: Any,
 ) -> StoreRun:
-    """Take this rank's part of the job; every rank returns the whole StoreRun."""
+    """Take this rank's part of the job; every rank returns the whole StoreRun. own: what is for runs of one's own."""
+    for name, given in own.items():
+        if given is not None:
+            raise ValueError(f"{name}=... needs a run that starts its own processes: call it outside the launcher")
     for name, only in (("durability", "memory"), ("absent", ())):
         if options.get(name, only) != only:
             raise ValueError(f"{name}={options[name]!r}: under a launcher, which starts nobody again, it must be {only!r}")

@@ -75,11 +75,9 @@ def run(
     """
     _check(worker, workers, servers, backend, timeout)
     if under_launcher():
-        for name, given in (("saboteur", saboteur), ("monitor", monitor)):
-            if given is not None:
-                raise ValueError(f"{name}=... needs a run that starts its own processes: call it outside the launcher")
         rules = {"consistency": consistency, "staleness": staleness, "durability": durability}
-        return join(worker, workers, servers, args, backend, timeout, **rules, **options)
+        own = {"saboteur": saboteur, "monitor": monitor}
+        return join(worker, workers, servers, args, backend, timeout, own, **rules, **options)
     job = Job(workers, *_resolve(backend, workers), 0, timeout, False, False)
     plan = deploy(workers, servers, consistency, staleness, durability, **options)
     with _prepared(plan, job) as (plan, memory):
