@@ -83,6 +83,20 @@ def test_big_tensors_where_no_memory_is_shared(backend: str, options: dict[str, 
     assert alike(real.results, kvstore.simulate(exchange, star(4, 1e9, 1e-6), 2, 2, True, 3).results)
 
 
+def test_big_tensors_without_gradients_and_of_parameters() -> None:
+    def worker(kv: Any) -> list[float]:
+        weights = torch.nn.Parameter(torch.zeros(20_000))
+        kv.init("w", weights)
+        with torch.inference_mode():
+            out = torch.zeros(20_000)
+            kv.pushpull("w", torch.ones(20_000), out).wait()
+        kv.clock()
+        kv.pull("w", weights).wait()
+        return [out.mean().item(), weights.mean().item()]
+
+    assert kvstore.run(worker, 2, 1) == [[2.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("consistency", ["asp", "ssp", "bsp"])
 def test_more_big_tensors_than_are_sent_at_once(consistency: str) -> None:
     def worker(kv: Any) -> list[list[float]]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch.distributed.rpc as rpc
 
 from d2lps import kvstore
 from d2lps.bench.figures import record
+from d2lps.collectives import all_gather
 from d2lps.comm import Communicator
 from d2lps.launch import run
 
@@ -40,9 +42,9 @@ def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[dict[str
     counted. messages: in a second. to_rpc: times as fast as RPC.
     """
     rows = []
-    with tempfile.TemporaryDirectory() as folder, _workers(os.path.join(folder, "door"), ways) as lines:
+    with tempfile.TemporaryDirectory() as folder, _workers(os.path.join(folder, "door"), ways) as (lines, pids):
         for nbytes, keys in SIZES.items():
-            times = _measured(lines, nbytes, rounds)
+            times = _measured(lines, pids, nbytes, rounds)
             rows += [_row(way, nbytes, keys, seconds, times[RPC]) for way, seconds in times.items()]
     return rows
 
@@ -70,25 +72,38 @@ def _row(way: str, nbytes: int, keys: int, seconds: list[float], rpcs: list[floa
     return {"way": way, "bytes": nbytes, **spread, **ratios}
 
 
-def _measured(ways: dict[str, list[Connection]], nbytes: int, rounds: int) -> dict[str, list[float]]:
+def _measured(ways: dict[str, list[Connection]], pids: list[int], nbytes: int, rounds: int) -> dict[str, list[float]]:
     """The seconds from the first worker's start to the last one's end, by way and round; the first two are not counted."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 2):
         for way, workers in ways.items():
-            for worker in workers:
-                worker.send(nbytes)
-            spans = [worker.recv() for worker in workers]
+            with _awake(pids if way == RPC else []):
+                for worker in workers:
+                    worker.send(nbytes)
+                spans = [worker.recv() for worker in workers]
             if number > 1:
                 times[way].append(max(end for _, end in spans) - min(start for start, _ in spans))
     return times
+
+
+@contextmanager
+def _awake(pids: list[int]) -> Iterator[None]:
+    """Processes that are stopped at other times: idle, PyTorch's RPC looks for messages all the time, and takes half a core."""
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
 
 
 # ---- the workers ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _workers(door: str, wanted: Sequence[str]) -> Iterator[dict[str, list[Connection]]]:
-    """All ways, each with the lines to its workers, which sleep until they are called."""
+def _workers(door: str, wanted: Sequence[str]) -> Iterator[tuple[dict[str, list[Connection]], list[int]]]:
+    """All ways, each with the lines to its workers, which sleep until they are called; and RPC's processes, which never do."""
     ways, threads = {}, []
     with Listener(door) as listener:
         for way, (durability, shared) in [(way, how) for way, how in OURS.items() if way in wanted]:
@@ -96,13 +111,19 @@ def _workers(door: str, wanted: Sequence[str]) -> Iterator[dict[str, list[Connec
             threads.append(threading.Thread(target=kvstore.run, args=(_ours, WORKERS, SERVERS, door, shared), kwargs=options))
             threads[-1].start()
             ways[way] = [listener.accept() for _ in range(WORKERS)]
+            assert [line.recv() for line in ways[way]] == [[]] * WORKERS
         rest = {"backend": "gloo", "timeout": 600.0}
         threads.append(threading.Thread(target=run, args=(_rpc, WORKERS + SERVERS, door), kwargs=rest))
         threads[-1].start()
         ways[RPC] = [listener.accept() for _ in range(WORKERS)]
+        pids, _ = [line.recv() for line in ways[RPC]]
         try:
-            yield ways
+            with _awake(pids):  # they have started
+                time.sleep(0.1)
+            yield ways, pids
         finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
             for line in [line for lines in ways.values() for line in lines]:
                 line.send(None)
             for thread in threads:
@@ -117,10 +138,12 @@ def _serve(
     barrier: Callable[[], None],
     make: Callable[[dict[int, torch.Tensor]], tuple[Call, Call]],
     empty: Callable[[int], torch.Tensor] = torch.empty,
+    pids: Sequence[int] = (),
 ) -> None:
-    """Do what the caller asks for, and say when it began and ended."""
+    """Say which processes never sleep; then do what the caller asks for, and say when it began and ended."""
     kept: dict[int, tuple[Call, Call, dict[int, torch.Tensor]]] = {}
     with Client(door) as line:
+        line.send(list(pids))
         while (nbytes := line.recv()) is not None:
             if nbytes not in kept:
                 values = {nbytes + key: empty(nbytes // 4).fill_(1.0) for key in range(SIZES[nbytes])}
@@ -179,8 +202,10 @@ def _rpc(comm: Communicator, door: str) -> None:
     rpc.init_rpc(str(comm.rank), rank=comm.rank, world_size=comm.size, rpc_backend_options=options)
     mine = comm.split(int(comm.rank < WORKERS))
     assert mine is not None
+    pids = [torch.tensor([0]) for _ in range(comm.size)]
+    all_gather(comm, pids, torch.tensor([os.getpid()]))
     if comm.rank < WORKERS:
-        _serve(door, mine.barrier, _remote)
+        _serve(door, mine.barrier, _remote, pids=[int(pid) for pid in pids])
     rpc.shutdown()
 
 

@@ -25,7 +25,7 @@ from d2lps.sharedmemory.arena import Arena
 
 RETRY, RETRY_MOST = 1.0, 16.0  # seconds of silence after which all is sent again: at first, and at most (it doubles)
 SOON = 0.01  # seconds: the server knows less than we do, for a moment
-MOST_LENT = 4  # tensors in shared memory under way to a server: few, so that they stay in the processor's cache
+MOST_LENT = 4  # slots in use for one server: few, so that they stay in the processor's cache
 
 
 class Channel:
@@ -40,8 +40,7 @@ class Channel:
     ) -> None:
         self.plan, self.context = plan, context
         self.wire = Wire(plan.limit, plan.checked, arena)
-        self.outgoing = Slots(arena) if arena is not None else None
-        self.places = Slots(arena) if arena is not None else None
+        self.slots = Slots(arena) if arena is not None else None
         self.session = Session(rank)
         self.queue: list[tuple[tuple[int, int, int], int, Request, Any]] = []  # a heap of what has no number yet
         self.again: deque[Request] = deque()
@@ -79,6 +78,7 @@ class Channel:
                     continue  # answered meanwhile
             else:
                 _, _, request, answer = heapq.heappop(self.queue)
+                answer.out = request.out
                 request = self.session.number(self._shared(request), answer)
             self.socket.send_multipart(self.wire.pack(request), zmq.NOBLOCK, copy=False)
             self.due = min(self.due, time.monotonic() + self.patience)
@@ -86,20 +86,22 @@ class Channel:
 
     def _crowded(self) -> bool:
         """Whether the next request must wait for an answer, and for the slot that it frees."""
-        return self.outgoing is not None and len(self.outgoing.lent) >= MOST_LENT and self._to_copy(self.queue[0][2].value)
+        request = self.queue[0][2]
+        copied = self._to_copy(request.value) or self._to_copy(request.out)
+        return self.slots is not None and copied and len(self.slots.lent) >= MOST_LENT
 
     def _to_copy(self, tensor: torch.Tensor | None) -> bool:
         return tensor is not None and tensor.nbytes >= BIG and self.wire.where(tensor) == NOWHERE
 
     def _shared(self, request: Request) -> Request:
         """The request with its big tensors where the server can reach them."""
-        if self.outgoing is None or self.places is None:
+        if self.slots is None:
             return request
         value, out = request.value, request.out
         if value is not None and self._to_copy(value):
-            value = self.outgoing.copy(value)
+            value = self.slots.copy(value)
         if out is not None and (self._to_copy(out) or self.wire.where(out) == self.wire.where(value) != NOWHERE):
-            out = self.places.like(out)  # never where the value lies: should the server die, that is sent again
+            out = self.slots.like(out)  # never where the value lies: should the server die, that is sent again
         return replace(request, value=value, out=out)
 
     def repeat(self) -> None:
@@ -137,11 +139,18 @@ class Channel:
         request, _ = self.session.open.get(reply.sequence, (None, None))
         answer = self.session.answered(reply)
         if request is not None and answer is not None:
-            # What was written into the place that we named is ours as long as somebody holds that place.
-            in_place = self.wire.where(reply.value) != NOWHERE
-            answer.arrived(replace(reply, value=request.out) if in_place else reply)
+            answer.arrived(self._fetched(reply, request.out, answer.out))
         self.patience = RETRY
         self.due = time.monotonic() + self.patience if self.session.open else math.inf
+
+    def _fetched(self, reply: Reply, place: torch.Tensor | None, wanted: torch.Tensor | None) -> Reply:
+        """The reply, with a value that the server has put into our place where the caller wants it; so the place is free."""
+        if place is None or wanted is None or self.wire.where(reply.value) == NOWHERE:
+            return reply
+        if place is not wanted:
+            with torch.inference_mode(wanted.is_inference()):  # the caller's mode, which this thread does not know
+                wanted.copy_(place)
+        return replace(reply, value=wanted)
 
     def _stale(self, view: int) -> None:
         """One of us has not heard of a new membership. Nothing was done: ask again, knowing it, or give the server a moment."""

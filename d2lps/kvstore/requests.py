@@ -30,6 +30,7 @@ class SocketAnswer:
 
     def __init__(self, comm: Communicator, what: str, patience: float | None) -> None:
         self.comm, self.what, self.patience, self.there = comm, what, patience, threading.Event()
+        self.out: torch.Tensor | None = None  # where the caller wants it
         self.reply: Reply | None = None
         self.failure: BaseException | None = None
 
