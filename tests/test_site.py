@@ -165,16 +165,11 @@ def by_keyboard(page: "playwright.Page", widget: "playwright.Locator") -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_loads_without_a_fault(page: "playwright.Page", address: str, name: str) -> None:
+def test_page_loads_and_fits_a_narrow_screen(page: "playwright.Page", address: str, name: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
     open_widgets(page, f"{address}/{name}.html", name)
     page.wait_for_load_state("networkidle")
     assert page.locator("article h1").first.is_visible()
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_page_fits_a_narrow_screen(page: "playwright.Page", address: str, name: str) -> None:
-    page.set_viewport_size({"width": 390, "height": 800})
-    open_widgets(page, f"{address}/{name}.html", name)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
@@ -188,7 +183,7 @@ def test_widgets_follow_mouse_and_keyboard(page: "playwright.Page", address: str
 
 
 @pytest.mark.parametrize("name", WITH_CLOCKS)
-def test_clocks_step_forth_and_back(page: "playwright.Page", address: str, name: str) -> None:
+def test_clocks_step_forth_and_back_and_run_by_themselves(page: "playwright.Page", address: str, name: str) -> None:
     for widget in open_widgets(page, f"{address}/{name}.html", name, "Player", "Race"):
         first = settle(widget)
         widget.locator('button[data-action="next"]').click()
@@ -196,12 +191,6 @@ def test_clocks_step_forth_and_back(page: "playwright.Page", address: str, name:
         assert settle(widget) != first
         widget.locator('button[data-action="previous"]').click()
         wait_for(page, widget, "==", first)
-
-
-@pytest.mark.parametrize("name", WITH_CLOCKS)
-def test_clocks_run_by_themselves(page: "playwright.Page", address: str, name: str) -> None:
-    for widget in open_widgets(page, f"{address}/{name}.html", name, "Player", "Race"):
-        first = drawing(widget)
         widget.locator('button[data-action="play"]').click()
         wait_for(page, widget, "!=", first)
         wait_for(page, widget, "!=", drawing(widget))
