@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -350,3 +351,21 @@ def digits(number: int = 1797) -> tuple[torch.Tensor, torch.Tensor]:
 
     images, labels = load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32)[:number] / 16, torch.tensor(labels)[:number]
+
+
+# ---- a worker of a parameter server that comes later than the others ------------------------------------------------------
+
+
+def joins_later(kv: Any, late: float, pause: float) -> int:
+    """Worker 2 joins after `late` seconds; each pushes ones, ten iterations of `pause` seconds. How many it sees at its end."""
+    out = torch.zeros(1)
+    if kv.rank == 2:
+        kv.comm.sleep(late)
+        kv.join()
+    kv.init("w", out)
+    while kv.iteration < 10:
+        kv.comm.sleep(pause)
+        kv.push("w", torch.ones(1))
+        kv.clock()
+        kv.pull("w", out).wait()
+    return int(out.item())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launching import nothing_left
-from oracles import digits
+from oracles import digits, joins_later
 
 from d2lps import kvstore
 from d2lps.comm import RankHung
@@ -228,20 +228,7 @@ def test_an_optimizer_of_ones_own_is_known_to_the_servers() -> None:
 
 
 def test_workers_join_later() -> None:
-    def worker(kv: Any) -> int:
-        out = torch.zeros(1)
-        if kv.rank == 2:
-            kv.comm.sleep(0.2)
-            kv.join()
-        kv.init("w", out)
-        while kv.iteration < 10:
-            kv.comm.sleep(0.04)
-            kv.push("w", torch.ones(1))
-            kv.clock()
-            kv.pull("w", out).wait()
-        return int(out.item())
-
-    run = kvstore.run(worker, 3, 2, absent=[2])
+    run = kvstore.run(joins_later, 3, 2, 0.2, 0.04, absent=[2])
     assert len(set(run)) == 1 and 20 < run[0] < 30
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import joins_later
 
 from d2lps import cost
 from d2lps.comm import RankHung
@@ -207,20 +208,7 @@ def test_rows_of_an_embedding_travel_alone() -> None:
 
 
 def test_workers_join_later() -> None:
-    def worker(kv: Any) -> int:
-        out = torch.zeros(1)
-        if kv.rank == 2:
-            kv.comm.sleep(4.5)
-            kv.join()
-        kv.init("w", out)
-        while kv.iteration < 10:
-            kv.comm.sleep(1.0)
-            kv.push("w", torch.ones(1))
-            kv.clock()
-            kv.pull("w", out).wait()
-        return int(out.item())
-
-    run = simulate(worker, star(5, 1e9, 1e-6), 3, 2, absent=[2])
+    run = simulate(joins_later, star(5, 1e9, 1e-6), 3, 2, 4.5, 1.0, absent=[2])
     assert run == [25, 25, 25] or run == [26, 26, 26]
 
 
