@@ -6,7 +6,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := .venv/bin
 NODE := _build/node
 SITE := _build/html
-PYTEST := $(BIN)/python -m pytest
+# Tests run two at a time: threads with nothing to do must not spin on the cores of others.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup book test style types test-library test-alone test-notebooks test-site soak bench lab execute serve clean
@@ -31,7 +32,7 @@ types: .venv/.done  ## check its types
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
 	$(PYTEST) --ignore tests/test_site.py -m "not alone" -n 2 --dist loadfile
 
-test-alone: .venv/.done  ## test what counts processes or real time, with nothing beside it
+test-alone: .venv/.done  ## test what compares real times with predicted ones, with nothing beside it
 	$(PYTEST) --ignore tests/test_site.py -m alone
 
 test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some

@@ -108,7 +108,9 @@ def zombies() -> int:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if sys.platform == "linux" else set()
+    """The names in shared memory, without those of the browser and of Open MPI, which tests beside this one may be using."""
+    names = os.listdir("/dev/shm") if sys.platform == "linux" else []
+    return {name for name in names if not name.startswith((".", "vader_segment"))}
 
 
 def belongings() -> dict[str, Any]:

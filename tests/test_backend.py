@@ -4,6 +4,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import re
 import signal
@@ -387,7 +388,6 @@ def test_an_error_on_one_rank_is_felt_by_all(transport: str) -> None:
         assert seconds < 3
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_wait_ends_after_the_groups_timeout(transport: str) -> None:
     zero, _, two = job(failing, 3, "late", transport=transport, timeout=1.0)
@@ -415,7 +415,6 @@ KILLED = """
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_noticed_and_nothing_is_left(transport: str, tmp_path: Path, nothing_left: Any) -> None:
     command = script(tmp_path / "killed.py", KILLED)
@@ -449,7 +448,6 @@ def many_groups(comm: Communicator) -> list[int]:
     return counts
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_destroyed_groups_leave_nothing_behind(transport: str) -> None:
@@ -509,9 +507,10 @@ def test_shared_memory_is_found_or_asked_for_in_vain(monkeypatch: pytest.MonkeyP
 # ---- under torchrun -----------------------------------------------------------------------------------------------------
 
 TRAINING = """
-    import os, torch, torch.distributed as dist
+    import os, sys, torch, torch.distributed as dist
     import d2lps.backend
-    for number in range(2):
+    for transport in sys.argv[1:] * 2:
+        os.environ["D2LPS_TRANSPORT"] = transport
         dist.init_process_group("d2lps")
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
         model(torch.full((2, 3), float(dist.get_rank()))).sum().backward()
@@ -523,9 +522,8 @@ TRAINING = """
 """
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_under_torchrun(tmp_path: Path, transport: str) -> None:
+def test_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    text = output_of([*command, *script(tmp_path / "train.py", TRAINING)[1:]], D2LPS_TRANSPORT=transport, D2LPS_ALL_REDUCE="tree")
-    for rank in range(3):
+    text = output_of([*command, *script(tmp_path / "train.py", TRAINING)[1:], *TRANSPORTS], D2LPS_ALL_REDUCE="tree")
+    for rank, transport in itertools.product(range(3), TRANSPORTS):
         assert text.count(f"{rank} [[2.0, 2.0, 2.0]] d2lps {transport == 'shm'}") == 2, text

@@ -18,8 +18,6 @@ from d2lps.collectives import all_reduce, broadcast
 from d2lps.simulator import Model, simulate
 from d2lps.topology import star
 
-pytestmark = pytest.mark.alone
-
 Program = Callable[[Communicator], None]
 World = Callable[[Program, int], RankHung]
 TEN = torch.zeros(10)  # 40 bytes

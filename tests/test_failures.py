@@ -29,7 +29,7 @@ import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung
 from d2lps.collectives import all_reduce, broadcast
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("nothing_left")]
+pytestmark = pytest.mark.usefixtures("nothing_left")
 Gone = Callable[[float], bool]
 run = functools.partial(d2lps.run, backend="gloo")
 

@@ -18,8 +18,6 @@ import psutil
 import pytest
 from launching import environment, script, started, until
 
-pytestmark = pytest.mark.alone
-
 HOSTS = 3
 TIMEOUT = 2  # seconds: what the script below gives to d2lps.run
 PREFIX = f"d2lps-{os.getpid()}"

@@ -11,7 +11,6 @@ import pytest
 from launching import environment, script
 from test_hosts import HOSTS, cables, start
 
-pytestmark = pytest.mark.alone
 SECRET = "a secret of the test"
 
 SCRIPT = """

@@ -39,7 +39,6 @@ def watched() -> tuple[kvstore.Monitor, kvstore.ProcessesRun, list[int]]:
     return monitor, run, seen
 
 
-@pytest.mark.alone
 def test_it_is_told_during_the_run_and_at_its_end(watched: Any) -> None:
     monitor, run, seen = watched
     assert any(0 < early < seen[-1] for early in seen) and seen == sorted(seen)
@@ -50,7 +49,6 @@ def test_it_is_told_during_the_run_and_at_its_end(watched: Any) -> None:
         assert sum(sample.latencies.counts) == report.requests.total() and sample.latencies.total > 0
 
 
-@pytest.mark.alone
 def test_the_table_has_a_line_for_each_server(watched: Any) -> None:
     monitor, run, _ = watched
     head, *rows = str(monitor).splitlines()
@@ -62,7 +60,6 @@ def test_the_table_has_a_line_for_each_server(watched: Any) -> None:
     assert len(rows) == 2
 
 
-@pytest.mark.alone
 def test_prometheus_reads_the_same_numbers(watched: Any) -> None:
     monitor, run, _ = watched
     with urllib.request.urlopen(monitor.serve()) as answer:

@@ -21,7 +21,7 @@ from d2lps.kvstore.events import alike
 from d2lps.kvstore.optimizers import OPTIMIZERS, SGD
 from d2lps.topology import star
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("nothing_left")]
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def add_up(kv: Any, steps: int) -> list[torch.Tensor]:

@@ -274,7 +274,6 @@ def test_messages_from_several_threads() -> None:
 # ---- waiting --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 def test_who_waits_does_not_burn_a_core() -> None:
     def work(comm: Communicator) -> float:
         comm.barrier()
@@ -287,7 +286,6 @@ def test_who_waits_does_not_burn_a_core() -> None:
     assert max(run(work, 6)) < 0.1
 
 
-@pytest.mark.alone
 def test_a_hang_and_a_deadlock_are_explained() -> None:
     def circle(comm: Communicator) -> None:
         comm.recv(torch.zeros(10), (comm.rank + 1) % 3)
@@ -319,7 +317,6 @@ def unwatched(work: Callable[..., None], ranks: int, *args: Any) -> list[Any]:
     return processes
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("seed", range(1_000 if SOAK else 6))
 def test_a_rank_that_dies_somewhere_wakes_the_others(seed: int) -> None:
     said, ready = multiprocessing.get_context("fork").SimpleQueue(), multiprocessing.get_context("fork").Barrier(5)
@@ -349,7 +346,6 @@ def test_a_rank_that_dies_somewhere_wakes_the_others(seed: int) -> None:
     processes[victim].join()
 
 
-@pytest.mark.alone
 def test_a_death_behind_a_rank_that_lives_is_noticed() -> None:
     said = multiprocessing.get_context("fork").SimpleQueue()
 
@@ -368,7 +364,6 @@ def test_a_death_behind_a_rank_that_lives_is_noticed() -> None:
     assert sorted(said.get() for _ in range(3)) == [0, 1, 2]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_in_which_a_rank_is_killed_says_so_and_leaves_nothing(seed: int, nothing_left: Any) -> None:
     victim = seed
@@ -390,7 +385,6 @@ def test_a_run_in_which_a_rank_is_killed_says_so_and_leaves_nothing(seed: int, n
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 def test_thousands_of_calls_leave_no_memory_and_no_descriptors(nothing_left: Any) -> None:
     def used() -> tuple[int, int]:
         """Pages that this process has in shared memory, in KiB, and its descriptors."""
@@ -417,7 +411,6 @@ def test_thousands_of_calls_leave_no_memory_and_no_descriptors(nothing_left: Any
         assert grown < 4_000 and opened == 0, (grown, opened)
 
 
-@pytest.mark.alone
 def test_a_shared_tensor_goes_back_with_its_last_view() -> None:
     def work(comm: Communicator) -> list[int]:
         def taken() -> int:
@@ -439,7 +432,6 @@ def test_a_shared_tensor_goes_back_with_its_last_view() -> None:
     assert with_tensors >= before + 200 and after == before
 
 
-@pytest.mark.alone
 def test_too_little_memory_is_an_error_with_the_bytes() -> None:
     def work(comm: Communicator) -> str:
         with pytest.raises(MemoryError) as caught:
@@ -451,7 +443,6 @@ def test_too_little_memory_is_an_error_with_the_bytes() -> None:
         assert said.startswith("8,000,000,000,000 bytes of shared memory are needed for 2 ranks; ")
 
 
-@pytest.mark.alone
 def test_a_full_machine_is_an_error_before_the_crash() -> None:
     def work(comm: Communicator) -> str:
         def refuse(*_: int) -> None:
@@ -465,7 +456,6 @@ def test_a_full_machine_is_an_error_before_the_crash() -> None:
     assert run(work, 1) == ["4,096 bytes of shared memory are needed: No space left on device"]
 
 
-@pytest.mark.alone
 def test_where_it_is_not_there_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ValueError, match="backend='shm' is not there: memfd_create and futex are Linux's, and this is darwin"):

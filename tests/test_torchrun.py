@@ -20,8 +20,6 @@ import psutil
 import pytest
 from launching import environment, nothing_left, running, script, started, until
 
-pytestmark = pytest.mark.alone
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 # Every script begins with this: note(name, call) leaves what a call gave or raised, and how long it took, in a file.

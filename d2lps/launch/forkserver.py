@@ -11,6 +11,7 @@ keeper. The standard library's forkserver has the first half of this; its childr
 """
 
 import contextlib
+import importlib
 import os
 import selectors
 import shutil
@@ -27,7 +28,10 @@ from d2lps.launch.lineage import adopt_orphans, children, die_with_parent, kill_
 
 
 def serve(caller: socket.socket) -> None:
-    """The zygote: fork a keeper for every socket that the caller sends, until the caller is gone."""
+    """The zygote: fork a keeper for every socket that the caller sends, until the caller is gone.
+
+    Between them the caller may name modules that ranks had to import: those that follow find them here.
+    """
     import numpy
     import torch
     import torch.distributed
@@ -40,9 +44,14 @@ def serve(caller: socket.socket) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks a rank where it is: may come before the rank has a handler
     while True:
         try:
-            _, (run,) = wire.receive(caller)
+            names, files = wire.receive(caller)
         except (EOFError, OSError):
             return
+        if not files:
+            for name in names:
+                importlib.import_module(name)
+            continue
+        (run,) = files
         if os.fork() == 0:
             caller.close()
             _child(keep, socket.socket(fileno=run))

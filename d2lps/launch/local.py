@@ -118,7 +118,9 @@ class Group:
                 self._raise_first()
             self._check_waits()
             self.output.pump()
-        return [outcome for _, outcome in sorted(self.outcomes.items()) if isinstance(outcome, Success)]
+        successes = [outcome for _, outcome in sorted(self.outcomes.items()) if isinstance(outcome, Success)]
+        zygote.preload({name for success in successes for name in success.imported})
+        return successes
 
     def _dead(self) -> dict[int, int]:
         """The ranks that ended without a word."""

@@ -29,6 +29,9 @@ from d2lps.trace.recorder import Log, Recorder
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+# What torch imports when it is first needed (by an optimizer, DDP, a DTensor): a second of work, in every rank of every run.
+_LATE = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+
 
 @dataclass
 class Job:
@@ -63,6 +66,7 @@ class Success:
     started: float
     ended: float
     log: Log | None
+    imported: tuple[str, ...] = ()  # what the fork server had better import for the ranks to come
 
 
 def main(rank: int, control: int, out: int, err: int, board: int, stack: int, meeting: int = -1) -> None:
@@ -98,7 +102,8 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     result = function(comm, *args)
     ended = comm.now()
     log = recorder.log(started, ended, str(comm.node)) if recorder else None
-    return Success(_packed(result, comm.rank), started, ended, log)
+    imported = tuple(name for name in _LATE if name in sys.modules)
+    return Success(_packed(result, comm.rank), started, ended, log, imported)
 
 
 def _packed(result: Any, rank: int) -> bytes:

@@ -39,6 +39,18 @@ def processes(ranks: int, files: Sequence[tuple[int, ...]], folder: str = "") ->
     raise AssertionError
 
 
+def preload(names: set[str]) -> None:
+    """Let the zygote import some modules, once for all ranks that it will fork; this does not wait for it."""
+    with _lock:
+        if names and _zygote is not None:
+            try:
+                wire.send(_zygote[1], sorted(names))
+            except BaseException as error:
+                _end()  # as in _ask; the next one will be told again
+                if not isinstance(error, OSError):
+                    raise
+
+
 def _start(ranks: int, files: Sequence[tuple[int, ...]], folder: str) -> tuple[socket.socket, dict[int, int]]:
     ours, keepers = socket.socketpair()
     _ends.add(ours)
