@@ -6,11 +6,11 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := .venv/bin
 NODE := _build/node
 SITE := _build/html
-# Tests run two at a time: threads with nothing to do must not spin on the cores of others.
+# Tests run two or three at a time: threads with nothing to do must not spin on the cores of others.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-alone test-notebooks test-site soak bench lab execute serve clean
+.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak bench lab execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -21,7 +21,7 @@ book: setup      ## build the site from the stored outputs, into _build/html
 	rm -rf $(SITE)
 	$(BIN)/jupyter-book build . --all -W --keep-going
 
-test: style types test-library test-alone test-notebooks test-site  ## run every test
+test: style types test-library test-hosts test-notebooks test-site  ## run every test
 
 style: .venv/.done  ## check the style of the code
 	$(BIN)/ruff check .
@@ -30,16 +30,16 @@ types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py -m "not alone" -n 2 --dist loadfile
+	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_shaped_hosts.py -n 2 --dist loadfile
 
-test-alone: .venv/.done  ## test what compares real times with predicted ones, with nothing beside it
-	$(PYTEST) --ignore tests/test_site.py -m alone
+test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation, with nothing beside it
+	$(PYTEST) tests/test_shaped_hosts.py
 
 test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some
-	$(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 2 --dist loadscope $(or $(NOTEBOOKS),book)
+	$(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 3 --dist loadscope $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
-	D2LPS_SITE=$(SITE) $(PYTEST) -n 2 tests/test_site.py
+	D2LPS_SITE=$(SITE) $(PYTEST) -n 3 tests/test_site.py
 
 soak: .venv/.done  ## provoke failures for an hour or so: kills, hangs, broken frames
 	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_sharedmemory.py tests/test_kvstore_*.py

@@ -31,6 +31,7 @@ from d2lps import Communicator
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch runs them on Linux")
 
 RANKS = 4
+IMITATED = ["gloo", "mpi"]
 # Tests on CPU tensors that torch runs on MPI only, and those in smaller groups, for which it otherwise wants eight ranks.
 AS_MPI = r"all_to_all|(?<!full)_group(_sum|_product|_min|_max)?$"
 
@@ -51,17 +52,19 @@ def case_of(comm: Communicator, imitated: str, folder: str) -> Any:
     """Torch's tests as a class; what is left of their own way to start ranks is where these wait for one another."""
     os.environ.update(BACKEND=imitated, WORLD_SIZE=str(comm.size), TEMP_DIR=folder)
     Path(folder, "test_dir").mkdir(exist_ok=True)  # where some of them meet
-    if importlib.util.find_spec("expecttest") is None:  # of which these tests use nothing but that it is a TestCase
+    # Of expecttest these tests use nothing but that it is a TestCase.
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         sys.modules["expecttest"] = stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     import torch
     import torch.distributed as dist
     from torch.testing._internal.common_utils import TestCase
-    from torch.testing._internal.distributed.distributed_test import DistributedTest
+    from torch.testing._internal.distributed import distributed_test
 
     torch.set_num_threads(1)
+    importlib.reload(distributed_test)  # it looks at BACKEND when it is imported
 
-    class OnOurs(DistributedTest._DistTestBase, TestCase):
+    class OnOurs(distributed_test.DistributedTest._DistTestBase, TestCase):
         world_size, rank = comm.size, comm.rank
 
         def _barrier(self, *args, **options):  # type: ignore[no-untyped-def]
@@ -92,8 +95,15 @@ def outcome(case: Any, name: str, comm: Communicator, folder: str) -> str:
             dist.destroy_process_group()
 
 
-def all_outcomes(comm: Communicator, imitated: str, folder: str) -> dict[str, tuple[str, float]]:
-    case = case_of(comm, imitated, folder)
+Outcomes = dict[str, tuple[str, float]]  # by name, with the seconds that it took
+
+
+def all_outcomes(comm: Communicator, folder: str) -> dict[str, Outcomes]:
+    """Both backends imitated one after the other, for what all this imports takes longer than most of its tests."""
+    return {imitated: outcomes_of(case_of(comm, imitated, folder), imitated, comm, folder) for imitated in IMITATED}
+
+
+def outcomes_of(case: Any, imitated: str, comm: Communicator, folder: str) -> Outcomes:
     results = {}
     for name in chosen(dir(case), imitated):
         start = time.monotonic()
@@ -107,15 +117,15 @@ def chosen(names: list[str], imitated: str) -> list[str]:
 
 
 @functools.cache
-def outcomes(imitated: str) -> list[dict[str, tuple[str, float]]]:
+def outcomes() -> list[dict[str, Outcomes]]:
     with tempfile.TemporaryDirectory() as folder:
-        return d2lps.run(all_outcomes, RANKS, imitated, folder, timeout=110).results
+        return d2lps.run(all_outcomes, RANKS, folder, timeout=110).results
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("imitated", ["gloo", "mpi"])
+@pytest.mark.parametrize("imitated", IMITATED)
 def test_torchs_own_tests(imitated: str) -> None:
-    ranks = outcomes(imitated)
+    ranks = [found[imitated] for found in outcomes()]
     print(*(f"{name}: {ranks[0][name][0][:80]} {ranks[0][name][1]:.2f} s" for name in ranks[0]), sep="\n")
     failed = {(name, rank): found[name][0] for rank, found in enumerate(ranks) for name in found}
     failed = {place: text for place, text in failed.items() if text != "ok" and not text.startswith("skipped")}

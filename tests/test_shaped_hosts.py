@@ -19,14 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import d2lps
 from d2lps import Communicator
 from d2lps.collectives import all_reduce
-
-pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGABITS = 400

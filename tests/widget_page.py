@@ -35,9 +35,10 @@ RENDER = """async ({ esm, css, state }) => {
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser."""
+    """A browser that reaches nothing but this machine."""
     playwright = pytest.importorskip("playwright.sync_api")
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    options = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    options += ["--no-sandbox"] if os.geteuid() == 0 else []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
         yield browser

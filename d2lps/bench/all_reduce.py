@@ -65,7 +65,7 @@ def _row(way: str, nbytes: int, seconds: list[float], gloo: list[float]) -> dict
 
 def _measured(worlds: dict[str, list[Connection]], nbytes: int, rounds: int) -> dict[str, list[float]]:
     """The seconds that one call took, by way and round; the first of each is not counted."""
-    repeats = max(1, min(100, 20_000_000 // nbytes))
+    repeats = max(1, min(30, 20_000_000 // nbytes))
     times: dict[str, list[float]] = {way: [] for way in worlds}
     for number in range(rounds + 1):
         for way, ranks in worlds.items():

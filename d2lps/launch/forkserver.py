@@ -11,6 +11,7 @@ keeper. The standard library's forkserver has the first half of this; its childr
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import selectors
@@ -42,6 +43,7 @@ def serve(caller: socket.socket) -> None:
     assert numpy
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the keepers
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks a rank where it is: may come before the rank has a handler
+    gc.freeze()  # ranks need not look for garbage in all this, and copy its pages by doing so
     while True:
         try:
             names, files = wire.receive(caller)
