@@ -98,11 +98,15 @@ def killing(folder: Path, kills: int, chance: random.Random) -> Any:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("durability", "log_bytes"), [("log", 1 << 30), ("log", 20_000), ("fsync", 1 << 30)])
-def test_servers_are_killed_during_pushes(tmp_path: Path, durability: str, log_bytes: int) -> None:
-    kills = KILLS if durability == "log" else 2
+@pytest.mark.parametrize(
+    ("durability", "log_bytes", "budget"),
+    [("log", 1 << 30, None), ("log", 20_000, None), ("fsync", 1 << 30, None), ("log", 1 << 30, 1_000_000)],  # of 1,600,032
+)
+def test_servers_are_killed_during_pushes(tmp_path: Path, durability: str, log_bytes: int, budget: int | None) -> None:
+    kills = KILLS if durability == "log" and budget is None else 2
     saboteur = killing(tmp_path, kills, random.Random(log_bytes))
     options: dict[str, Any] = {"durability": durability, "log_bytes": log_bytes, "split": 64, "saboteur": saboteur}
+    options["memory_budget"] = budget
     run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
     killed = [line for line in run.history if "was killed by SIGKILL" in line]
     again = [line for line in run.history if "runs again" in line]

@@ -77,6 +77,15 @@ def test_big_tensors_come_and_go_to_the_bit(shared: bool, durability: str) -> No
     assert [server.received for server in real.servers] == [server.received for server in simulated.servers]
 
 
+@pytest.mark.parametrize("durability", ["log", "replica"])
+def test_a_memory_budget_changes_no_value(durability: str) -> None:
+    real = kvstore.run(exchange, 3, 2, True, 4, durability=durability, split=200_000, memory_budget=400_000)
+    simulated = kvstore.simulate(exchange, star(5, 1e9, 1e-6), 3, 2, False, 4, split=200_000)
+    assert alike(real.results, simulated.results) and alike(real.values, simulated.values)
+    for server in real.servers:  # whose tensors and their momentum need more
+        assert server.nbytes > 400_000 >= server.tiers.bytes_hot and server.tiers.evictions and server.tiers.bytes_written
+
+
 @pytest.mark.parametrize(("backend", "options"), [("gloo", {}), ("auto", {"address": "tcp"})])
 def test_big_tensors_where_no_memory_is_shared(backend: str, options: dict[str, Any]) -> None:
     real = kvstore.run(exchange, 2, 2, True, 3, backend=backend, **options)
@@ -287,6 +296,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"address": "tcp://10.0.0.1"}, "can be reached from other machines: that needs secret"),
     ({"absent": [3]}, "absent=\\[3\\] are not all ranks"),
     ({"limit": 0}, "limit=0 is not a number of bytes"),
+    ({"memory_budget": 0}, "memory_budget=0 is not a number of bytes"),
     ({"address": "tcp", "secret": "short"}, "at least 16 characters"),
 ]
 

@@ -1,6 +1,8 @@
 """Hot and cold tiers against a plain dictionary: the same values, the promised bytes in memory, and no needless writes."""
 
+import random
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from d2lps.kvstore.events import Reply, Request
 from d2lps.kvstore.frame import FrameError
+from d2lps.kvstore.server import Server
 from d2lps.kvstore.tiers import Tiers
 
 KEYS = st.sampled_from(["a", "b/c", "ключ" * 100, ""])
@@ -220,3 +224,79 @@ def test_pages_keep_dtypes_and_shapes(tmp_path: Path, dtype: torch.dtype) -> Non
     again = Tiers(tmp_path, budget=100)
     assert all(torch.equal(again[key], value) and again[key].dtype == value.dtype for key, value in values.items())
     again.close()
+
+
+# ---- under a server ---------------------------------------------------------------------------------------------------------
+
+
+def requests(chance: random.Random, count: int, optimizer: str) -> Iterator[Request]:
+    """What two workers might ask about six tensors of 400 bytes."""
+    clocks, sequences = [0, 0], [0, 0]
+
+    def asked(worker: int, op: str, **more: object) -> Request:
+        sequences[worker] += 1
+        return Request(op, client=worker, sequence=sequences[worker], clock=clocks[worker], **more)  # type: ignore[arg-type]
+
+    for number in range(6):
+        yield asked(0, "init", key=str(number), value=torch.full((10, 10), float(number)))
+    if optimizer:
+        for worker in (0, 1):
+            yield asked(worker, "set_optimizer", options={"name": optimizer, "lr": 0.1})
+    for _ in range(count):
+        worker, key = chance.randrange(2), str(chance.randrange(6))
+        match chance.randrange(5):
+            case 0:
+                yield asked(worker, "push", key=key, value=torch.full((10, 10), chance.random()))
+            case 1:
+                yield asked(worker, "push", key=key, value=torch.full((2, 10), chance.random()), rows=torch.tensor([3, 8]))
+            case 2 | 3 as way:
+                yield asked(worker, ("pull", "peek")[way - 2], key=key)
+            case 4:
+                clocks[worker] += 1
+                yield asked(worker, "clock")
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two states, or two answers, are equal to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return vars(one).keys() == vars(other).keys() and same(vars(one), vars(other)) if hasattr(one, "__dict__") else one == other
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+@pytest.mark.parametrize("optimizer", ["", "sgd", "adam"])
+def test_a_server_answers_as_without_a_budget(tmp_path: Path, consistency: str, optimizer: str) -> None:
+    tiers = Tiers(tmp_path, budget=1000)
+    plain, tiered = Server([0, 1], consistency), Server([0, 1], consistency, store=tiers)
+    for request in requests(random.Random(7), 300, optimizer):
+        ours, theirs = ([e for e in server.step(request) if isinstance(e, Reply)] for server in (tiered, plain))
+        assert same(ours, theirs), request
+        assert tiers.counts.bytes_hot <= 1000
+    assert tiers.counts.evictions > 50 and tiers.counts.bytes_written and tiers.counts.misses
+    assert same(tiered.state(), plain.state())
+    again = Server([0, 1], consistency, store=Tiers(tmp_path / "again", budget=1000))
+    again.restore(plain.state())
+    assert same(again.state(), plain.state())
+
+
+def test_a_peek_moves_and_writes_nothing(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, budget=1000)
+    server = Server([0, 1], "asp", store=tiers)
+    for request in requests(random.Random(8), 50, "sgd"):
+        server.step(request)
+    before, hot, written = bytes_in(tmp_path), tiers.hot, tiers.counts.bytes_written
+    last = server.filter.clients[0].next
+    for number in range(6):
+        [*_, reply] = server.step(Request("peek", str(number), client=0, sequence=last + number))
+        assert torch.equal(reply.value, tiers.peek(str(number)))
+    assert (bytes_in(tmp_path), tiers.hot, tiers.counts.bytes_written) == (before, hot, written)
+
+
+def test_what_is_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
+    server = Server([0], "asp", store=Tiers(tmp_path, budget=1000))
+    [*_, reply] = server.step(Request("init", "w", torch.zeros(251), sequence=1))
+    assert reply.error == "'w' has 1004 bytes, and this server's memory a budget of 1000" and not server.entries

@@ -56,7 +56,7 @@ def test_a_pulled_tensor_is_written_where_it_is_wanted(ends: tuple[Wire, Wire]) 
     worker, server = ends
     out = slots(worker).copy(torch.zeros(100, 100, dtype=torch.float64))
     request = server.unpack(worker.pack(Request("pull", "w", sequence=1, out=out)))
-    answer = Entry(torch.full((100, 100), 3.0, dtype=torch.float64)).read(None, request.out)
+    answer = Entry("w", torch.full((100, 100), 3.0, dtype=torch.float64)).read(None, request.out)
     assert out.unique().tolist() == [3.0]
     back = server.pack(Reply(0, 0, 1, "pull", "w", answer))
     assert sum(len(part) for part in back) < 300
@@ -66,7 +66,7 @@ def test_a_pulled_tensor_is_written_where_it_is_wanted(ends: tuple[Wire, Wire]) 
 
 def test_a_place_of_another_size_is_left_alone() -> None:
     out, value = torch.zeros(5), torch.ones(4)
-    assert Entry(value).read(None, out).tolist() == [1.0] * 4 and out.sum() == 0
+    assert Entry("w", value).read(None, out).tolist() == [1.0] * 4 and out.sum() == 0
 
 
 def test_what_is_small_in_pieces_or_elsewhere_travels(ends: tuple[Wire, Wire]) -> None:

@@ -33,6 +33,7 @@ class Deployment:
     absent: tuple[int, ...] = ()
     limit: int = 1 << 30  # bytes of the tensors of one message, at most
     log_bytes: int = 1 << 30  # after so many in the log comes a checkpoint
+    memory_budget: int | None = None  # bytes of tensors that a server keeps in memory; the others are on disk
     keys: Keys | None = None
     patience: float = 2.0  # seconds without a word from a primary, after which its backup takes over
     optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
@@ -73,6 +74,10 @@ class Deployment:
     def disk(self, node: int) -> Path:
         return Path(self.folder) / f"server-{node}"
 
+    def pages(self, node: int) -> Path:
+        """Where a server puts the tensors for which it has no room in memory."""
+        return Path(self.folder) / f"pages-{node}"
+
     def placed(self) -> Placement:
         return Placement(range(self.servers), **self.placement)
 
@@ -89,6 +94,7 @@ def deploy(
     placement: str = "hash",
     folder: str | Path | None = None,
     log_bytes: int = 1 << 30,
+    memory_budget: int | None = None,
     patience: float = 2.0,
     address: str = "ipc",
     secret: str | None = None,
@@ -99,9 +105,11 @@ def deploy(
     durability: what survives a server that is killed. "memory": nothing, the run ends. "log": all that was acknowledged; it
     is started again from its log. "fsync": that, and a power cut. "replica": all that was acknowledged; each server has a
     backup, which takes over, once, when the server is dead or has been silent for `patience` seconds.
-    folder: where logs and checkpoints stay, new or empty. log_bytes: after so many comes a checkpoint. on_loss: when a
-    worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with kv.join().
-    split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host", which beyond loopback needs a
+    folder: where logs and checkpoints stay, new or empty. log_bytes: after so many comes a checkpoint.
+    memory_budget: bytes of tensors, the optimizer's too, that each server keeps in memory, those used last; the others lie on
+    disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.
+    on_loss: when a worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with
+    kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host", which beyond loopback needs a
     `secret` of 16 characters or more. limit: bytes of one part of a tensor.
     """
     if durability not in LEVELS:
@@ -109,14 +117,16 @@ def deploy(
     for name, nbytes in (("limit", limit), ("log_bytes", log_bytes)):
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 <= nbytes < 1 << 31:
             raise ValueError(f"{name}={nbytes!r} is not a number of bytes from 1 to 2**31 - 1")
+    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 1):
+        raise ValueError(f"memory_budget={memory_budget!r} is not a number of bytes from 1 up")
     if not set(absent) < set(range(workers)) and absent:
         raise ValueError(f"absent={list(absent)} are not all ranks from 0 to {workers - 1}, or nobody else is there")
     rules: dict[str, Any] = {"consistency": consistency, "staleness": staleness, "on_loss": on_loss}
     where, keys = check_address(address, secret), derive_keys(secret) if secret is not None else None
     placed = {"split": split, "by": placement}
     Placement(range(servers), **placed), Server((), **rules)  # type: ignore[arg-type]  # to hear what is wrong with them
-    kept = {"folder": _empty(folder, durability), "log_bytes": log_bytes, "optimizers": dict(OPTIMIZERS)}
-    who = {"absent": tuple(absent), "keys": keys, "limit": limit, "patience": patience}
+    kept = {"folder": _empty(folder, durability), "log_bytes": log_bytes, "memory_budget": memory_budget}
+    who = {"optimizers": dict(OPTIMIZERS), "absent": tuple(absent), "keys": keys, "limit": limit, "patience": patience}
     return Deployment(workers, servers, rules, placed, "", where, durability, **kept, **who)  # type: ignore[arg-type]
 
 

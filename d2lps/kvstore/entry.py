@@ -2,33 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import MutableMapping
 
 import torch
 
 from d2lps.kvstore.optimizers import Moments, Optimizer
 from d2lps.kvstore.sparse import Contribution, add_to, add_up, optimize
+from d2lps.kvstore.tiers import peek
+
+Rounds = dict[int, dict[int, list[Contribution]]]  # round -> worker -> its pushes, in order
 
 
-@dataclass
 class Entry:
     """
-    >>> entry = Entry(torch.zeros(2))
+    >>> entry = Entry("w", torch.zeros(2))
     >>> entry.push(0, 1, (None, torch.ones(2)))             # round 0, worker 1
     >>> entry.apply([(None, torch.ones(2))], workers=2)
     >>> entry.value, entry.version, entry.nbytes
     (tensor([1., 1.]), 1, 8)
+
+    The tensors lie in `store`, which all entries of a server share: a dictionary, or `Tiers`, which moves them to the disk and
+    back. So a tensor that was changed is put there again, and what is asked often, the shape, is kept here.
     """
 
-    value: torch.Tensor
-    moments: Moments = field(default_factory=dict)  # the optimizer's
-    version: int = 0  # how often the value has changed
-    open: dict[int, dict[int, list[Contribution]]] = field(default_factory=dict)  # round -> worker -> its pushes, in order
+    def __init__(
+        self,
+        key: str,
+        value: torch.Tensor,
+        store: MutableMapping[str, torch.Tensor] | None = None,
+        moments: Moments | None = None,
+        version: int = 0,
+        open: Rounds | None = None,
+    ) -> None:
+        self.key, self.store = key, {} if store is None else store
+        self.like = torch.empty_like(value, device="meta")  # its shape and dtype
+        self.version = version  # how often the value has changed
+        self.open: Rounds = {} if open is None else open
+        self._pages: dict[str, int] = {}  # of the optimizer's tensors: their bytes
+        self.store[key] = value
+        self.moments = moments or {}
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self.store[self.key]
+
+    @property
+    def moments(self) -> Moments:
+        """The optimizer's tensors."""
+        return {name: self.store[self._page(name)] for name in self._pages}
+
+    @moments.setter
+    def moments(self, moments: Moments) -> None:
+        for name in self._pages.keys() - moments.keys():
+            del self.store[self._page(name)]
+        self._pages = {name: moment.nbytes for name, moment in moments.items()}
+        for name, moment in moments.items():
+            self.store[self._page(name)] = moment
+
+    def _page(self, name: str) -> str:
+        return f"{self.key}\0{name}"  # which no key of a worker is
+
+    def peeked(self) -> tuple[torch.Tensor, Moments]:
+        """Value and moments, for somebody who only looks: nothing moves between memory and disk."""
+        return peek(self.store, self.key), {name: peek(self.store, self._page(name)) for name in self._pages}
 
     @property
     def nbytes(self) -> int:
         """Of the value and the optimizer's state."""
-        return self.value.nbytes + sum(moment.nbytes for moment in self.moments.values())
+        return self.like.nbytes + sum(self._pages.values())
 
     def push(self, round: int, worker: int, contribution: Contribution) -> None:
         """Put a push aside until its round ends."""
@@ -46,18 +87,22 @@ class Entry:
         self, contributions: list[Contribution], workers: int, optimizer: Optimizer | None = None, mean: bool = True
     ) -> None:
         """Change the value by the sum of contributions, or let the optimizer do it; what it gets may be the mean over workers."""
-        rows, total = add_up(self.value, contributions)
+        value = self.value
+        rows, total = add_up(value, contributions)
         if optimizer is None:
-            add_to(self.value, rows, total)
+            add_to(value, rows, total)
         else:
-            gradient = total / workers if mean else total
-            optimize(optimizer, self.value, self.moments, (rows, gradient))
+            moments, gradient = self.moments, total / workers if mean else total
+            optimize(optimizer, value, moments, (rows, gradient))
+            self.moments = moments
+        self.store[self.key] = value
         self.version += 1
 
-    def read(self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None, only_look: bool = False) -> torch.Tensor:
         """A copy, of the whole value or of some rows; the whole one in `out`, if that has as many bytes."""
+        value = peek(self.store, self.key) if only_look else self.value
         if rows is not None:
-            return self.value[rows]
-        if out is None or out.nbytes != self.value.nbytes:
-            return self.value.clone()
-        return out.flatten().view(self.value.dtype).view(self.value.shape).copy_(self.value)
+            return value[rows]
+        if out is None or out.nbytes != value.nbytes:
+            return value.clone()
+        return out.flatten().view(value.dtype).view(value.shape).copy_(value)

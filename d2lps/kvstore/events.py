@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 # What a client can ask for.
-OPS = ("init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave")
+OPS = ("init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek")
+READS = ("pull", "pushpull", "peek")  # what is answered with a value
 
 
 class Refused(RuntimeError):

@@ -10,6 +10,8 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -64,7 +66,9 @@ def _role(comm: Communicator, worker: Callable[..., Any], plan: Deployment, args
     group, started = comm.split(int(number >= 0)), comm.now()
     assert group is not None
     if number >= 0:
-        with serving(plan, number, plan.endpoint(number)) as server:
+        with TemporaryDirectory(prefix="d2lps-") as folder, serving(
+            replace(plan, folder=folder), number, plan.endpoint(number)
+        ) as server:
             _exchange(comm, server.endpoint)
             return server.serve()
     endpoints = _exchange(comm, "")[plan.workers :]

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def init(server: Server, request: Request) -> set[str]:
     """The first writer wins."""
     if request.key not in server.entries and request.value is not None:
-        server.entries[request.key] = entry = Entry(request.value.clone())
-        entry.moments = server.optimizer.state(entry.value) if server.optimizer else {}
+        value = request.value.clone()
+        moments = server.optimizer.state(value) if server.optimizer else {}
+        server.entries[request.key] = Entry(request.key, value, server.store, moments)
     return set()
 
 
@@ -36,7 +37,7 @@ def push(server: Server, request: Request) -> set[str]:
 
 
 def pull(server: Server, request: Request) -> set[str]:
-    """The value is read when it is answered."""
+    """The value is read when it is answered; so too for peek."""
     return set()
 
 
@@ -86,6 +87,7 @@ OPERATIONS: dict[str, Callable[[Server, Request], set[str]]] = {
     "init": init,
     "push": push,
     "pull": pull,
+    "peek": pull,
     "pushpull": pushpull,
     "clock": clock,
     "barrier": barrier,

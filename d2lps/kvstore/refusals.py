@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from d2lps.comm.communicator import describe
-from d2lps.kvstore.events import OPS, Request
+from d2lps.kvstore.events import OPS, READS, Request
 from d2lps.kvstore.optimizers import make_optimizer
+from d2lps.kvstore.tiers import Tiers
 
 if TYPE_CHECKING:
     from d2lps.kvstore.server import Server
@@ -22,18 +23,18 @@ def refusal(server: Server, request: Request) -> str:
         return server.broken
     if request.client not in server.clocks.at and request.op not in ("join", "leave"):
         return f"worker {request.client} is not a member: it must join first"
-    if request.op in ("push", "pull", "pushpull"):
-        return bad_key(server, request) or (_bad_push(server, request) if request.op != "pull" else "")
+    if request.op in ("push", *READS):
+        return bad_key(server, request) or (_bad_push(server, request) if "push" in request.op else "")
     return _OTHERS[request.op](server, request) if request.op in _OTHERS else ""
 
 
 def bad_key(server: Server, request: Request) -> str:
     """Whether a push or pull names a key that there is, and rows that it has."""
-    if request.op not in ("push", "pull", "pushpull"):
+    if request.op not in ("push", *READS):
         return ""
     if request.key not in server.entries:
         return f"key {request.key!r} is unknown: init comes first"
-    rows, value = request.rows, server.entries[request.key].value
+    rows, value = request.rows, server.entries[request.key].like
     if rows is None:
         return ""
     if rows.dtype != torch.int64 or rows.dim() != 1 or value.dim() == 0:
@@ -44,7 +45,7 @@ def bad_key(server: Server, request: Request) -> str:
 
 
 def _bad_push(server: Server, request: Request) -> str:
-    held, pushed = server.entries[request.key].value, request.value
+    held, pushed = server.entries[request.key].like, request.value
     if pushed is None:
         return f"a {request.op} of {request.key!r} needs a value"
     shape = held.shape if request.rows is None else (len(request.rows), *held.shape[1:])
@@ -61,7 +62,9 @@ def _bad_push(server: Server, request: Request) -> str:
 def _bad_init(server: Server, request: Request) -> str:
     if request.value is None:
         return f"init of {request.key!r} needs a value"
-    held = server.entries[request.key].value if request.key in server.entries else request.value
+    if isinstance(server.store, Tiers) and request.value.nbytes > server.store.budget:
+        return f"{request.key!r} has {request.value.nbytes} bytes, and this server's memory a budget of {server.store.budget}"
+    held = server.entries[request.key].like if request.key in server.entries else request.value
     if (held.shape, held.dtype) != (request.value.shape, request.value.dtype):
         return f"key {request.key!r} already holds {describe(held)}, not {describe(request.value)}"
     return ""

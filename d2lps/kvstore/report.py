@@ -11,6 +11,7 @@ import torch
 from d2lps.kvstore.events import Event
 from d2lps.kvstore.placement import join_parts
 from d2lps.kvstore.server import Server
+from d2lps.kvstore.tiers import Counts, Tiers, peek
 from d2lps.result import Run
 
 
@@ -25,12 +26,14 @@ class ServerReport:
     staleness: Counter[int] = field(default_factory=Counter)  # reads, by how many clocks the slowest worker was behind
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # by the names of parts
     nbytes: int = 0  # of values and the optimizer's state
+    tiers: Counts | None = None  # what went to the disk and came back, if there was a memory budget
     log: list[tuple[float, Event]] = field(default_factory=list)  # (time, event), if it was asked for
 
     def closed(self, server: Server) -> ServerReport:
         """With what the server knows itself."""
         self.staleness = server.seen
-        self.values = {key: entry.value for key, entry in server.entries.items()}
+        self.values = {key: peek(server.store, key) for key in server.entries}
+        self.tiers = server.store.counts if isinstance(server.store, Tiers) else None
         self.nbytes = sum(entry.nbytes for entry in server.entries.values())
         return self
 

@@ -7,15 +7,17 @@ a log is played again. A driver carries out the effects in their order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from d2lps.kvstore.clocks import Clocks, Front
 from d2lps.kvstore.consistency import make_consistency
 from d2lps.kvstore.duplicates import Filter
 from d2lps.kvstore.entry import Entry
-from d2lps.kvstore.events import Append, Effect, Event, Joined, Lost, Membership, Reply, Request, Send, Tick
+from d2lps.kvstore.events import READS, Append, Effect, Event, Joined, Lost, Membership, Reply, Request, Send, Tick
 from d2lps.kvstore.operations import OPERATIONS, admit, forget
 from d2lps.kvstore.optimizers import Optimizer, make_optimizer
 from d2lps.kvstore.refusals import bad_key, refusal
@@ -40,7 +42,7 @@ class Server:
     workers: the ranks of those who take part from the start, or {rank: epoch}. consistency, staleness: see `consistency`.
     on_loss: what becomes of the others when a worker is lost: "continue", or "raise": all that they ask is refused, and says
     why. replicate: every event goes to a backup too. patience: with Tick events, seconds of silence after which a worker is
-    lost; None, whatever it takes.
+    lost; None, whatever it takes. store: where its tensors lie, such as `Tiers`; by default all are in memory.
 
     Each request is executed once, in the order of its client's sequence, and is in the log before it is answered. An answer
     may have to wait for other workers; the request then stays in `waiting`. Each server of a run goes by what it sees alone.
@@ -58,12 +60,14 @@ class Server:
         on_loss: str = "continue",
         replicate: bool = False,
         patience: float | None = None,
+        store: MutableMapping[str, torch.Tensor] | None = None,
     ) -> None:
         if on_loss not in ("continue", "raise"):
             raise ValueError(f"on_loss={on_loss!r} is unknown: choose 'continue' or 'raise'")
         epochs = dict(workers) if isinstance(workers, dict) else dict.fromkeys(workers, 0)
         self.consistency = make_consistency(consistency, staleness)
         self.on_loss, self.replicate, self.patience = on_loss, replicate, patience
+        self.store: MutableMapping[str, torch.Tensor] = {} if store is None else store
         self.entries: dict[str, Entry] = {}
         self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
         self.filter = Filter(epochs)
@@ -205,7 +209,7 @@ class Server:
         worker, key = request.client, request.key
         if request.op == "barrier":
             return bool(self.broken) or self.barriers.slowest >= self.barriers.at[worker]
-        if request.op in ("pull", "pushpull", "set_optimizer"):
+        if request.op in (*READS, "set_optimizer"):
             return bool(self.broken) or self.consistency.may_read(self.clocks.position(worker, key), self.clocks.slowest(key))
         return True
 
@@ -215,7 +219,7 @@ class Server:
             return self._reply(request, self.broken)
         if request.op == "set_optimizer":
             self._set_optimizer(dict(request.options))
-        elif request.op in ("pull", "pushpull"):
+        elif request.op in READS:
             behind = self.clocks.position(request.client, request.key) - self.clocks.slowest(request.key)
             self.seen[max(0, int(behind))] += 1
         return self._reply(request)
@@ -223,8 +227,8 @@ class Server:
     def _reply(self, request: Request, error: str = "") -> Reply:
         """An answer; a read's carries a copy of the value."""
         value = None
-        if request.op in ("pull", "pushpull") and not error:
-            value = self.entries[request.key].read(request.rows, request.out)
+        if request.op in READS and not error:
+            value = self.entries[request.key].read(request.rows, request.out, only_look=request.op == "peek")
         return Reply(
             *request.retry_key,
             op=request.op,

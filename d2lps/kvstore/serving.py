@@ -26,6 +26,7 @@ from d2lps.kvstore.replica import Backup, Deposed
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.server import Server
 from d2lps.kvstore.sockets import connect, guard, listen, readable
+from d2lps.kvstore.tiers import Tiers
 from d2lps.kvstore.wire import NOWHERE, Wire
 from d2lps.sharedmemory.arena import Arena
 
@@ -71,7 +72,8 @@ class Serving:
     def __init__(self, plan: Deployment, node: int, endpoint: str) -> None:
         self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
         self.serves = node < plan.servers  # a backup answers nobody but its primary
-        self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules)
+        store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
+        self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
         on_disk = plan.durability in ("log", "fsync")
         self.durable = None
@@ -99,6 +101,8 @@ class Serving:
             if socket is not None:
                 socket.close(linger=1000)  # milliseconds: a last word may still be under way
         self.context.destroy(linger=0)
+        if isinstance(self.server.store, Tiers):
+            self.server.store.close()
 
     def tell(self, *words: bytes) -> None:
         """To the coordinator, if there is one."""

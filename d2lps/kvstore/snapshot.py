@@ -22,12 +22,13 @@ def snapshot(server: Server) -> dict[str, Any]:
     Requests that wait beyond a gap are left out: they are in no log, and their clients will send them again.
     """
     entries, fronts = server.entries.items(), {"": server.clocks.all} | server.clocks.keys
+    tensors = {key: entry.peeked() for key, entry in entries}
     return {
         "view": server.view,
         "number": server.number,
         "broken": server.broken,
-        "values": {key: entry.value for key, entry in entries},
-        "moments": {key: dict(entry.moments) for key, entry in entries},
+        "values": {key: value for key, (value, _) in tensors.items()},
+        "moments": {key: moments for key, (_, moments) in tensors.items()},
         "versions": {key: entry.version for key, entry in entries},
         "open": {key: {r: {w: list(p) for w, p in pushes.items()} for r, pushes in entry.open.items()} for key, entry in entries},
         "options": dict(server.options),
@@ -45,8 +46,9 @@ def restore(server: Server, state: dict[str, Any]) -> None:
     """The other way round; what a server is made with (consistency, on_loss ...) is not in the state."""
     state = deepcopy(state)
     server.view, server.number, server.broken = state["view"], state["number"], state["broken"]
+    server.store.clear()
     server.entries = {
-        key: Entry(value, state["moments"][key], state["versions"][key], state["open"][key])
+        key: Entry(key, value, server.store, state["moments"][key], state["versions"][key], state["open"][key])
         for key, value in state["values"].items()
     }
     server.options = state["options"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,3 +182,8 @@ class Tiers(MutableMapping[str, torch.Tensor]):
         for page in set(self.folder.glob("*.page")) - set(self._pages.values()):
             page.unlink()
         self._made = max((int(page.stem) for page in self.folder.glob("*.page")), default=0)
+
+
+def peek(store: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    """A tensor of any store, to be looked at: see `Tiers.peek`."""
+    return store.peek(key) if isinstance(store, Tiers) else store[key]

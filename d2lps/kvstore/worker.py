@@ -98,6 +98,10 @@ class KVWorker:
         """Fill `out` with the value, once the slowest worker is no more than the staleness behind. Each receives n bytes."""
         return self._fetch("pull", key, out, out, priority)
 
+    def peek(self, key: str | int, out: torch.Tensor, priority: int = 0) -> Work:
+        """As pull, for an evaluation: with a memory budget, what is in use stays in memory, and nothing is written."""
+        return self._fetch("peek", key, out, out, priority)
+
     def pushpull(self, key: str | int, value: torch.Tensor, out: torch.Tensor, priority: int = 0) -> Work:
         """Push, and pull what comes of this iteration: ends this worker's iteration as far as this key is concerned.
 
