@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class ServerReport:
         """With what the server knows itself."""
         self.staleness = server.seen
         self.values = {key: peek(server.store, key) for key in server.entries}
-        self.tiers = server.store.counts if isinstance(server.store, Tiers) else None
+        self.tiers = replace(server.store.counts) if isinstance(server.store, Tiers) else None
         self.nbytes = sum(entry.nbytes for entry in server.entries.values())
         return self
 
