@@ -55,6 +55,13 @@ def kill_zygote() -> None:
         until(lambda: zygote.status() == psutil.STATUS_ZOMBIE)
 
 
+def start_zygote() -> None:
+    """See to it that this process has a fork server."""
+    zygote = zygote_of(os.getpid())
+    if zygote is None or zygote.status() == psutil.STATUS_ZOMBIE:
+        d2lps.run(lambda comm: None, 1, backend="gloo")
+
+
 def started() -> list[psutil.Process]:
     """Every living process, besides this one, that these tests have started, directly or not."""
     found = []
@@ -138,12 +145,12 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     zygote = zygote_of(os.getpid())
     if zygote is not None and MARK not in zygote.environ():
         kill_zygote()  # an earlier test's, before there was a mark
-    d2lps.run(lambda comm: None, 1, backend="gloo")  # from now on there is a fork server, before and after
+    start_zygote()
     until(lambda: not orphans())  # what an earlier test has killed
     before, memory = belongings(), shared_memory()
     known = started()
     yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds))
-    d2lps.run(lambda comm: None, 1, backend="gloo")
+    start_zygote()  # if the test has killed it
     until(lambda: belongings() == before and shared_memory() <= memory, seconds=3)
     left = {what: now for what, now in belongings().items() if now != before[what]}
     assert not left, f"left behind: {left}; before: { {what: before[what] for what in left} }"
