@@ -172,6 +172,7 @@ def compare(comm: Communicator, members: list[list[int]], wait: Function) -> lis
                 expected = call(gloo, place, len(ranks), n, dtype, lambda work: work.wait())
                 if [each.tolist() for each in got] != [each.tolist() for each in expected]:
                     different.append(f"{call.__name__} {n} {dtype} {ranks}: {got} instead of {expected}")
+    comm.barrier()  # rank 0 has the store, at which a group without it may still be forming
     return different
 
 

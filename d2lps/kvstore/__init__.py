@@ -1,6 +1,7 @@
 """The parameter server: keys and values on servers, and workers that push and pull."""
 
 from d2lps.kvstore.chaos import Cluster
+from d2lps.kvstore.compression import register_codec
 from d2lps.kvstore.events import Joined, Lost, Membership, Refused, Reply, Request, Tick
 from d2lps.kvstore.monitor import Monitor
 from d2lps.kvstore.optimizers import register_optimizer
@@ -27,6 +28,7 @@ __all__ = [
     "ServerReport",
     "StoreRun",
     "Tick",
+    "register_codec",
     "register_optimizer",
     "run",
     "simulate",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from d2lps.kvstore.compression import CODECS
 from d2lps.kvstore.optimizers import OPTIMIZERS
 from d2lps.kvstore.placement import Placement
 from d2lps.kvstore.server import Server
@@ -37,6 +38,7 @@ class Deployment:
     keys: Keys | None = None
     patience: float = 2.0  # seconds without a word from a primary, after which its backup takes over
     optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
+    codecs: dict[str, Any] = field(default_factory=dict)  # likewise, and for workers
 
     @property
     def checked(self) -> bool:
@@ -114,11 +116,9 @@ def deploy(
     """
     if durability not in LEVELS:
         raise ValueError(f"durability={durability!r} is unknown: choose {', '.join(map(repr, LEVELS))}")
-    for name, nbytes in (("limit", limit), ("log_bytes", log_bytes)):
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 <= nbytes < 1 << 31:
-            raise ValueError(f"{name}={nbytes!r} is not a number of bytes from 1 to 2**31 - 1")
-    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 1):
-        raise ValueError(f"memory_budget={memory_budget!r} is not a number of bytes from 1 up")
+    _check_bytes(31, limit=limit, log_bytes=log_bytes)
+    if memory_budget is not None:
+        _check_bytes(63, memory_budget=memory_budget)
     if not set(absent) < set(range(workers)) and absent:
         raise ValueError(f"absent={list(absent)} are not all ranks from 0 to {workers - 1}, or nobody else is there")
     rules: dict[str, Any] = {"consistency": consistency, "staleness": staleness, "on_loss": on_loss}
@@ -126,8 +126,15 @@ def deploy(
     placed = {"split": split, "by": placement}
     Placement(range(servers), **placed), Server((), **rules)  # type: ignore[arg-type]  # to hear what is wrong with them
     kept = {"folder": _empty(folder, durability), "log_bytes": log_bytes, "memory_budget": memory_budget}
-    who = {"optimizers": dict(OPTIMIZERS), "absent": tuple(absent), "keys": keys, "limit": limit, "patience": patience}
+    kept |= {"optimizers": dict(OPTIMIZERS), "codecs": dict(CODECS)}
+    who = {"absent": tuple(absent), "keys": keys, "limit": limit, "patience": patience}
     return Deployment(workers, servers, rules, placed, "", where, durability, **kept, **who)  # type: ignore[arg-type]
+
+
+def _check_bytes(bits: int, **given: int) -> None:
+    for name, nbytes in given.items():
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 <= nbytes < 1 << bits:
+            raise ValueError(f"{name}={nbytes!r} is not a number of bytes from 1 to 2**{bits} - 1")
 
 
 def _empty(folder: str | Path | None, durability: str) -> str:

@@ -49,7 +49,7 @@ class Request(_Record):
     key: str = ""
     value: torch.Tensor | None = None  # init, push, pushpull: the tensor, or the pushed rows of it
     rows: torch.Tensor | None = None  # push, pull, pushpull of rows: which ones, int64[number of rows]
-    options: Mapping[str, Any] = field(default_factory=dict)  # set_optimizer: {"name": "sgd", "lr": 0.1}; as JSON has them
+    options: Mapping[str, Any] = field(default_factory=dict)  # {"name": "sgd", "lr": 0.1}; of a push, {"codec": "half"}
     clock: int = 0  # how many iterations the worker has ended; with op "clock", this one included
     priority: int = 0  # the higher, the sooner, among what waits
     client: int = 0  # the worker's rank

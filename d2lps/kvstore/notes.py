@@ -23,7 +23,8 @@ class Notes:
         """After an event."""
         if self.recorder is None:
             return
-        if isinstance(event, Request) and event.key in self.server.entries and event.value is not None:
+        plain = isinstance(event, Request) and "codec" not in event.options  # of the others, the server keeps other tensors
+        if plain and isinstance(event, Request) and event.key in self.server.entries and event.value is not None:
             if event.op == "init":
                 self._began(event.key)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from d2lps.kvstore.clocks import Clocks, Front
+from d2lps.kvstore.compression import decoded
 from d2lps.kvstore.consistency import make_consistency
 from d2lps.kvstore.duplicates import Filter
 from d2lps.kvstore.entry import Entry
@@ -124,7 +125,8 @@ class Server:
 
     def _execute(self, request: Request) -> list[Effect]:
         effects = self._logged(request)
-        if error := refusal(self, request):
+        request, error = decoded(request, self.entries)
+        if error := error or refusal(self, request):
             self.filter.clients[request.client].errors[request.sequence] = error
             return [*effects, self._reply(request, error)]
         return effects + self._go_on(OPERATIONS[request.op](self, request), request)

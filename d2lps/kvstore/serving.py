@@ -15,6 +15,7 @@ from dataclasses import replace
 import zmq
 
 from d2lps.comm import Communicator
+from d2lps.kvstore.compression import CODECS
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.durable import Durable
 from d2lps.kvstore.events import Append, Event, Lost, Membership, Reply, Request, Send
@@ -48,6 +49,7 @@ def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
     """A node that listens, as long as the context lasts."""
     keep_freed_memory()
     OPTIMIZERS.update(plan.optimizers)
+    CODECS.update(plan.codecs)
     server = Serving(plan, node, endpoint)
     try:
         yield server

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from d2lps.comm import Communicator, Work
+from d2lps.kvstore.compression import Codec, make_codec
 from d2lps.kvstore.events import Refused, Reply, Request
 from d2lps.kvstore.placement import Part, Placement
 
@@ -71,6 +72,8 @@ class KVWorker:
         self.comm, self.rank, self.num_workers = comm, comm.rank, comm.size
         self.placement, self.transport = placement, transport
         self.iteration = 0  # how often clock() has been called
+        self.codec: Codec | None = None
+        self.code: dict[str, Any] = {}  # the options of a push, from which the server makes the codec that it needs
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor that need not be copied to be pushed, nor after it was pulled, where workers and servers share memory.
@@ -108,6 +111,16 @@ class KVWorker:
         So under bsp the answer need not wait until all have called clock(), only until all have pushed this key.
         """
         return self._fetch("pushpull", key, value, out, priority)
+
+    def compress(self, codec: str | None, **options: Any) -> None:
+        """From now on this worker sends what it pushes in fewer bytes: "half", "1bit", or a registered codec; None: as it is.
+
+        >>> kv.compress("1bit")         # 1/32 of the bytes of float32; what is lost comes with the next push   # doctest: +SKIP
+
+        Whole tensors of floats, that is; rows and integers travel as they are, and so does what is pulled. ValueError.
+        """
+        self.codec = None if codec is None else make_codec(codec, **options)
+        self.code = {} if codec is None else {"codec": codec, **options}
 
     # ---- rows -------------------------------------------------------------------------------------------------------------
 
@@ -190,15 +203,22 @@ class KVWorker:
 
     def _send(self, op: str, key: str | int, value: torch.Tensor, priority: int) -> Work:
         parts = self._parts(key, value)
-        requests = [(part, Request(op, part.name, _wire(part.of(value)), priority=priority)) for part in parts]
+        requests = [(part, self._pushing(op, part, value, priority)) for part in parts]
         return self._work(op, key, requests, value.nbytes)
+
+    def _pushing(self, op: str, part: Part, value: torch.Tensor, priority: int) -> Request:
+        """A request that brings a part of a tensor, encoded if that was wished."""
+        tensor = _wire(part.of(value))
+        if self.codec is None or op == "init" or not tensor.is_floating_point():
+            return Request(op, part.name, tensor, priority=priority)
+        return Request(op, part.name, self.codec.encode(part.name, tensor), options=self.code, priority=priority)
 
     def _fetch(self, op: str, key: str | int, value: torch.Tensor, out: torch.Tensor, priority: int) -> Work:
         parts = self._parts(key, value)
         requests = []
         for part in self._parts(key, out):
-            pushed = _wire(part.of(value)) if op == "pushpull" else None
-            requests.append((part, Request(op, part.name, pushed, priority=priority, out=part.of(out).detach())))
+            asked = self._pushing(op, part, value, priority) if op == "pushpull" else Request(op, part.name, priority=priority)
+            requests.append((part, replace(asked, out=part.of(out).detach())))
 
         def place(replies: list[Reply]) -> None:
             for part, reply in zip(parts, replies, strict=True):

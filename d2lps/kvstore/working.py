@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from d2lps.comm import Communicator, RankHung
+from d2lps.kvstore.compression import CODECS
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.events import Refused
 from d2lps.kvstore.memory import keep_freed_memory
@@ -28,6 +29,7 @@ def work(
     long as whoever has started it lets it.
     """
     keep_freed_memory()
+    CODECS.update(plan.codecs)
     transport = SocketTransport(comm, plan, endpoints, patience)
     try:
         kv = KVWorker(transport, comm, plan.placed())

@@ -1,0 +1,147 @@
+"""Compressed pushes: what a server has is what it should have, but for what the worker still keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from d2lps import kvstore
+from d2lps.kvstore import Refused, Request, Server, register_codec
+from d2lps.kvstore.compression import CODECS, Half, make_codec
+from d2lps.kvstore.events import alike
+from d2lps.topology import star
+
+SHAPES = {"w": (40, 7), "b": (5,), "none": (0, 3)}
+
+
+def push_all(kv: Any, codec: str, steps: int) -> dict[str, list[torch.Tensor]]:
+    """Push random gradients; by key, their sum, what the codec keeps of it, and what was pulled at the end."""
+    chance = torch.Generator().manual_seed(kv.rank)
+    for key, shape in SHAPES.items():
+        kv.init(key, torch.zeros(shape))
+    kv.init("count", torch.zeros(2, dtype=torch.int64))
+    kv.compress(codec)
+    sums = {key: torch.zeros(shape) for key, shape in SHAPES.items()}
+    for step in range(steps):
+        for key, shape in SHAPES.items():
+            gradient = torch.randn(shape, generator=chance)
+            sums[key] += gradient
+            if step % 2:
+                kv.push(key, gradient)
+            else:
+                kv.pushpull(key, gradient, torch.empty(shape)).wait()
+        kv.push("count", torch.ones(2, dtype=torch.int64))
+        kv.clock()
+    kv.barrier()
+    found = {}
+    for key, shape in SHAPES.items():
+        kv.pull(key, out := torch.empty(shape)).wait()
+        parts = [part.name for part in kv.placement.parts[key]]
+        left = torch.cat([kv.codec.left[part] for part in parts]).view(shape) if codec == "1bit" else torch.zeros(shape)
+        found[key] = [sums[key], left, out]
+    return found
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("codec", "tolerance"), [("half", 2e-2), ("1bit", 1e-3)])
+def test_nothing_is_lost_but_what_the_worker_keeps(codec: str, tolerance: float, servers: int) -> None:
+    run = kvstore.simulate(push_all, star(2 + servers, 1e9), 2, servers, codec, 20, split=200)
+    for key in SHAPES:
+        pushed, kept = (sum(found[key][number] for found in run) for number in (0, 1))
+        for found in run:
+            torch.testing.assert_close(found[key][2], pushed - kept, rtol=0, atol=tolerance)
+        assert (codec == "1bit" and kept.numel() > 0) == bool(kept.abs().sum() > 0)
+    assert run.values["count"].tolist() == [40, 40]  # integers are never rounded
+
+
+@pytest.mark.parametrize("durability", ["memory", "log", "replica"])
+@pytest.mark.parametrize("codec", ["half", "1bit"])
+def test_real_servers_decode_as_simulated_ones(codec: str, durability: str) -> None:
+    real = kvstore.run(push_all, 2, 2, codec, 6, durability=durability, split=200)
+    simulated = kvstore.simulate(push_all, star(4, 1e9), 2, 2, codec, 6, split=200)
+    assert alike(real.values, simulated.values) and alike(real.results, simulated.results)
+    assert [server.received for server in real.servers] == [server.received for server in simulated.servers]
+
+
+@pytest.mark.parametrize(("codec", "nbytes"), [(None, 4000), ("half", 2000), ("1bit", 4 + 125)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fewer_bytes_take_less_time(codec: str | None, nbytes: int, device: str) -> None:
+    def worker(kv: Any) -> float:
+        value = torch.zeros(1000, device=kv.comm.device)
+        kv.init("w", value)
+        kv.compress(codec)
+        start = kv.comm.now()
+        kv.push("w", value).wait()
+        return float(kv.comm.now() - start)
+
+    run = kvstore.simulate(worker, star(2, 1e6), 1, 1, consistency="asp", device=device)
+    assert run[0] == pytest.approx(nbytes / 1e6) and run.servers[0].received == 4000 + nbytes  # init is not compressed
+
+
+class Doubled(Half):
+    """Half the tensor is sent, and doubled where it arrives."""
+
+    def __init__(self, by: float = 2.0) -> None:
+        self.by = by
+
+    def encode(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return super().encode(key, tensor / self.by)
+
+    def decode(self, sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return super().decode(sent, like) * self.by
+
+
+def with_doubled(kv: Any) -> float:
+    kv.init("w", torch.zeros(3))
+    kv.compress("doubled", by=4.0)
+    kv.push("w", torch.ones(3)).wait()
+    kv.compress(None)
+    kv.push("w", torch.full((3,), 0.1)).wait()
+    kv.clock()
+    kv.pull("w", out := torch.zeros(3)).wait()
+    return float(out[0])
+
+
+def test_a_codec_of_ones_own_is_known_to_servers() -> None:
+    register_codec("doubled", Doubled)
+    try:
+        assert kvstore.run(with_doubled, 1, 2) == [float(torch.tensor(1.0) + torch.tensor(0.1))]
+    finally:
+        del CODECS["doubled"]
+    with pytest.raises(TypeError, match="needs a method 'encode'"):
+        register_codec("no", int)
+
+
+def test_wrong_codecs_are_refused_where_they_are_named() -> None:
+    with pytest.raises(ValueError, match="codec '2bit' is unknown: choose '1bit', 'half'"):
+        make_codec("2bit")
+    with pytest.raises(ValueError, match=r"codec 'half' cannot be made of \{'bits': 3\}"):
+        make_codec("half", bits=3)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "says"),
+    [
+        (torch.zeros(7, dtype=torch.uint8), {"codec": "1bit"}, "16 signs and a magnitude are 6 bytes, not torch.uint8[7]"),
+        (torch.zeros(6), {"codec": "1bit"}, "16 signs and a magnitude are 6 bytes, not torch.float32[6]"),
+        (torch.zeros(6), {"codec": "half"}, "float32[6] does not fit [4, 4]"),
+        (torch.zeros(4, 4), {"codec": ["half"]}, "cannot be decoded"),
+        (torch.zeros(4, 4), {"codec": "half", "bits": 3}, "cannot be made of"),
+    ],
+)
+def test_what_cannot_be_decoded_changes_nothing(value: torch.Tensor, options: dict[str, Any], says: str) -> None:
+    server = Server([0], "asp")
+    server.step(Request("init", "w", torch.ones(4, 4), sequence=1))
+    [*_, reply] = server.step(Request("push", "w", value, options=options, sequence=2))
+    assert says in reply.error and torch.equal(server.entries["w"].value, torch.ones(4, 4))
+
+
+def test_a_refused_push_says_so() -> None:
+    def worker(kv: Any) -> str:
+        kv.init("w", torch.zeros(4))
+        kv.codec, kv.code = Half(), {"codec": "unheard of"}
+        with pytest.raises(Refused) as caught:
+            kv.push("w", torch.ones(4)).wait()
+        return str(caught.value)
+
+    assert "codec 'unheard of' is unknown" in kvstore.simulate(worker, star(2, 1e9), 1, 1)[0]
