@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from d2lps.kvstore.events import Reply, Request
+from d2lps.kvstore.events import Reply, Request, alike
 from d2lps.kvstore.frame import FrameError
 from d2lps.kvstore.server import Server
 from d2lps.kvstore.tiers import Tiers
@@ -256,17 +256,6 @@ def requests(chance: random.Random, count: int, optimizer: str) -> Iterator[Requ
                 yield asked(worker, "clock")
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two states, or two answers, are equal to the bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return vars(one).keys() == vars(other).keys() and same(vars(one), vars(other)) if hasattr(one, "__dict__") else one == other
-
-
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 @pytest.mark.parametrize("optimizer", ["", "sgd", "adam"])
 def test_a_server_answers_as_without_a_budget(tmp_path: Path, consistency: str, optimizer: str) -> None:
@@ -274,13 +263,13 @@ def test_a_server_answers_as_without_a_budget(tmp_path: Path, consistency: str, 
     plain, tiered = Server([0, 1], consistency), Server([0, 1], consistency, store=tiers)
     for request in requests(random.Random(7), 300, optimizer):
         ours, theirs = ([e for e in server.step(request) if isinstance(e, Reply)] for server in (tiered, plain))
-        assert same(ours, theirs), request
+        assert alike(ours, theirs), request
         assert tiers.counts.bytes_hot <= 1000
     assert tiers.counts.evictions > 50 and tiers.counts.bytes_written and tiers.counts.misses
-    assert same(tiered.state(), plain.state())
+    assert alike(tiered.state(), plain.state())
     again = Server([0, 1], consistency, store=Tiers(tmp_path / "again", budget=1000))
     again.restore(plain.state())
-    assert same(again.state(), plain.state())
+    assert alike(again.state(), plain.state())
 
 
 def test_a_peek_moves_and_writes_nothing(tmp_path: Path) -> None:

@@ -412,14 +412,10 @@ def test_eight_runs_at_once_from_threads(run: Runner) -> None:
         assert list(pool.map(lambda value: sum_of(run, value), range(8))) == [[200.0 * value] * 2 for value in range(8)]
 
 
-def test_eight_runs_at_once_from_processes() -> None:
+def test_eight_runs_at_once_from_processes(run: Runner) -> None:
     context = multiprocessing.get_context("fork")
-    answers, runs = context.SimpleQueue(), [functools.partial(d2lps.run, backend=backend) for backend in BACKENDS]
-
-    def one(value: int) -> None:
-        answers.put((value, sum_of(runs[value % len(runs)], value)))
-
-    processes = [context.Process(target=one, args=(value,)) for value in range(8)]
+    answers = context.SimpleQueue()
+    processes = [context.Process(target=lambda v=value: answers.put((v, sum_of(run, v)))) for value in range(8)]
     for process in processes:
         process.start()
     for process in processes:
@@ -428,9 +424,9 @@ def test_eight_runs_at_once_from_processes() -> None:
     assert sorted(answers.get() for _ in processes) == [(value, [200.0 * value] * 2) for value in range(8)]
 
 
-def test_fifty_runs_in_a_row_leave_nothing(nothing_left: None) -> None:
+def test_fifty_runs_in_a_row_leave_nothing(run: Runner, nothing_left: None) -> None:
     for value in range(50):
-        assert sum_of(functools.partial(d2lps.run, backend=BACKENDS[value % len(BACKENDS)]), value) == [200.0 * value] * 2
+        assert sum_of(run, value) == [200.0 * value] * 2
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

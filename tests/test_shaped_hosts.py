@@ -78,7 +78,7 @@ def ping_pong(comm: Communicator, device: str) -> float:
 
 
 ALGORITHMS: dict[str, Callable[[Communicator, str], None]] = {"ring": ring, "one_server": one_server, "all_servers": all_servers}
-REPEATED = {"ring": 5, "one_server": 1, "all_servers": 1}
+REPEATED = {"ring": 5, "one_server": 1, "all_servers": 3}
 
 
 def job(rank: int, size: int, host: str) -> dict[str, float]:

@@ -66,24 +66,36 @@ def context(browser: "playwright.Browser") -> Iterator["playwright.BrowserContex
 
 
 @pytest.fixture
-def page(context: "playwright.BrowserContext") -> Iterator["playwright.Page"]:
+def page(context: "playwright.BrowserContext", address: str) -> Iterator["playwright.Page"]:
     """A page that reaches nothing but the site; at the end it must have found no fault."""
     page = context.new_page()
-    faults = watch(page)
+    faults = watch(page, address)
     yield page
     page.close()
     assert faults == []
 
 
-def watch(page: "playwright.Page") -> list[str]:
-    """Collect requests that fail, as those to elsewhere do, errors of the console and exceptions."""
+def watch(page: "playwright.Page", address: str) -> list[str]:
+    """Collect requests to elsewhere, failed ones, errors of the console and exceptions."""
     faults: list[str] = []
+    here = (address, "file:", "data:", "blob:")
+    page.on("request", lambda request: request.url.startswith(here) or faults.append(f"elsewhere: {request.url}"))
     page.on("requestfailed", lambda request: faults.append(f"not loaded: {request.url}"))
     page.on("response", lambda response: response.status < 400 or faults.append(f"{response.status}: {response.url}"))
     page.on("pageerror", lambda error: faults.append(f"exception: {error}"))
     page.on("console", lambda message: message.type == "error" and not message.text.startswith(ALLOWED)
             and faults.append(f"console: {message.text}"))
     return faults
+
+
+def test_a_request_to_elsewhere_fails_and_is_a_fault(context: "playwright.BrowserContext", address: str) -> None:
+    page = context.new_page()
+    faults = watch(page, address)
+    for url in ("https://example.org/x.png", "http://192.0.2.1/y.png"):  # names and numbers kept for examples
+        page.set_content(f'<img src="{url}">')
+        page.wait_for_function("document.querySelector('img').complete", timeout=5 * SECONDS)
+        assert {f"elsewhere: {url}", f"not loaded: {url}"} <= set(faults)
+    page.close()
 
 
 # Where a widget of this class is on its page.
@@ -168,6 +180,7 @@ def test_page_is_without_a_fault_and_its_widgets_move(page: "playwright.Page", a
     page.wait_for_load_state("networkidle")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390, "it does not fit a telephone"
     page.set_viewport_size({"width": 1280, "height": 720})
+    page.wait_for_load_state("networkidle")
     assert page.locator("article h1").first.is_visible()
     for widget in found:
         first = settle(widget)
@@ -179,6 +192,10 @@ def test_page_is_without_a_fault_and_its_widgets_move(page: "playwright.Page", a
         wait_for(page, widget, "!=", second)
         if (play := widget.locator('button[data-action="play"]')).count():
             wait_for(page, widget, "==", first)  # one step forth and one back
+            page.keyboard.press("ArrowRight")
+            wait_for(page, widget, "!=", first)
+            widget.locator('button[data-action="previous"]').click()
+            wait_for(page, widget, "==", first)
             play.click()
             wait_for(page, widget, "!=", first)
             wait_for(page, widget, "!=", drawing(widget))
