@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +24,7 @@ class Meetings:
 
     def meet(self, comm: SimulatedCommunicator, call: str, word: object) -> dict[int, object]:
         """What every rank of the group said, by rank."""
+        comm.catch_up()
         key = (comm.name, call)
         words = self.present[key]
         words[comm.rank] = word
@@ -73,26 +75,38 @@ class SimulatedCommunicator(Communicator):
         return stream
 
     def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
-        return End(self.mailbox.send(self._stream(True, dst, tag), staged), self.task)
+        self.catch_up()
+        return End(self.mailbox.send(self._stream(True, dst, tag), staged), "sender", self.task)
 
     def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
-        return End(self.mailbox.recv(self._stream(False, src, tag), staged), self.task)
+        self.catch_up()
+        return End(self.mailbox.recv(self._stream(False, src, tag), staged), "receiver", self.task)
 
     def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
-        # A stream that has been used before has had all its checks.
         stream_in, stream_out = self._streams.get((False, src, tag)), self._streams.get((True, dst, tag))
         if stream_in is None or stream_out is None or self.recorder is not None or not (tensor.is_meta and into.is_meta):
             return super().sendrecv(tensor, dst, into, src, tag)
-        mailbox, task = self.mailbox, self.task
-        received, sent = mailbox.recv(stream_in, into), mailbox.send(stream_out, tensor)
-        if received.done or sent.done:  # buffered
-            End(received, task).wait()
-            End(sent, task).wait()
-        else:
-            received.will_wake(task)
-            sent.will_wake(task)
-            mailbox.scheduler.block(task, 2, (received, sent))
+        # Streams that have been used before have had all their checks.
+        self.task.script.write(stream_in, into, stream_out, tensor)
+        if not self._collective:
+            self.catch_up()
         return None
+
+    @contextmanager
+    def inside(self, collective: str) -> Iterator[bool]:
+        with super().inside(collective) as outermost:
+            try:
+                yield outermost
+            except Exception:  # when its time has come
+                self.catch_up()
+                raise
+            if outermost:
+                self.catch_up()
+
+    def catch_up(self) -> None:
+        """Return when the messages that this rank has only written down (see script.py) have been delivered."""
+        if self.task.script.steps:
+            self.task.script.play()
 
     def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
         if self.recorder is not None or not tensor.is_meta:
@@ -119,6 +133,7 @@ class SimulatedCommunicator(Communicator):
     # ---- time and groups ------------------------------------------------------------------------------------------
 
     def now(self) -> float:
+        self.catch_up()
         return self.mailbox.network.now
 
     def sleep(self, seconds: float) -> None:
@@ -160,5 +175,3 @@ class SimulatedCommunicator(Communicator):
             self.meetings,
             self.device,
         )
-
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,36 +33,29 @@ class Stream:
 class Message(Flow):
     """A message: made by whichever end is posted first, complete for both ends at the same time."""
 
-    __slots__ = ("done", "incoming", "one", "other", "outgoing", "scheduler", "stream")
+    __slots__ = ("done", "incoming", "outgoing", "receiver", "scheduler", "sender", "stream")
 
     def __init__(self, stream: Stream, scheduler: Scheduler) -> None:
         self.stream, self.scheduler = stream, scheduler
         self.outgoing: Any = None  # the sender's tensor, once it has been posted
         self.incoming: Any = None  # the receiver's
-        self.one: Task | None = None  # the tasks that wait for it, at most one at each end
-        self.other: Task | None = None
+        self.sender: Task | None = None  # the task that waits at either end
+        self.receiver: Task | None = None
         self.done = False
 
     def arrived(self) -> None:
         if not self.incoming.is_meta:
             self.incoming.copy_(self.outgoing)
         self.done = True
-        if self.one is not None:
-            self.scheduler.happened(self.one)
-        if self.other is not None:
-            self.scheduler.happened(self.other)
-
-    def will_wake(self, task: Task) -> None:
-        if self.one is None:
-            self.one = task
-        else:
-            self.other = task
+        for task in (self.sender, self.receiver):
+            if task is not None:
+                self.scheduler.happened(task)
 
     def check(self) -> int:
         """The bytes of the message; both ends must speak of as many elements of one dtype."""
         outgoing, incoming = self.outgoing, self.incoming
         nbytes: int = outgoing.nbytes
-        if nbytes == incoming.nbytes and outgoing.dtype is incoming.dtype:
+        if outgoing is incoming or (nbytes == incoming.nbytes and outgoing.dtype is incoming.dtype):
             return nbytes
         _, src, dst, tag = self.stream.key
         sends, expects = (describe(end.flatten()) for end in (self.outgoing, self.incoming))
@@ -87,14 +80,14 @@ class EagerMessage(Message):
 class End:
     """One end of a message, as a rank waits for it."""
 
-    __slots__ = ("message", "task")
+    __slots__ = ("message", "side", "task")
 
-    def __init__(self, message: Message, task: Task) -> None:
-        self.message, self.task = message, task
+    def __init__(self, message: Message, side: Literal["sender", "receiver"], task: Task) -> None:
+        self.message, self.side, self.task = message, side, task
 
     def wait(self) -> None:
         if not self.message.done:
-            self.message.will_wake(self.task)
+            setattr(self.message, self.side, self.task)
             self.message.scheduler.block(self.task, 1, (self.message,))
 
 
@@ -104,12 +97,17 @@ class Mailbox:
     def __init__(self, network: Network, scheduler: Scheduler, model: Model) -> None:
         self.network, self.scheduler, self.model = network, scheduler, model
         self.streams: dict[Key, Stream] = {}
+        self._alike: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
 
     def stream(self, key: Key, route: Route) -> Stream:
         if key not in self.streams:
             self.streams[key] = Stream(key, route, self.model)
         return self.streams[key]
+
+    def alike(self, blank: torch.Tensor) -> torch.Tensor:
+        """One tensor without contents stands for all of its length and dtype: a thousand would fill the processor's cache."""
+        return self._alike.setdefault((blank.nbytes, blank.dtype), blank)
 
     def send(self, stream: Stream, tensor: torch.Tensor) -> Message:
         """Post a send. Under the eager rule what comes back is complete, and the network carries a copy."""

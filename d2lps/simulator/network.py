@@ -63,9 +63,9 @@ class Network:
 
     def _schedule(self, flow: Flow, time: float) -> None:
         flow.end = time
-        if time in self._at:
-            self._at[time].append(flow)
-        else:
+        try:
+            self._at[time].append(flow)  # most are of a time that others have too
+        except KeyError:
             self._at[time] = [flow]
             heappush(self._times, time)
 

@@ -26,11 +26,25 @@ _hooks, _push_hooks = torch._C._autograd._top_saved_tensors_default_hooks, torch
 class Task:
     """One rank's thread of control."""
 
-    __slots__ = ("backward", "comm", "ended", "error", "greenlet", "pause", "rank", "result", "waiting_for", "wanted")
+    __slots__ = (
+        "backward",
+        "comm",
+        "ended",
+        "error",
+        "go_on",
+        "greenlet",
+        "pause",
+        "rank",
+        "result",
+        "script",
+        "waiting_for",
+        "wanted",
+    )
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.comm: Any = None
+        self.script: Any = None  # what it will do next, where it has said so (see script.py)
         self.greenlet: Any = None
         self.wanted = 0  # how many things must happen before it goes on
         self.waiting_for: tuple[Any, ...] = ()  # those things, for the message that explains a deadlock
@@ -38,6 +52,7 @@ class Task:
         self.result: Any = None
         self.error: BaseException | None = None
         self.pause: Callable[[], Any]  # lets the others go on
+        self.go_on: Callable[[], Any]  # what happens when it can go on: the rank does, or its script
         self.backward: Thread | None = None  # in which its backward pass runs, while one does
 
 
@@ -48,7 +63,7 @@ class Scheduler:
         self.network = network
         self.ready: deque[Task] = deque()
         self.tasks: list[Task] = []
-        self.started = self.failed = False
+        self.failed = False
         self._hub = getcurrent()
 
     def add(self, task: Task, function: Callable[[Any], Any]) -> None:
@@ -64,7 +79,7 @@ class Scheduler:
 
         task.greenlet = greenlet(life, parent=self._hub)
         task.greenlet.task = task
-        task.pause = self._pause
+        task.pause, task.go_on = self._hub.switch, task.greenlet.switch
         self.tasks.append(task)
 
     def run(self) -> None:
@@ -72,18 +87,15 @@ class Scheduler:
         ready, advance = self.ready, self.network.advance
         for task in self.tasks:  # each is started from here, or its stack would begin on top of another's
             task.greenlet.switch()
-        self.started = True
         while not self.failed and (ready or advance()):
             while ready and not self.failed:
-                ready.popleft().greenlet.switch()
-
-    def _pause(self) -> None:
-        """From one rank straight to the next that can run; back to `run` when there is none."""
-        (self.ready.popleft().greenlet if self.ready and self.started else self._hub).switch()
+                ready.popleft().go_on()
 
     def block(self, task: Task, wanted: int, waiting_for: tuple[Any, ...]) -> None:
-        """Called by a task: go on when `wanted` calls of `happened` have been made for it."""
+        """Called by a task: go on when `wanted` calls of `happened` have been made for it; at its next turn, if none."""
         task.wanted, task.waiting_for = wanted, waiting_for
+        if not wanted:
+            self.ready.append(task)
         if _is_grad_enabled() and not (_is_inference_mode_enabled() or _is_any_autocast_enabled() or _hooks(True)):
             task.pause()
         else:

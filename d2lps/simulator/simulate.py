@@ -18,6 +18,7 @@ from d2lps.simulator.mailbox import Mailbox
 from d2lps.simulator.model import Model
 from d2lps.simulator.network import Network
 from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.script import Script
 from d2lps.topology import Topology
 from d2lps.trace import Recorder, merge
 
@@ -92,7 +93,7 @@ class _Simulation:
             comm = SimulatedCommunicator(members, rank, "world", task, nodes, topology, self.mailbox, meetings, device)
             comm.debug = debug
             comm.recorder = Recorder(rank, comm.now) if trace else None
-            task.comm = comm
+            task.comm, task.script = comm, Script(task, self.mailbox)
             self.comms.append(comm)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Run:
