@@ -309,6 +309,20 @@ DRAWN += [multi_node(pcie_tree(4), 3), star(8, 1e9).without("gpu3"), dgx1().with
 DRAWN += [Topology(graph_of(bandwidth=1, latency=0))]
 
 
+def with_a_server(preset: Topology, at: Any, kind: str = "host") -> Topology:
+    """A reader's change: one more node, which no preset knows."""
+    graph = preset.graph.copy()
+    graph.add_node("server", kind=kind)
+    connect(graph, at, "server", 1e9, 1e-6)
+    return Topology(graph, f"{preset.name} with a {kind}")
+
+
+DRAWN += [with_a_server(preset, at, kind) for kind in ("host", "device", "switch") for preset, at in (
+    (star(4, 1e9), "switch"), (ring(4, 1e9), "gpu1"), (dgx1(), "cpu0"), (hgx_h100(), "nvswitch"),
+    (spine_leaf(2, 2, 1), "leaf0"), (fat_tree(4), "edge0.0"), (multi_node(dgx1(), 2), "network"),
+)]  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def no_figure_stays_open() -> Any:
     yield

@@ -35,9 +35,13 @@ def positions(topology: Topology) -> dict[Node, Point]:
 
 
 def layout(topology: Topology) -> Layout:
-    """As its preset looks best; a topology of one's own by attraction and repulsion, the same every time."""
+    """As its preset looks best; a topology of one's own, be it one with more nodes than its preset knows, by attraction
+    and repulsion, the same every time."""
     arrange = _PRESETS.get(topology.graph.graph.get("preset", ""), _free)
     found = arrange(topology)
+    places = {found.places.get(node) for node in topology.nodes}
+    if None in places or len(places) < len(topology.nodes):
+        found = _free(topology)
     found.places = {node: found.places[node] for node in topology.nodes}
     return found
 
