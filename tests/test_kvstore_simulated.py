@@ -339,6 +339,7 @@ def test_a_standstill_is_explained() -> None:
         simulate(worker, star(3, 1e9), 2, 1)
     assert "rank 0 waits for a parameter server's answer (in worker" in str(caught.value)
     assert "rank 2 serves, and has nothing to answer" in str(caught.value)
+    assert "line 0" not in str(caught.value)  # it is nobody's line that it stands at
 
 
 def test_a_hundred_workers_are_quick() -> None:

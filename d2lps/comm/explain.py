@@ -93,7 +93,7 @@ def describe_state(state: State) -> str:
     """`  rank 1 waits for rank 0 to send 40 B, tag 0 (in work, line 3: comm.recv(x, 0))`."""
     standing = state.standing
     if standing is None:
-        where = place(state.file, state.line, state.function) if state.line else ""
+        where = place(state.file, state.line, state.function)
         return f"  rank {state.rank} {state.condition or 'is running'}{where}"
     what = {
         "send": f"waits for rank {standing.peer} to receive {standing.nbytes:,} B, tag {standing.tag}",
@@ -110,7 +110,12 @@ def describe_state(state: State) -> str:
 
 
 def place(file: str, line: int, function: str) -> str:
-    """` (in work, line 3: comm.recv(x, 0))`; the source is looked up here, where a notebook's cells are known."""
+    """` (in work, line 3: comm.recv(x, 0))`; the source is looked up here, where a notebook's cells are known.
+
+    Nothing where no line of the reader's is to blame: a parameter server runs none.
+    """
+    if not line:
+        return ""
     source = linecache.getline(file, line).strip()
     source = source if len(source) <= 60 else source[:57] + "..."
     return f" (in {function}, line {line}{': ' + source if source else ''})"
