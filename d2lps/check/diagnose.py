@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from d2lps.check.values import counts, origin
+from d2lps.check.values import common_place, counts, origin
 from d2lps.trace import Origins, Trace
+from d2lps.trace.origins import Piece
 
 
-def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, trace: Trace) -> str:
-    """What is wrong with a sum of countable values, and how it came about."""
-    first, last = _wrong_run(got, wanted)
+def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, parts: int, trace: Trace) -> str:
+    """What is wrong with a sum of countable values, and how it came about. parts: of the list that each rank gave."""
+
+    def how(element: int) -> object:
+        """Whose addends, from which part, and from how far away."""
+        value = int(got[element])
+        part, origin = common_place(value, parts, len(got)) or (None, element)
+        return counts(value, ranks), part, origin - element
+
+    first, last = _wrong_run(got, wanted, how)
     where = f"rank {rank}, {_elements(first, last)}"
     value = int(got[first])
     counted = counts(value, ranks)
     if counted is None:
         return f"{where}: {value} is no sum of the ranks' values; was the tensor written before its message was complete?"
     should = counts(int(wanted[first]), ranks) or []
+    if counted == should:
+        return f"{where}: {_displaced(value, parts, len(got), last - first + 1)}"
     missing = [r for r in range(ranks) if counted[r] < should[r]]
     extra = [r for r in range(ranks) if counted[r] > should[r]]
     says = []
@@ -24,13 +36,27 @@ def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, tr
         says.append(f"{_ranks(missing)} missing")
     if extra:
         says.append(", ".join(f"rank {r} counted {counted[r]} times" for r in extra))
-    history = _history(trace, rank, first, missing[0]) if missing else ""
+    history = _history(trace, rank, first, missing[0]) if missing and parts == 1 else ""
     return f"{where}: " + "; ".join(says) + history
+
+
+def _displaced(value: int, parts: int, elements: int, length: int) -> str:
+    """Every rank has been added as often as it should, but not in this place; `length` elements in a row."""
+    found = common_place(value, parts, elements)
+    if found is None:
+        return "every rank is in the sum, but not with the same element"
+    part, from_ = found
+    return f"the sum of all ranks, but of {_elements(from_, from_ + length - 1)}" + (f" of part {part}" if parts > 1 else "")
 
 
 def wrong_copy(rank: int, name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:
     """What is wrong with data that should have been moved as it was."""
-    first, last = _wrong_run(got, wanted)
+
+    def how(element: int) -> int | None:
+        """None if nothing was written, else how far off."""
+        return None if got[element] == -1 else int(got[element] - wanted[element])
+
+    first, last = _wrong_run(got, wanted, how)
     where = f"rank {rank}, {name}, {_elements(first, last)}"
     expected, found = origin(int(wanted[first])), origin(int(got[first]))
     should = f"should be {_spelled(expected)}" if expected else f"should be {int(wanted[first])}, as it was"
@@ -44,11 +70,11 @@ def _spelled(source: tuple[int, int, int]) -> str:
     return f"element {place} of part {part} of rank {rank}" if part else f"element {place} of rank {rank}"
 
 
-def _wrong_run(got: torch.Tensor, wanted: torch.Tensor) -> tuple[int, int]:
-    """First and last of the first wrong elements that are wrong in the same way."""
+def _wrong_run(got: torch.Tensor, wanted: torch.Tensor, how: Callable[[int], object]) -> tuple[int, int]:
+    """First and last of the first wrong elements in a row that are wrong in the same way, which `how` tells."""
     wrong = (got != wanted).nonzero().flatten().tolist()
     first = last = wrong[0]
-    while last + 1 in wrong and got[last + 1] - wanted[last + 1] == got[first] - wanted[first]:
+    while last + 1 in wrong and how(last + 1) == how(first):
         last += 1
     return first, last
 
@@ -62,19 +88,23 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _history(trace: Trace, rank: int, element: int, missing: int) -> str:
-    """The last message that brought this element here, and that it lacked the missing rank's data when it left."""
-    itemsize = 8
-    m = trace.messages
-    last = None
-    for index in range(len(trace)):
-        begin = m["dst_offset"][index]
-        if m["dst"][index] == rank and begin <= element * itemsize < begin + m["dst_length"][index]:
-            last = index if last is None or m["dst_seq"][index] > m["dst_seq"][last] else last
-    if last is None:
+    """What the messages to this rank carried of this element of the ranks' tensors, and why the missing one's is not there."""
+    carried, m = Origins(trace).carried, trace.messages
+    to_here = sorted((index for index in carried if m["dst"][index] == rank), key=lambda index: m["dst_seq"][index])
+    brought = {index: whose for index in to_here if (whose := _owners(carried[index], element, trace))}
+    if not brought:
         return f" (no message brought rank {rank} this element)"
-    src, step = m["src"][last], trace.steps[m["step"][last]]
-    sources = {trace.buffers[buffer].rank for piece in Origins(trace).carried.get(last, []) for buffer, _ in piece.sources}
+    with_it = [index for index, whose in brought.items() if missing in whose]
+    index = (with_it or list(brought))[-1]
+    src, step = m["src"][index], trace.steps[m["step"][index]]
     label = f" in step {step!r}" if step else ""
-    if missing not in sources:
-        return f" (rank {src} sent it{label} before adding rank {missing}'s)"
-    return f" (rank {src}'s last message{label} brought it, but it was not added)"
+    if with_it:
+        return f" (rank {src}'s message{label} brought it, but it was not added)"
+    return f" (rank {src} sent it{label} before adding rank {missing}'s)"
+
+
+def _owners(pieces: list[Piece], element: int, trace: Trace) -> set[int]:
+    """The ranks whose element is in the sums that a message carried."""
+    at = element * torch.int64.itemsize
+    sources = [(buffer, at - offset, piece.length) for piece in pieces for buffer, offset in piece.sources]
+    return {trace.buffers[buffer].rank for buffer, inside, length in sources if 0 <= inside < length}

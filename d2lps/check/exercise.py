@@ -18,6 +18,7 @@ RANKS = (1, 2, 3, 4, 5, 8)
 SIZES = (8, 7, 1, 0)  # elements: divisible by few, by none, fewer than ranks, none at all
 _BANDWIDTH, _LATENCY = 1e9, 0.5e-6  # of each link of the star; two links make a path: 1 microsecond
 _TIMED = 100_000  # elements of the run whose time is shown
+_SMALL, _SMALLER = 1_000, 100  # the same where a tensor is cut into pieces of a fixed size: there would be too many
 
 Prepare = Callable[[int, int, int], tuple[Any, ...]]
 Judge = Callable[[int, int, int, tuple[Any, ...], Run], str]
@@ -74,8 +75,11 @@ class Exercise:
         return ""
 
     def _praise(self, function: Callable[..., Any], p: int, cases: str) -> str:
-        run = self._run(function, p, _TIMED)
-        trace, nbytes = run.trace, _TIMED * torch.int64.itemsize
+        few, run = (self._run(function, p, size) for size in (_SMALLER, _SMALL))
+        size = _SMALL
+        if len(run.trace) < 5 * len(few.trace):  # messages grow in length rather than in number
+            size, run = _TIMED, self._run(function, p, _TIMED)
+        trace, nbytes = run.trace, size * torch.int64.itemsize
         sent, least = int(trace.bytes_sent().max(initial=0)), self.least_bytes(p, nbytes)
         return (
             f"{cases}. With {p} ranks and tensors of n = {nbytes / 1e6:g} MB: {trace.rounds} steps, the busiest rank sends "

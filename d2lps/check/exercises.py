@@ -33,13 +33,18 @@ def _expect_copies(expected: Callable[[int, int, int, tuple[Any, ...]], list[tup
     return judge
 
 
-def _total(p: int, size: int) -> torch.Tensor:
-    return sum((countable(rank, size) for rank in range(p)), start=torch.zeros(size, dtype=torch.int64))
+def _total(p: int, size: int, part: int = 0) -> torch.Tensor:
+    return sum((countable(rank, size, part) for rank in range(p)), start=torch.zeros(size, dtype=torch.int64))
 
 
 def _judge_sum(rank: int, p: int, size: int, arguments: tuple[Any, ...], run: Run) -> str:
     got, wanted = arguments[0], _total(p, size)
-    return "" if torch.equal(got, wanted) else wrong_sum(rank, got, wanted, p, run.trace)
+    return "" if torch.equal(got, wanted) else wrong_sum(rank, got, wanted, p, 1, run.trace)
+
+
+def _judge_part(rank: int, p: int, size: int, arguments: tuple[Any, ...], run: Run) -> str:
+    got, wanted = arguments[0], _total(p, size, rank)
+    return "" if torch.equal(got, wanted) else wrong_sum(rank, got, wanted, p, p, run.trace)
 
 
 def _judge_root_sum(rank: int, p: int, size: int, arguments: tuple[Any, ...], run: Run) -> str:
@@ -48,7 +53,7 @@ def _judge_root_sum(rank: int, p: int, size: int, arguments: tuple[Any, ...], ru
         return ""
     if rank != _ROOT:
         return f"rank {rank}'s tensor was changed; only that of rank {_ROOT} should be"
-    return wrong_sum(rank, got, wanted, p, run.trace)
+    return wrong_sum(rank, got, wanted, p, 1, run.trace)
 
 
 def all_reduce(function: Callable[..., Any]) -> Verdict:
@@ -123,8 +128,8 @@ def reduce_scatter(function: Callable[..., Any]) -> Verdict:
     """Check `function(comm, output, input_list)`: output of rank r ends as the sum of all ranks' input_list[r]."""
     return Exercise(
         "reduce_scatter",
-        lambda rank, p, size: (_blank(size), [countable(rank, size) for _ in range(p)]),
-        _judge_sum,
+        lambda rank, p, size: (_blank(size), [countable(rank, size, part) for part in range(p)]),
+        _judge_part,
         lambda p, n: (p - 1) * n,
     ).check(function)
 

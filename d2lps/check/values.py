@@ -1,19 +1,27 @@
 """Values that say where they come from.
 
-Element `e` of rank r's tensor is 16**r, so in a sum the r-th hexadecimal digit counts how often rank r was added: 0x0211
-is rank 0 once, rank 1 once, rank 2 twice, rank 3 never. Where nothing is added, an element is its rank, its part and
-its place. Everything is int64, which holds 15 ranks' digits.
+Where tensors are added, an element of rank r is 16**r: in a sum the r-th hexadecimal digit counts how often rank r was
+added; 0x0211 is rank 0 once, rank 1 once, rank 2 twice, rank 3 never. Above the digits stands a random number that is
+the same for this place on all ranks, so that a sum also shows from which place its addends came. Where nothing is added,
+an element is its rank, its part and its place. Everything is int64: digits of 8 ranks, and random numbers of 24 bits.
 """
 
 import torch
 
 BASE = 16
+MOST = 8  # ranks
+_ABOVE = BASE**MOST  # where the random numbers begin
 _PART, _PLACE = 1000, 1000  # up to as many parts of a list, and elements of a tensor
 
 
-def countable(rank: int, elements: int) -> torch.Tensor:
-    """`countable(2, 3)` is tensor([256, 256, 256])."""
-    return torch.full((elements,), BASE**rank, dtype=torch.int64)
+def countable(rank: int, elements: int, part: int = 0) -> torch.Tensor:
+    """`countable(2, 3) % 16**8` is tensor([256, 256, 256]); what stands above is another number at each place."""
+    return BASE**rank + _ABOVE * _marks(part, elements)
+
+
+def _marks(part: int, elements: int) -> torch.Tensor:
+    """The random numbers of one part's places."""
+    return torch.randint(1, 2**24, (elements,), generator=torch.Generator().manual_seed(part))
 
 
 def counts(value: int, ranks: int) -> list[int] | None:
@@ -22,9 +30,23 @@ def counts(value: int, ranks: int) -> list[int] | None:
     >>> counts(0x0211, 4)
     [1, 1, 2, 0]
     """
-    if not 0 <= value < BASE**ranks:
+    if value < 0 or value % _ABOVE >= BASE**ranks:
         return None
     return [value // BASE**rank % BASE for rank in range(ranks)]
+
+
+def common_place(value: int, parts: int, elements: int) -> tuple[int, int] | None:
+    """(part, element) of the place from which all addends of a sum came; None if they came from several.
+
+    >>> common_place(int((countable(0, 5) + countable(1, 5))[3]), 1, 5)
+    (0, 3)
+    """
+    addends = sum(counts(value, MOST) or [])
+    for part in range(parts):
+        for element, mark in enumerate(_marks(part, elements).tolist()):
+            if addends and mark * addends == value // _ABOVE:
+                return part, element
+    return None
 
 
 def labelled(rank: int, part: int, elements: int) -> torch.Tensor:
