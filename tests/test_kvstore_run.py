@@ -14,7 +14,7 @@ from launching import nothing_left
 from oracles import digits, joins_later
 
 from d2lps import kvstore
-from d2lps.comm import RankHung
+from d2lps.comm import Mismatch, RankHung
 from d2lps.kvstore import Refused, register_optimizer
 from d2lps.kvstore.deployment import LEVELS
 from d2lps.kvstore.events import alike
@@ -130,6 +130,27 @@ def test_sums_on_any_number_of_servers(workers: int, servers: int, placement: st
     run = kvstore.run(add_up, workers, servers, 3, split=100, placement=placement)
     total = sum(rank + step for rank in range(workers) for step in range(3))
     assert all(big.unique().tolist() == [total] for big, _ in run) and run.values["big"].unique().tolist() == [total]
+
+
+def in_its_own_order(kv: Any) -> None:
+    for key in ("a", "b") if kv.rank == 0 else ("b", "a"):
+        kv.init(key, torch.zeros(2))
+        kv.push(key, torch.ones(2)).wait()
+
+
+@pytest.mark.parametrize("world", ["processes", "simulator"])
+def test_workers_that_place_keys_in_another_order_are_found_out(world: str) -> None:
+    """By load, each worker thinks that a key is where the other one does not: half of the pushes would be lost."""
+
+    def perform(placement: str) -> Any:
+        rules: dict[str, Any] = {"consistency": "asp", "placement": placement}
+        if world == "processes":
+            return kvstore.run(in_its_own_order, 2, 2, **rules)
+        return kvstore.simulate(in_its_own_order, star(4, 1e9), 2, 2, **rules)
+
+    assert perform("hash").values["a"].tolist() == [2.0, 2.0]
+    with pytest.raises(Mismatch, match=r"'[ab]' is on servers 0 and 1, .* all workers must name the keys in the same order"):
+        perform("load")
 
 
 def classify(x: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

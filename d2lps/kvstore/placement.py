@@ -53,7 +53,8 @@ class Placement:
 
     split: tensors of at least so many bytes are cut; they need at least two rows. by: "hash", small tensors lie where
     consistent hashing says, so whoever knows the servers knows where; "load", each goes to the server that has the fewest
-    bytes then, so all workers must name the keys in the same order. Each worker keeps its own, and all come to the same.
+    bytes then, so all workers must name the keys in the same order (a run that finds a key on two servers ends with
+    Mismatch). Each worker keeps its own, and all come to the same.
     Source: Li et al., OSDI 2014 (hashing); MXNet's kvstore cuts at 10^6 elements.
     """
 

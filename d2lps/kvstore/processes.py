@@ -68,10 +68,11 @@ def run(
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
     of what; but no trace.
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
-    Raises what a worker raises, RankDied, RankHung, as d2lps.run does, and leaves nothing behind (but a temporary folder, if
-    the caller itself is killed while it starts its servers). Cost: a byte of a big tensor is copied once into memory that
-    worker and server share, and read there when it is added; a pulled one comes by two copies; those of `kv.empty` save one
-    each. Where no memory is shared (see there) a pushed byte is copied into a socket and out of it, a pulled one four times.
+    Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind
+    (but a temporary folder, if the caller itself is killed while it starts its servers). Cost: a byte of a big tensor is
+    copied once into memory that worker and server share, and read there when it is added; a pulled one comes by two copies;
+    those of `kv.empty` save one each. Where no memory is shared (see there) a pushed byte is copied into a socket and out of
+    it, a pulled one four times.
     """
     _check(worker, workers, servers, backend, timeout)
     if under_launcher():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from d2lps.comm import Mismatch
 from d2lps.kvstore.events import Event
 from d2lps.kvstore.placement import join_parts
 from d2lps.kvstore.server import Server
@@ -49,6 +50,7 @@ class StoreRun(Run):
         ended = [end for _, end in run.results[:workers]]
         super().__init__([result for result, _ in run.results[:workers]], max(ended), run._trace)
         self.servers: list[ServerReport] = run.results[workers:]
+        _check_homes(self.servers)
 
     @property
     def staleness(self) -> Counter[int]:
@@ -59,3 +61,14 @@ class StoreRun(Run):
     def values(self) -> dict[str, torch.Tensor]:
         """What the servers have at the end, by key, put together again."""
         return join_parts({name: value for server in self.servers for name, value in server.values.items()})
+
+
+def _check_homes(servers: list[ServerReport]) -> None:
+    """Every value has one home. By hash it cannot be otherwise; by load, each worker reckons where keys are by their order."""
+    homes: dict[str, int] = {}
+    for number, server in enumerate(servers):
+        for name in server.values:
+            if name in homes:
+                where = f"{name!r} is on servers {homes[name]} and {number}, with other values"
+                raise Mismatch(f"{where}: under placement='load' all workers must name the keys in the same order")
+            homes[name] = number

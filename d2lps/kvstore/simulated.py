@@ -54,7 +54,8 @@ def simulate(
     as you like, also for both. consistency, staleness, on_loss: see `Server`. absent: workers that are no members at first,
     and call kv.join(). events: (time, event) for all servers, such as (1.5, Lost(2)). log: keep the servers' logs. split,
     placement: see `Placement`. options: device, model and trace of d2lps.simulate; combined bytes are those that are pushed.
-    Results are the workers', the time is when the last of them returned. Raises as d2lps.simulate does, and Refused.
+    Results are the workers', the time is when the last of them returned. Raises as d2lps.simulate does, Refused and, see
+    `Placement`, Mismatch.
     """
     homes = _homes(topology, "workers", workers, 0)
     places = _homes(topology, "servers", servers, len(homes) if isinstance(workers, int) else 0)
