@@ -326,6 +326,24 @@ def test_a_contest_is_against_the_ring() -> None:
     assert not check.contest(turned, hgx_h100())
 
 
+def test_sums_must_be_right_on_the_machine_of_the_contest() -> None:
+    """Among up to 8 ranks, which is all that the check has, there is only one machine: nothing is missing yet."""
+
+    def within_machines(comm: Communicator, tensor: torch.Tensor) -> None:
+        machine = comm.split(comm.rank // 8)
+        assert machine is not None
+        collectives.all_reduce(machine, tensor)
+
+    assert check.all_reduce(within_machines)
+    verdict = check.contest(within_machines, star(16, 1e9))
+    assert not verdict and verdict.text.startswith("with 16 ranks of star(16), rank 0, element 0: ")
+
+
+def test_one_rank_needs_no_time() -> None:
+    verdict = check.contest(library("all_reduce", "ring"), star(1, 1e9))
+    assert verdict.text == "1 rank of star(1), 160 MB: 0.000 ms, ring 0.000 ms"
+
+
 # ---- the values -----------------------------------------------------------------------------------------------------------
 
 

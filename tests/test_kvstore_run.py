@@ -149,7 +149,7 @@ def test_workers_that_place_keys_in_another_order_are_found_out(world: str) -> N
         return kvstore.simulate(in_its_own_order, star(4, 1e9), 2, 2, **rules)
 
     assert perform("hash").values["a"].tolist() == [2.0, 2.0]
-    with pytest.raises(Mismatch, match=r"'[ab]' is on servers 0 and 1, .* all workers must name the keys in the same order"):
+    with pytest.raises(Mismatch, match=r"'[ab]' is on servers 0 and 1: .* all workers must name the keys in the same order"):
         perform("load")
 
 

@@ -69,6 +69,6 @@ def _check_homes(servers: list[ServerReport]) -> None:
     for number, server in enumerate(servers):
         for name in server.values:
             if name in homes:
-                where = f"{name!r} is on servers {homes[name]} and {number}, with other values"
+                where = f"{name!r} is on servers {homes[name]} and {number}"
                 raise Mismatch(f"{where}: under placement='load' all workers must name the keys in the same order")
             homes[name] = number
