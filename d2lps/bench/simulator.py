@@ -55,9 +55,15 @@ def measure(name: str, topology: Topology, floats: int, ranks: int | None = None
     return Row(name, size, len(topology.bandwidth), floats, 2 * size * (size - 1), run.time, wall)
 
 
+def _best(name: str, topology: Topology, floats: int, ranks: int | None = None) -> Row:
+    """Of short simulations the least disturbed one of three."""
+    rows = [measure(name, topology, floats, ranks) for _ in range(3 if len(topology.devices) <= 256 or ranks else 1)]
+    return min(rows, key=lambda row: row.wall)
+
+
 def with_ranks(sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> list[Row]:
     """The same chunks on stars of more and more ranks: two links a rank."""
-    return [measure(f"star, {p} ranks", star(p, _LINK, _LATENCY), _CHUNK * p) for p in sizes]
+    return [_best(f"star, {p} ranks", star(p, _LINK, _LATENCY), _CHUNK * p) for p in sizes]
 
 
 def with_links(arities: Sequence[int] = (8, 10, 12, 14)) -> list[Row]:
@@ -70,7 +76,7 @@ def with_links(arities: Sequence[int] = (8, 10, 12, 14)) -> list[Row]:
         tree = fat_tree(k, _LINK, _LATENCY)
         for place in range(64):
             tree.route(tree.devices[place], tree.devices[(place + 1) % 64])
-        rows.append(measure(f"fat_tree({k}), 64 ranks", tree, _CHUNK * 64, ranks=64))
+        rows.append(_best(f"fat_tree({k}), 64 ranks", tree, _CHUNK * 64, ranks=64))
     return rows
 
 
@@ -93,11 +99,12 @@ def table() -> str:
 
 def plot(axes: Sequence[Axes]) -> None:
     """Wall clock for each message, against ranks on the first of two axes, against links on the second."""
-    measure("the first simulation pays for what is imported", star(8, _LINK, _LATENCY), _CHUNK)
-    for ax, rows, x in zip(axes, (with_ranks(), with_links()), ("ranks", "links"), strict=True):
+    both = with_ranks(), with_links()
+    top = max(row.per_message for rows in both for row in rows)
+    for ax, rows, x in zip(axes, both, ("ranks", "links"), strict=True):
         numbers = [getattr(row, x) for row in rows]
         ax.plot(numbers, [row.per_message for row in rows], "o-", color="#0072b2")
-        ax.set(xlabel=f"{x} of the network", ylabel="wall clock per message (µs)", ylim=(0, None), xscale="log")
+        ax.set(xlabel=f"{x} of the network", ylabel="wall clock per message (µs)", ylim=(0, 1.1 * top), xscale="log")
         ax.set_xticks(numbers, [f"{number:,}" for number in numbers])
         ax.set_xticks([], minor=True)
         ax.grid(alpha=0.3)
