@@ -301,7 +301,7 @@ def test_equal_bytes_of_another_dtype_do_not_fit() -> None:
             simulate(work, star(4, 1e6), device="meta", trace=trace)
 
 
-def test_who_survives_a_mismatch_goes_on_from_there() -> None:
+def test_a_mismatch_that_is_caught_leaves_the_other_rank_waiting() -> None:
     def work(comm: Communicator) -> tuple[str, float]:
         all_reduce(comm, blank(comm, 8))
         try:

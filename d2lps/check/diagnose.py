@@ -17,8 +17,8 @@ def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, pa
     def how(element: int) -> object:
         """Whose addends, from which part, and from how far away."""
         value = int(got[element])
-        part, origin = common_place(value, parts, len(got)) or (None, element)
-        return counts(value, ranks), part, origin - element
+        part, came_from = common_place(value, parts, len(got)) or (None, element)
+        return counts(value, ranks), part, came_from - element
 
     first, last = _wrong_run(got, wanted, how)
     where = f"rank {rank}, {_elements(first, last)}"

@@ -2,11 +2,12 @@
 
 A message without contents tells its receiver only that it has come. So inside a collective a rank need not wait for each:
 it goes through the algorithm at once, writes down the messages that it would have waited for, and waits for all of them,
-while they are played one after the other in virtual time. Nobody can tell the difference: whatever looks at the clock, or
-meets other ranks, first waits until the script has been played (`SimulatedCommunicator.catch_up`).
+while they are played one after the other in virtual time. No collective can tell the difference: whatever looks at the
+clock, meets other ranks or sends anything else first waits until the script has been played (`SimulatedCommunicator.catch_up`).
+A function of one's own that says `comm.inside` can, in what it does besides: what it prints there is printed ahead of time.
 
-Why: a thousand ranks that take turns after every message find nothing of theirs left in the processor's cache. One that
-goes on for hundreds of messages does; so does the player of the scripts, which needs of each rank a few lists only.
+Why: of a thousand ranks that take turns after every message, none finds its own things still in the processor's cache. A
+rank that goes on for hundreds of messages finds them there, and the player of the scripts needs only a few lists of each.
 """
 
 from __future__ import annotations
