@@ -10,7 +10,7 @@ SITE := _build/html
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak bench lab execute serve clean
+.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak bench size lab execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -46,6 +46,9 @@ soak: .venv/.done  ## provoke failures for an hour or so: kills, hangs, broken f
 
 bench: .venv/.done  ## measure ours beside its peers; TABLES=... for some
 	$(BIN)/python -m d2lps.bench $(TABLES)
+
+size:            ## count the lines that hold code, by folder
+	@$(PYTHON) tests/size.py
 
 lab: .venv/.done  ## open the book in JupyterLab; as root, in a container: LAB=--allow-root
 	$(BIN)/jupyter lab $(LAB)
