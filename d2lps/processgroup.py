@@ -74,7 +74,7 @@ class ProcessGroupCommunicator(Communicator):
         self._posting = None
 
     def _transfer(self, work: Any) -> Transfer:
-        return _OnStream(self._posting or work) if self.backend == "nccl" else work
+        return _OnStream(self._posting or work) if self.backend == "nccl" else _OverSockets(work)
 
     def _check_tag(self, tag: int) -> None:
         if self.backend == "nccl" and tag:
@@ -82,12 +82,12 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- the debug mode: ranks compare what they mean ---------------------------------------------------------------
 
-    def _posted(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
+    def _post(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
         if not self.debug or self.store is None:
-            return super()._posted(action, tensor, staged, peer, tag)
+            return super()._post(action, tensor, staged, peer, tag)
         if self._signatures is None:
             self._signatures = Signatures(self.store, self.name, self.rank, self.members, self.timeout)
-        post = functools.partial(super()._posted, action, tensor, staged, peer, tag)
+        post = functools.partial(super()._post, action, tensor, staged, peer, tag)
         sign = self._signatures.send if action == "send" else self._signatures.recv
         return sign(post, describe(tensor.flatten()), peer, tag)
 
@@ -130,6 +130,9 @@ class ProcessGroupCommunicator(Communicator):
                 mine = ProcessGroupCommunicator(group, self.device, members, name, self.timeout, self.store)
         return mine
 
+    def _beside(self, name: str) -> ProcessGroupCommunicator:
+        raise NotImplementedError
+
     def _new_group(self, members: list[int]) -> Any:
         """torch wants every rank of the job to make every group, unless told that some are not here."""
         absent = self.size < dist.get_world_size()
@@ -145,6 +148,22 @@ class _OnStream:
     def __init__(self, work: Any) -> None:
         self.work = work
 
+    def is_done(self) -> bool:
+        return bool(self.work.is_completed())
+
     def wait(self) -> None:
         self.work.wait()
         torch.cuda.current_stream().synchronize()
+
+
+class _OverSockets:
+    """A transfer of gloo's."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def is_done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.work.wait()

@@ -81,6 +81,9 @@ class SignedSend:
             self.signatures.store.set(self.key + "/posted", "")
         return self.transfer is not None
 
+    def is_done(self) -> bool:
+        return self.try_to_post() and self.transfer is not None and self.transfer.is_done()
+
     def wait(self) -> None:
         self.signatures.until(self.try_to_post)
         assert self.transfer is not None
@@ -94,6 +97,9 @@ class SignedRecv:
         self.signatures, self.key, self.signature, self.stream = signatures, key, signature, stream
         self.transfer = post()
         signatures.store.set(key + "/expected", signature)
+
+    def is_done(self) -> bool:
+        return self.signatures.has(self.key + "/posted") and self.transfer.is_done()
 
     def wait(self) -> None:
         store, key = self.signatures.store, self.key

@@ -102,6 +102,7 @@ def describe_state(state: State) -> str:
         "native": "waits in the world's own all-reduce",
         "agree": "waits to compare its call with the others'",
         "split": "waits for the others to call split",
+        "join": "waits for what it has started",
         "answer": "waits for a parameter server's answer",
         "serve": "serves, and has nothing to answer",
     }[standing.action]

@@ -44,7 +44,7 @@ def run_local(function: Callable[..., Any], args: tuple[Any, ...], job: Job, liv
 
 
 def _run_of(outcomes: list[Success], job: Job) -> Run:
-    logs = [outcome.log for outcome in outcomes if outcome.log is not None]
+    logs = [log for outcome in outcomes for log in outcome.logs]
     return Run(
         [cloudpickle.loads(outcome.result) for outcome in outcomes],
         max(outcome.ended for outcome in outcomes) - min(outcome.started for outcome in outcomes),

@@ -131,6 +131,9 @@ class SharedMemoryCommunicator(Communicator):
         members = [self.members[rank] for rank in mine]
         return SharedMemoryCommunicator(self.mine, members, places[mine[0]], f"{self.name}/{self._splits}.{color}")
 
+    def _beside(self, name: str) -> SharedMemoryCommunicator:
+        raise NotImplementedError
+
     def _meet(self, call: Call, values: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Meet, and make sure that all mean the same."""
         heard = self.meeting.exchange(call, values, text)
@@ -152,13 +155,13 @@ class SharedMemoryCommunicator(Communicator):
         def note() -> None:
             nonlocal noted
             noted, line = True, callers_line()
-            self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, since))
+            self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
 
         bells.long_wait = note
         yield
         bells.long_wait = lambda: None
         if noted:
-            self.board.write(None)
+            self.board.write(None, self.lane)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
@@ -172,6 +175,9 @@ class _Transfer:
     def wait(self) -> None:
         members = self.comm.members
         self.comm.mine.mailbox.wait(self.message, members, members[self.peer], self.tag)
+
+    def is_done(self) -> bool:
+        return self.comm.mine.mailbox.is_done(self.message)
 
 
 def join(descriptor: int, ranks: int, rank: int) -> SharedMemoryCommunicator:
