@@ -15,7 +15,6 @@ import torch
 
 from d2lps.collectives.all_reduce import all_reduce
 from d2lps.collectives.arguments import check_rank, check_tensor, collective
-from d2lps.collectives.exchange import exchange
 from d2lps.comm import Communicator, ReduceOp, flat
 
 
@@ -64,8 +63,8 @@ def _add_up(comm: Communicator, data: torch.Tensor, own: bool) -> None:
     if others and not own:
         incoming[0] = data  # the first to come in is what the others are added to
     comm.step("to the one that adds")
-    exchange(comm, [], zip(incoming, others, strict=True))
+    comm.exchange([], zip(incoming, others, strict=True))
     for part in incoming[0 if own else 1 :]:
         comm.combine(data, part, ReduceOp.SUM)
     comm.step("back")
-    exchange(comm, [(data, rank) for rank in others], [])
+    comm.exchange([(data, rank) for rank in others], [])

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from d2lps.collectives.arguments import check_fits, check_list, choose, collective
-from d2lps.collectives.exchange import exchange
 from d2lps.comm import Communicator
 
 
@@ -31,16 +30,16 @@ def all_to_all(
     if output_list[0].dtype != input_list[0].dtype:
         raise ValueError(f"output_list is of {output_list[0].dtype}, input_list of {input_list[0].dtype}: they must be alike")
     check_fits(f"output_list[{comm.rank}]", output_list[comm.rank], f"input_list[{comm.rank}]", input_list[comm.rank])
-    exchange = choose(algorithm, {"direct": _direct, "pairwise": _pairwise})
+    chosen = choose(algorithm, {"direct": _direct, "pairwise": _pairwise})
     comm.copy(output_list[comm.rank], input_list[comm.rank])
-    exchange(comm, output_list, input_list)
+    chosen(comm, output_list, input_list)
 
 
 def _direct(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
     """Post everything, then wait for everything."""
     comm.step("all-to-all")
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
-    exchange(comm, [(inputs[dst], dst) for dst in others], [(outputs[src], src) for src in others])
+    comm.exchange([(inputs[dst], dst) for dst in others], [(outputs[src], src) for src in others])
 
 
 def _pairwise(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ from d2lps.trace.recorder import Recorder
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
 # own numbers come from `comm.generator`.
 SEED = 0
+
+Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
 class Communicator(ABC):
@@ -93,6 +95,19 @@ class Communicator(ABC):
         received.wait()
         sent.wait()
 
+    def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
+        """Post all messages, then wait for all: none waits for another, and they share the links.
+
+        >>> comm.exchange(sends=[(mine, 1), (mine, 2)], receives=[(room[1], 1), (room[2], 2)])      # doctest: +SKIP
+
+        Two messages to one rank must stand in the order in which that rank receives them.
+        """
+        with self.together():
+            work = [self.irecv(into, src, tag) for into, src in receives]
+            work += [self.isend(tensor, dst, tag) for tensor, dst in sends]
+        for message in work:
+            message.wait()
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Post several messages in this block that depend on one another, and wait after it.
@@ -131,10 +146,13 @@ class Communicator(ABC):
         if self.recorder:
             self.recorder.local("COPY", into, other, start)
 
-    def step(self, label: str) -> None:
-        """Name what follows, in traces and pictures: `comm.step("reduce-scatter 1/3")`."""
+    def step(self, label: str, *parts: object) -> None:
+        """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`.
+
+        The parts are put into the label's braces only where somebody records it: a million labels take a second.
+        """
         if self.recorder:
-            self.recorder.step = label
+            self.recorder.step = label.format(*parts) if parts else label
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""

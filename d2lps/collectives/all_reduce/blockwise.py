@@ -3,7 +3,6 @@
 import torch
 
 from d2lps.collectives.arguments import divide
-from d2lps.collectives.exchange import exchange
 from d2lps.comm import Communicator, ReduceOp
 
 
@@ -19,9 +18,9 @@ def blockwise(comm: Communicator, data: torch.Tensor, op: ReduceOp) -> None:
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]  # everyone begins with another one
     incoming = [torch.empty_like(mine) for _ in others]
     comm.step("reduce-scatter")
-    exchange(comm, [(blocks[dst], dst) for dst in others], zip(incoming, others, strict=True))
+    comm.exchange([(blocks[dst], dst) for dst in others], zip(incoming, others, strict=True))
     for block in incoming:
         comm.combine(mine, block, op)
     divide(mine, op, comm.size)
     comm.step("all-gather")
-    exchange(comm, [(mine, dst) for dst in others], [(blocks[src], src) for src in others])
+    comm.exchange([(mine, dst) for dst in others], [(blocks[src], src) for src in others])

@@ -12,8 +12,8 @@ import torch
 from d2lps import cost
 from d2lps.collectives.all_reduce.placement import link
 from d2lps.collectives.arguments import divide
-from d2lps.collectives.exchange import Addressed, exchange
 from d2lps.comm import Communicator, ReduceOp
+from d2lps.comm.communicator import Addressed
 
 
 def double_tree(comm: Communicator, data: torch.Tensor, op: ReduceOp, *, chunks: int | None = None) -> None:
@@ -118,7 +118,7 @@ def _up(comm: Communicator, trees: list[Seat], turn: int, op: ReduceOp) -> None:
             incoming = [room[: chunk.numel()] for room in tree.rooms]
             recvs += zip(incoming, tree.children, strict=True)
             sums += [(chunk, other) for other in incoming]
-    exchange(comm, sends, recvs)
+    comm.exchange(sends, recvs)
     for chunk, other in sums:
         comm.combine(chunk, other, op)
 
@@ -130,4 +130,4 @@ def _down(comm: Communicator, trees: list[Seat], turn: int) -> None:
         sends += [(chunk, child) for chunk in tree.chunk(turn - tree.depth) for child in tree.children]
         if tree.parent is not None:
             recvs += [(chunk, tree.parent) for chunk in tree.chunk(turn - tree.depth + 1)]
-    exchange(comm, sends, recvs)
+    comm.exchange(sends, recvs)

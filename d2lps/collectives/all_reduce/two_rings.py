@@ -7,7 +7,6 @@ import torch
 
 from d2lps.collectives.all_reduce.ring import Seat, rooms
 from d2lps.collectives.arguments import divide
-from d2lps.collectives.exchange import exchange
 from d2lps.comm import Communicator, ReduceOp
 
 
@@ -47,7 +46,7 @@ def _reduce_scatter(comm: Communicator, seats: list[Seat], op: ReduceOp) -> None
         mine = [seat.passing[step] for seat in seats]
         incoming = [room[chunk.numel()] for room, chunk in zip(spare, mine, strict=True)]
         sends = [(seat.passing[step - 1], seat.right) for seat in seats]
-        exchange(comm, sends, [(chunk, seat.left) for chunk, seat in zip(incoming, seats, strict=True)])
+        comm.exchange(sends, [(chunk, seat.left) for chunk, seat in zip(incoming, seats, strict=True)])
         for chunk, other in zip(mine, incoming, strict=True):
             comm.combine(chunk, other, op)
 
@@ -56,7 +55,7 @@ def _all_gather(comm: Communicator, seats: list[Seat]) -> None:
     for step in range(comm.size - 1):
         comm.step(f"all-gather {step + 1}/{comm.size - 1}")
         sends = [(seat.passing[step - 1], seat.right) for seat in seats]
-        exchange(comm, sends, [(seat.passing[step], seat.left) for seat in seats])
+        comm.exchange(sends, [(seat.passing[step], seat.left) for seat in seats])
 
 
 def _cut(data: torch.Tensor, shares: Sequence[float]) -> list[torch.Tensor]:
