@@ -53,7 +53,7 @@ class Device:
 
 def is_number(value: Any) -> bool:
     """A finite number from 0 up; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
 
 
 # As their data sheets promise; `dataclasses.replace(A100, efficiency=0.5)` is one that keeps half of the promise.

@@ -1,12 +1,13 @@
 """All-reduce by blocks: each rank is the server of one block, and all talk to all at once."""
 
 import torch
+from torch import Tensor
 
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator, ReduceOp
 
 
-def blockwise(comm: Communicator, data: torch.Tensor, op: ReduceOp) -> None:
+def blockwise(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
     """Rank r adds up block r of all ranks, then hands the sum to all.
 
     2 steps; each rank sends 2(p - 1)/p n bytes, in 2(p - 1) messages, and needs room for n(p - 1)/p more. Time where no
