@@ -169,14 +169,14 @@ def _busiest(load: Mapping[tuple[Node, Node], int]) -> str:
 
 def _picture(topology: Topology, cables: Sequence[tuple[Node, Node]]) -> dict[str, Any]:
     """Where everything stands: x from 0 to 1, y from 0 to `aspect`, upwards. A cable knows its links there and back."""
-    found = layout(topology)
+    found = layout(topology.graph)
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     links = {link: number for number, link in enumerate(topology.links)}
     nodes = [
         {"name": str(node), "kind": data["kind"], "x": round(x, 4), "y": round(y * found.aspect, 4)}
         | ({"bar": round(found.bars[node], 4)} if node in found.bars else {})
         for node, data in topology.graph.nodes(data=True)
-        for x, y in [found.places[node]]
+        for x, y in [found.positions[node]]
     ]
     drawn = []
     for src, dst in cables:
