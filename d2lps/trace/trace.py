@@ -46,6 +46,12 @@ class Trace:
         self.messages, self.locals, self.waits = messages, locals, waits
         self.buffers, self.steps, self.groups, self.ops = buffers, steps, groups, ops
         self.unmatched = unmatched  # messages of which only one side was ever posted
+        for table, lanes in ((messages, ("src_lane", "dst_lane")), (locals, ("lane",)), (waits, ("lane",))):
+            for lane in lanes:
+                table.setdefault(lane, np.zeros(len(table["seq" if lane == "lane" else "src"]), dtype=np.int64))
+        self.kinds, self.labels = ["compute", "sleep", "memory"], list[str]()
+        whole = {name: np.zeros(0, dtype=np.int64) for name in ("rank", "lane", "seq", "kind", "label")}
+        self.spans = whole | {name: np.zeros(0) for name in ("flops", "nbytes", "start", "end")}
         self.topology: Any = None  # of a simulated run: the cluster, and the node of each rank
         self.nodes: list[Any] = []
 
