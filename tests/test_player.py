@@ -15,12 +15,16 @@ from d2lps.comm import Communicator
 from d2lps.topology import ring, star
 from d2lps.trace import Trace
 from d2lps.widgets import Player
-from d2lps.widgets.scene import circle, scene
+from d2lps.widgets.player import circle
 
 
 def sum_up(comm: Communicator, numel: int = 4) -> None:
     x = torch.ones(numel, device=comm.device)
     all_reduce(comm, x, algorithm="ring")
+
+
+def scene(trace: Trace, **options: Any) -> dict[str, Any]:
+    return Player(trace, **options).scene
 
 
 def two_ranks() -> Trace:

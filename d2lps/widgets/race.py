@@ -1,11 +1,11 @@
 """The race: several all-reduce algorithms on one clock."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import traitlets
+from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
 from d2lps.widgets import still
@@ -42,19 +42,14 @@ class Race(still.Still):
         lanes = sorted(self.data["lanes"], key=lambda lane: lane["place"])
         return f"Race: {self.data['title']}: " + ", ".join(f"{i['place']}. {i['name']} {i['seconds']:.4g} s" for i in lanes)
 
-    def _still(self) -> bytes:
+    def _figure(self) -> Figure:
         """All lanes in one picture: complete memory over time."""
-        picture = still.figure(6.4, 3.4)
-        ax = picture.subplots()
+        figure, ax = still.chart(self.data["title"], f"{RACE['seconds']} (s)", RACE["complete"])
         for lane in self.data["lanes"]:
             t, share = zip(*lane["complete"], (self.data["end"], 1.0), strict=False)
             ax.step(t, share, where="post", label=lane["name"], **still.line(lane["style"]))
-        ax.set_xlabel(f"{RACE['seconds']} (s)", fontsize=9)
-        ax.set_ylabel(RACE["complete"], fontsize=9)
-        ax.set_title(self.data["title"], fontsize=10)
-        ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
-        return still.png(picture)
+        return figure
 
 
 def raced(topology: Topology, algorithms: Sequence[Algorithm], nbytes: float) -> dict[str, Any]:
@@ -84,13 +79,8 @@ def _thinned(curve: Curve) -> list[list[float]]:
 
 def _stops(lanes: Sequence[dict[str, Any]], end: float) -> list[float]:
     """Where a step of the clock leads: to each change, or where there are too many, evenly and to each finish."""
-    changes = {round(t, 12) for lane in lanes for t, _ in lane["complete"]}
-    finishes = {0.0, *(lane["seconds"] for lane in lanes)}
+    changes = {t for lane in lanes for t, _ in lane["complete"]}
     if len(changes) > _MOST_STOPS:
         changes = {end * k / _MOST_STOPS for k in range(_MOST_STOPS)}
-    return _apart(sorted(changes | finishes), end * 1e-6)
-
-
-def _apart(times: Sequence[float], least: float) -> list[float]:
-    """`_apart([0, 1, 1.1, 2], 0.5) == [0, 1.1, 2]`: of times close together the last."""
-    return [t for t, later in zip(times, [*times[1:], times[-1] + 2 * least + 1], strict=True) if later - t > least]
+    times = np.array(sorted(changes | {0.0, *(lane["seconds"] for lane in lanes)}))
+    return times[np.diff(times, append=np.inf) > 1e-6 * end].tolist()  # of those that are close together the last

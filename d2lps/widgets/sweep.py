@@ -1,12 +1,11 @@
 """The sweep: how long each algorithm takes, by size and by number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import traitlets
+from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
 from d2lps.widgets import still
@@ -51,20 +50,16 @@ class Sweep(still.Still):
         said = ", ".join(f"{names[reign['best']]} from {reign['nbytes']:,.0f} B" for reign in self.data["reigns"][-1])
         return f"Sweep: {self.data['title']}, {', '.join(names)}; fastest on {ranks[-1]} ranks: {said}"
 
-    def _still(self) -> bytes:
+    def _figure(self) -> Figure:
         """The lines for the chosen number of ranks."""
-        picture = still.figure(6.4, 3.8)
-        ax = picture.subplots()
+        ranks = SWEEP["ranks_now"].format(n=self.data["ranks"][self.ranks])
+        figure, ax = still.chart(f"{self.data['title']}, {ranks}", f"{SWEEP['bytes']} (B)", f"{SWEEP['seconds']} (s)")
         for algorithm, times in zip(self.data["algorithms"], self.data["times"][self.ranks], strict=True):
             ax.loglog(self.data["sizes"], times, label=algorithm["name"], **still.line(algorithm["style"]))
         for crossing in self.data["reigns"][self.ranks][1:]:
             ax.plot(crossing["nbytes"], crossing["seconds"], "o", mfc="none", mec="black")
-        ax.set(xlabel=f"{SWEEP['bytes']} (B)", ylabel=f"{SWEEP['seconds']} (s)")
-        ranks = SWEEP["ranks_now"].format(n=self.data["ranks"][self.ranks])
-        ax.set_title(f"{self.data['title']}, {ranks}", fontsize=10)
-        ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
-        return still.png(picture)
+        return figure
 
 
 def swept(

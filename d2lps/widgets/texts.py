@@ -1,7 +1,6 @@
 """Every word that a widget shows, in one table, so that another edition of the book can have its own."""
 
-TEXTS = {
-    # controls, and what a reader hears of them
+CONTROLS = {
     "first": "First step",
     "previous": "Previous step",
     "play": "Play",
@@ -10,6 +9,9 @@ TEXTS = {
     "last": "Last step",
     "speed": "Speed",
     "factor": "{x}×",
+}
+
+PLAYER = CONTROLS | {
     "scrub": "Position",
     "counter": "step {i} of {n}",
     # the picture
@@ -95,17 +97,9 @@ EXPLORER = {
     "no_path": "{src} → {dst}: no route",
 }
 
-RACE = {
+RACE = CONTROLS | {
     "title": "All-reduce: {bytes} on {topology}",
     "race": "Race of all-reduce algorithms",
-    "first": "Start",
-    "previous": "Back",
-    "play": "Play",
-    "pause": "Pause",
-    "next": "Forward",
-    "last": "Finish",
-    "speed": "Speed",
-    "factor": "{x}×",
     "scrub": "Time",
     "counter": "{now} of {end}",
     "complete": "share of all memory with the complete sum",
