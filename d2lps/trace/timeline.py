@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 COLORS = {"computing": "#82d9b5", "sleeping": "#f3e4b5", "waiting": "#d9d9d9", "combining": "#0072b2", "copying": "#56b4e9"}
 COLORS |= {"moving": "#d55e00"}  # a message on its way
+_BLOCKS = ("computing", "sleeping")  # one may follow the other at once, so they have edges
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _FONT = 7  # points: the label of a block
 
@@ -35,7 +36,8 @@ def draw(trace: Trace, ax: Axes | None = None) -> Axes:
         if len(table["rank"]):
             thick = np.where(used == 1, 0.5, 0.7 / used)[table["rank"]]
             start, width = table["start"] / scale, (table["end"] - table["start"]) / scale
-            ax.barh(_height(used, table["rank"], table["lane"]), width, left=start, height=thick, color=COLORS[kind], label=kind)
+            style = {"color": COLORS[kind], "label": kind, "height": thick} | ({"edgecolor": "white"} if kind in _BLOCKS else {})
+            ax.barh(_height(used, table["rank"], table["lane"]), width, left=start, **style)
     _labels(ax, drawn["computing"], used, scale)
     _arrows(ax, trace, used, scale)
     if ax.get_legend_handles_labels()[0]:

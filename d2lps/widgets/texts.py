@@ -24,6 +24,15 @@ PLAYER = CONTROLS | {
     "tag": "tag {tag}",
     "cell": "{label}: from {from}",
     "blank": "blank",
+    # the strip
+    "strip": "What every rank does over time",
+    "bar": "{what}: {start} to {end}",
+    "computing": "computing",
+    "sleeping": "sleeping",
+    "waiting": "waiting",
+    "combining": "adding up",
+    "copying": "copying",
+    "moving": "messages",
     # the captions, which Python writes
     "before": "Before the first message.",
     "start": "start",
