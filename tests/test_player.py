@@ -244,6 +244,7 @@ def test_it_plays_to_the_end_and_pauses(browser: Any) -> None:
 def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(browser: Any, width: int) -> None:
     with shown(browser, Player(under_a_backward_pass(), clock="time"), width, reduced_motion="reduce") as page:
         strip, now = page.locator(".strip svg"), page.locator(".strip .now")
+        assert strip.get_attribute("aria-label") == "What every rank does over time, backward, optimizer"
         assert page.locator(".strip .rank").all_text_contents() == ["rank 0", "rank 1"]
         assert page.locator(".strip rect.computing").count() == 3
         assert page.locator(".strip .d2lps-legend span").all_inner_texts() == ["computing", "sleeping", "waiting", "messages"]

@@ -36,8 +36,8 @@ def draw(trace: Trace, ax: Axes | None = None) -> Axes:
         if len(table["rank"]):
             thick = np.where(used == 1, 0.5, 0.7 / used)[table["rank"]]
             start, width = table["start"] / scale, (table["end"] - table["start"]) / scale
-            style = {"color": COLORS[kind], "label": kind, "height": thick} | ({"edgecolor": "white"} if kind in _BLOCKS else {})
-            ax.barh(_height(used, table["rank"], table["lane"]), width, left=start, **style)
+            y, edge = _height(used, table["rank"], table["lane"]), "white" if kind in _BLOCKS else COLORS[kind]
+            ax.barh(y, width, thick, start, color=COLORS[kind], edgecolor=edge, label=kind)
     _labels(ax, drawn["computing"], used, scale)
     _arrows(ax, trace, used, scale)
     if ax.get_legend_handles_labels()[0]:

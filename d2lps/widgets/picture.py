@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -36,10 +37,8 @@ def picture(scene: dict[str, Any], trace: Trace | None = None) -> Figure:
 
 
 def _chosen(stops: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All stops if they fit side by side, else evenly spaced ones, the first and the last among them."""
-    if len(stops) <= _COLUMNS:
-        return stops
-    return [stops[round(k * (len(stops) - 1) / (_COLUMNS - 1))] for k in range(_COLUMNS)]
+    """Evenly spaced ones, the first and the last among them; all if they fit side by side."""
+    return [stops[k] for k in np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)]
 
 
 def _state_at(scene: dict[str, Any], t: float) -> State:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from d2lps.trace import Trace
 from d2lps.widgets import still
 from d2lps.widgets.picture import picture
-from d2lps.widgets.scene import scene
+from d2lps.widgets.scene import Scene
 from d2lps.widgets.texts import PLAYER
 
 Places = Sequence[tuple[float, float]]
@@ -49,7 +49,9 @@ class Player(still.Still):
                 raise ValueError(f"{what} has {len(given)} entries, but the trace has {trace.ranks} ranks")
         called, places = names or [str(rank) for rank in range(trace.ranks)], layout or circle(trace.ranks)
         ranks = [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in zip(called, places, strict=True)]
-        super().__init__(scene={"title": title, "ranks": ranks, **scene(trace, show, clock, called, once), "texts": PLAYER})
+        drawn = Scene(trace, show, clock, called, once)
+        told = {**drawn.memory(), **drawn.moments(), "note": drawn.note(), "texts": PLAYER}
+        super().__init__(scene={"title": title, "ranks": ranks, **told})
         self._timed = trace if "strip" in self.scene else None
 
     def _figure(self) -> Figure:

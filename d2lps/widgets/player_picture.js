@@ -144,8 +144,8 @@ class Picture {
     const { scene } = this.story, from = this.story.sources(message), to = this.story.targets(message);
     const source = this.cards[message.src], target = this.cards[message.dst], curve = this.curve(middle(source), middle(target), message.lane);
     const lift = this.offset(from, source), land = this.offset(to, target);
-    const title = [fill(this.texts.message, {
-      src: scene.ranks[message.src].name, dst: scene.ranks[message.dst].name, bytes: quantity(message.bytes ?? 0, "B"),
+    const title = [fill(this.texts.sends, {
+      what: "", src: scene.ranks[message.src].name, dst: scene.ranks[message.dst].name, bytes: quantity(message.bytes ?? 0, "B"),
     }), message.tag ? fill(this.texts.tag, { tag: message.tag }) : ""].filter(Boolean).join(", ");
     const arrow = svg("g", { class: "arrow" }, svg("title", {}, title), ...this.arrow(curve, source, target));
     const focus = svg("g", { class: "sending" }, ...from.map((c) => this.frame(this.cellBoxes[c])));

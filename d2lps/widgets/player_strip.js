@@ -8,9 +8,10 @@ class Strip {
   // `seek` is called with the time at which a reader points.
   constructor(scene, texts, seek) {
     Object.assign(this, { scene, texts });
-    this.drawing = svg("svg", { role: "img", "aria-label": texts.strip });
+    const all = scene.strip.flatMap(({ bars }) => bars), blocks = new Set(all.map(({ label }) => label).filter(Boolean));
+    this.drawing = svg("svg", { role: "img", "aria-label": [texts.strip, ...blocks].join(", ") });
     for (const name of ["pointerdown", "pointermove"]) this.drawing.addEventListener(name, (event) => event.buttons && seek(this.time(event)));
-    const legend = html("div", { class: "d2lps-legend" }), seen = new Set(scene.strip.flatMap(({ bars }) => bars.map(({ kind }) => kind)));
+    const legend = html("div", { class: "d2lps-legend" }), seen = new Set(all.map(({ kind }) => kind));
     for (const kind of KINDS.filter((kind) => seen.has(kind))) legend.append(html("span", {}, html("i", { class: kind }), texts[kind]));
     this.root = html("div", { class: "strip" }, this.drawing, legend);
   }

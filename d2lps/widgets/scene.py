@@ -20,19 +20,15 @@ _MOST_MESSAGES = 3000
 _NAMED = 6  # messages that a caption names one by one
 
 
-def scene(trace: Trace, show: Sequence[str] | None, clock: str, names: Sequence[str], once: bool) -> dict[str, Any]:
-    """What of a scene comes from the trace, a dictionary of plain values; see `Player` for the arguments."""
-    if clock not in ("rounds", "time"):
-        raise ValueError(f"clock={clock!r} is unknown: choose 'rounds' or 'time'")
-    origins = Origins(trace)
-    rows, left_out = variables(trace, origins, show)
-    drawn = _Scene(trace, origins, Cells(trace, origins, rows, once=once), clock == "time", names)
-    return {**drawn.memory(), **drawn.moments(), "note": drawn.note(left_out)}
+class Scene:
+    """What of a player's scene comes from the trace, as plain values; see `Player` for the arguments."""
 
-
-class _Scene:
-    def __init__(self, trace: Trace, origins: Origins, cells: Cells, timed: bool, names: Sequence[str]) -> None:
-        self.trace, self.origins, self.cells, self.timed, self.names = trace, origins, cells, timed, names
+    def __init__(self, trace: Trace, show: Sequence[str] | None, clock: str, names: Sequence[str], once: bool) -> None:
+        if clock not in ("rounds", "time"):
+            raise ValueError(f"clock={clock!r} is unknown: choose 'rounds' or 'time'")
+        self.trace, self.names, self.timed, self.origins = trace, names, clock == "time", Origins(trace)
+        rows, self.left_out = variables(trace, self.origins, show)
+        self.cells = Cells(trace, self.origins, rows, once=once)
         m, rounds = trace.messages, trace.replay.round_of
         self.rounds = rounds
         # Whole rounds are drawn, from the first on, as many as a browser can hold.
@@ -121,13 +117,13 @@ class _Scene:
                 changes.append({"t": t, "cell": cell, "how": event.kind, "op": op, **(self.cells.content(pieces) or {})})
         return sorted(changes, key=lambda change: change["t"])
 
-    def note(self, left_out: Sequence[str]) -> str:
+    def note(self) -> str:
         """What is not drawn, in words."""
         notes = []
         if len(self.shown) < len(self.trace):
             notes.append(PLAYER["shortened"].format(shown=len(self.shown), all=len(self.trace)))
-        if left_out:
-            notes.append(PLAYER["rows_left_out"].format(names=", ".join(left_out)))
+        if self.left_out:
+            notes.append(PLAYER["rows_left_out"].format(names=", ".join(self.left_out)))
         return " ".join(notes)
 
 

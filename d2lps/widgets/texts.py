@@ -20,7 +20,6 @@ PLAYER = CONTROLS | {
     "contribution_of": "contribution of",
     "complete": "complete",
     "repeated": "counted more than once",
-    "message": "{src} → {dst}: {bytes}",
     "tag": "tag {tag}",
     "cell": "{label}: from {from}",
     "blank": "blank",
@@ -45,16 +44,8 @@ PLAYER = CONTROLS | {
 }
 
 # What the all-reduce algorithms are called; their order gives each its colour and its dashes.
-NAMES = {
-    "ring": "ring",
-    "halving_doubling": "halving-doubling",
-    "tree": "tree",
-    "flat": "flat",
-    "double_tree": "double tree",
-    "blockwise": "blockwise",
-    "two_rings": "two rings",
-    "hierarchical": "hierarchical",
-}
+_KNOWN = ("ring", "halving_doubling", "tree", "flat", "double_tree", "blockwise", "two_rings", "hierarchical")
+NAMES = {name: name.replace("_", " ") for name in _KNOWN} | {"halving_doubling": "halving-doubling"}
 
 SWEEP = {
     "title": "All-reduce: time against size",
@@ -90,7 +81,7 @@ EXPLORER = {
     "same": "no change",
     "no_run": "without {cable}: impossible, {pair} has no route",
     "impossible": "All-reduce of {bytes} on {n} devices, {algorithm}: impossible, {pair} has no route",
-    "busiest": "Busiest: {links}, at {load} %",
+    "busiest": "Busiest: {links}, at {load}",
     "and": ", ",
     "others": "{n} more",
     "cable": "{cable}: {bandwidth} each way, {latency}.",

@@ -130,22 +130,12 @@ def _run(topology: Topology, less: Topology, routes: Routes, nbytes: float, algo
         if lost is None:
             raise
         return {"lost": EXPLORER["arrow"].join(map(str, lost))}
-    moved, used = run.trace.bytes_on_links(), run.trace.utilization()
-    load = [round(1000 * used.get(link, 0.0)) for link in topology.links]
+    moved, load = run.trace.bytes_on_links(), run.trace.utilization()
     return {
         "seconds": run.time,
-        "busiest": _busiest(topology, load),
         "bytes": " ".join(str(moved.get(link, 0)) for link in topology.links),
-        "load": " ".join(map(str, load)),
+        "load": " ".join(str(round(1000 * load.get(link, 0.0))) for link in topology.links),
     }
-
-
-def _busiest(topology: Topology, load: Sequence[int]) -> str:
-    """Three of the links with the highest load, and how many more there are."""
-    most = max(load, default=0)
-    links = [EXPLORER["arrow"].join(map(str, link)) for link, here in zip(topology.links, load, strict=True) if here == most]
-    named = links[:3] + ([EXPLORER["others"].format(n=len(links) - 3)] if len(links) > 3 else [])
-    return EXPLORER["busiest"].format(links=EXPLORER["and"].join(named), load=f"{most / 10:.3g}") if most else ""
 
 
 def _picture(topology: Topology, cables: Sequence[tuple[Node, Node]]) -> dict[str, Any]:
