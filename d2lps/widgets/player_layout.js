@@ -4,18 +4,14 @@ const PAD = 12; // between the cards and the edge of the picture
 const CELL = 34; // height of a cell
 const TALL = 38; // room for a message between two cards, one above the other
 
-// Ranks without a position stand on a circle. Positions are stretched to the whole picture, and a circle of many ranks is
-// rounded off to a square, |x|⁴ + |y|⁴ = 1, in which wide cards find more room; on a small screen it becomes two columns.
+// Positions are stretched to the whole picture, and a circle of many ranks is rounded off to a square, |x|⁴ + |y|⁴ = 1, in
+// which wide cards find more room; on a small screen it becomes two columns.
 function places(ranks, small) {
-  const raw = ranks.map(({ x, y }, i) => {
-    const angle = (2 * Math.PI * i) / ranks.length - Math.PI / 2;
-    return x == null || y == null ? { x: 0.5 + Math.cos(angle) / 2, y: 0.5 + Math.sin(angle) / 2 } : { x, y };
-  });
   const stretch = (key) => {
-    const values = raw.map((p) => p[key]), low = Math.min(...values), span = Math.max(...values) - low;
-    return values.map((value) => (span < 1e-6 ? 0.5 : (value - low) / span));
+    const values = ranks.map((rank) => rank[key]), low = Math.min(...values), span = Math.max(...values) - low;
+    return values.map((value) => (span < 1e-6 ? 0 : (value - low) / span - 0.5));
   };
-  const xs = stretch("x"), ys = stretch("y"), at = raw.map((_, i) => ({ x: xs[i] - 0.5, y: ys[i] - 0.5 }));
+  const xs = stretch("x"), ys = stretch("y"), at = xs.map((x, i) => ({ x, y: ys[i] }));
   const circle = ranks.length > 5 && at.every(({ x, y }) => Math.abs(Math.hypot(x, y) - 0.5) < 0.02);
   if (circle && small) return columns(at);
   return at.map(({ x, y }) => {
