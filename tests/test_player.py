@@ -176,6 +176,21 @@ def test_a_strip_of_a_shortened_run_ends_with_what_is_drawn() -> None:
     assert drawn["strip"][0]["bars"][0]["times"] == f"0 {drawn['end']:.6g}"
 
 
+def test_on_a_real_clock_two_collectives_that_ran_beside_have_steps_of_their_own() -> None:
+    """A second ring of two, ten seconds later: no message of it has waited for one of the first."""
+
+    def work(comm: Communicator) -> None:
+        pair = comm.split(comm.rank // 2)
+        comm.sleep(10 * (comm.rank // 2))
+        sum_up(pair)
+
+    trace = beside(d2lps.simulate(work, star(4, bandwidth=8.0)).trace)
+    drawn = scene(trace, clock="time")
+    assert [stop["t"] for stop in drawn["stops"]] == [0, 1, 2, 11, 12]
+    assert [stop["text"].count("→") for stop in drawn["stops"]] == [0, 2, 2, 2, 2]
+    assert [stop["t"] for stop in scene(trace)["stops"]] == [0, 1, 2]
+
+
 # ---- the page -----------------------------------------------------------------------------------------------------------
 
 

@@ -72,15 +72,17 @@ class Scene:
         return found | (strip(self.trace, end, whole=len(self.shown) == len(self.trace)) if self.timed else {})
 
     def _stops(self) -> list[dict[str, Any]]:
-        m = self.trace.messages
+        """One for each round; on a real clock, what ran beside has stops of its own, since it may begin at any time."""
+        m, rounds = self.trace.messages, self.rounds
+        calls = np.where(m["src_lane"] * self.timed > 0, m["group"], -1)  # what was started has a group of its own
         stops: list[dict[str, Any]] = [{"t": 0, "label": PLAYER["start"], "text": PLAYER["before"]}]
-        for round in range(1, int(self.rounds[self.shown].max(initial=0)) + 1):
-            messages = self.shown[self.rounds[self.shown] == round]
+        for call, round in sorted(set(zip(calls[self.shown].tolist(), rounds[self.shown].tolist(), strict=True))):
+            messages = self.shown[(rounds[self.shown] == round) & (calls[self.shown] == call)]
             labels = list(dict.fromkeys(self.trace.steps[step] for step in m["step"][messages]))
             label = " · ".join(filter(None, labels[:3])) or PLAYER["round"].format(k=round)
-            t = float(np.nanmax(m["end"][self.rounds <= round], initial=0.0)) if self.timed else round
+            t = float(np.nanmax(m["end"][(rounds <= round) & (calls == call)], initial=0.0)) if self.timed else round
             stops.append({"t": t, "label": label, "text": self._caption(messages)})
-        return stops
+        return sorted(stops, key=lambda stop: stop["t"])
 
     def _caption(self, messages: np.ndarray) -> str:
         m, named = self.trace.messages, []
