@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from beside import beside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import told
@@ -335,6 +336,47 @@ def test_a_timeline_of_little_is_drawn_all_the_same(programs: list[str]) -> None
     ax = told(*programs).timeline()
     ax.figure.canvas.draw()
     assert len(ax.get_yticks()) == 2
+
+
+# ---- lanes, and what is computed in them --------------------------------------------------------------------------------
+
+
+def overlapping() -> Trace:
+    """A message beside rank 0's two blocks and a sleep; of the memory that rank 0 holds it never gives the last back."""
+    held = [("weights", 0.0, 2.0, 8.0), ("activations", 1.0, 2.0, 4.0), ("batch", 2.0, np.nan, 2.0)]
+    blocks = [("compute", "backward", 0.0, 1.0), ("compute", "a block with a long name", 1.0, 1.1), ("sleep", "", 2.0, 2.5)]
+    spans = [(0, *block) for block in blocks] + [(0, "memory", *taken) for taken in held]
+    return beside(told("send 1", "recv 0; add x y"), *spans)
+
+
+def test_a_timeline_draws_each_lane_in_its_ranks_row() -> None:
+    ax = overlapping().timeline()
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1"]
+    bars = {bar.get_label(): bar.patches for bar in ax.containers}
+    drawn = {kind: [(bar.get_x(), bar.get_width(), bar.get_center()[1]) for bar in found] for kind, found in bars.items()}
+    assert drawn.keys() == {"computing", "sleeping", "combining"}
+    assert drawn["computing"] == [(0, 1, pytest.approx(-0.2)), (1, pytest.approx(0.1), pytest.approx(-0.2))]
+    assert drawn["sleeping"] == [(2, 0.5, pytest.approx(-0.2))] and drawn["combining"][0][2] == pytest.approx(1.2)
+    arrow = next(text for text in ax.texts if text.arrow_patch)
+    assert (arrow.xyann[1], arrow.xy[1]) == pytest.approx((0.2, 1.2))  # from lane 1 to lane 1
+    assert [text.get_text() for text in ax.texts if not text.arrow_patch] == ["backward"]  # the long name has no room
+
+
+def test_perfetto_has_a_track_for_each_lane_blocks_as_slices_and_memory_as_a_curve() -> None:
+    events = json.loads(json.dumps(overlapping().perfetto(), allow_nan=False))["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {0: "rank 0", 1: "rank 0, beside: 1", 2: "rank 1", 3: "rank 1, beside: 1"}
+    slices = {event["name"]: (event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"}
+    assert slices["backward"] == (0, 0, 1e6) and slices["sleep"] == (0, 2e6, 0.5e6) and slices["sum"][0] == 3
+    assert {event["ph"]: event["tid"] for event in events if event["ph"] in "sf"} == {"s": 1, "f": 3}
+    held = [(event["name"], event["ts"], event["args"]["bytes"]) for event in events if event["ph"] == "C"]
+    assert held == [("memory of rank 0", t * 1e6, nbytes) for t, nbytes in ((0, 8), (1, 12), (2, 4), (2, 0), (2, 2))]
+
+
+def test_a_block_tells_what_it_computed_where_that_is_known() -> None:
+    trace = beside(told("", ""), (0, "compute", "known", 0.0, 1.0, 16.0), (1, "compute", "unknown", 0.0, 1.0))
+    args = {event["name"]: event["args"] for event in trace.perfetto()["traceEvents"] if event["ph"] == "X"}
+    assert args == {"known": {"bytes": 16}, "unknown": {}}
 
 
 # ---- a hundred thousand messages --------------------------------------------------------------------------------------
