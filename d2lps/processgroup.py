@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
-from d2lps.comm.communicator import describe
+from d2lps.comm.rank import describe
 from d2lps.comm.work import Transfer
 from d2lps.signatures import Signatures, by_statement, fixed
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from d2lps.comm.communicator import describe
+from d2lps.comm.rank import describe
 from d2lps.sharedmemory import futex
 from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.bells import Bells
