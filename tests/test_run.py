@@ -588,6 +588,62 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(run: Runner) -> None:
     assert max(came for came, _ in times) <= min(left for _, left in times)
 
 
+# ---- messages that do not fit -----------------------------------------------------------------------------------------
+
+MISFITS: list[tuple[torch.Tensor, torch.Tensor, str, str]] = [
+    (torch.ones(2), torch.zeros(4), "float32[2]", "float32[4]"),
+    (torch.ones(200_000), torch.zeros(2), "float32[200000]", "float32[2]"),
+    (torch.ones(4), torch.zeros(4, dtype=torch.int32), "float32[4]", "int32[4]"),
+    (torch.ones(2, 3), torch.zeros(0), "float32[6]", "float32[0]"),
+]
+
+
+@pytest.mark.parametrize("tag", [0, 2**31 - 1])
+@pytest.mark.parametrize("sent, room, sends, expects", MISFITS, ids=[f"{sends}-{expects}" for _, _, sends, expects in MISFITS])
+def test_a_message_that_does_not_fit_is_a_mismatch_at_both_ends(
+    run: Runner, sent: torch.Tensor, room: torch.Tensor, sends: str, expects: str, tag: int
+) -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(Mismatch) as caught:
+            comm.send(sent, 1, tag) if comm.rank == 0 else comm.recv(room, 0, tag)
+        comm.sendrecv(torch.ones(1), 1 - comm.rank, into := torch.zeros(1), 1 - comm.rank, tag)  # all is well afterwards
+        return f"{caught.value} {into.item()}"
+
+    said = f"message from rank 0 to rank 1, tag {tag}: the sender sends {sends}, the receiver expects {expects} 1.0"
+    assert run(work, 2) == [said] * 2
+
+
+def test_messages_of_two_sizes_in_the_wrong_order_are_a_mismatch(run: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        tensors = [torch.ones(2), torch.ones(4)]
+        if comm.rank == 0:
+            works = [comm.isend(tensor, 1) for tensor in tensors]
+        else:
+            works = [comm.irecv(tensor, 0) for tensor in reversed(tensors)]
+        for transfer in works:
+            transfer.wait()
+
+    with pytest.raises(Mismatch, match=r"the sender sends float32\[[24]\], the receiver expects float32\[[24]\]"):
+        run(work, 2)
+
+
+def test_a_ring_in_which_one_rank_has_another_length_is_a_mismatch(run: Runner) -> None:
+    with pytest.raises(Mismatch, match="message from rank 2 to rank 0|message from rank 1 to rank 2"):
+        run(lambda comm: all_reduce(comm, torch.ones(30 if comm.rank == 2 else 60), algorithm="ring"), 3)
+
+
+def test_a_message_that_is_late_fits_all_the_same(run: Runner) -> None:
+    def work(comm: Communicator) -> float:
+        arriving = comm.irecv(into := torch.zeros(3), 1 - comm.rank)
+        comm.sleep(0.5 * comm.rank)  # the others compare what has waited for so long
+        comm.send(torch.full((3,), comm.rank + 1.0), 1 - comm.rank)
+        comm.sleep(0.5)
+        arriving.wait()
+        return into.sum().item()
+
+    assert run(work, 2) == [6.0, 3.0]
+
+
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,10 @@ import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from d2lps.comm.errors import Deadlock, RankHung
+from d2lps.comm.errors import Deadlock, Mismatch, RankHung
 from d2lps.comm.standing import Standing
 
-_TOGETHER = ("barrier", "native", "agree", "split")
+_TOGETHER = ("barrier", "native", "agree", "split", "start")
 
 
 @dataclass
@@ -99,6 +99,7 @@ def describe_state(state: State) -> str:
         "send": f"waits for rank {standing.peer} to receive {standing.nbytes:,} B, tag {standing.tag}",
         "recv": f"waits for rank {standing.peer} to send {standing.nbytes:,} B, tag {standing.tag}",
         "barrier": "waits at a barrier",
+        "start": "waits for the others to call start",
         "native": "waits in the world's own all-reduce",
         "agree": "waits to compare its call with the others'",
         "split": "waits for the others to call split",
@@ -107,6 +108,12 @@ def describe_state(state: State) -> str:
     }[standing.action]
     inside = f" in {standing.collective}" if standing.collective else ""
     return f"  rank {state.rank} {what}{inside}{place(standing.file, standing.line, standing.function)}"
+
+
+def mismatch(src: int, dst: int, tag: int, sent: str, expected: str) -> Mismatch:
+    """`message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[4]`."""
+    where = f"message from rank {src} to rank {dst}, tag {tag}"
+    return Mismatch(f"{where}: the sender sends {sent}, the receiver expects {expected}")
 
 
 def place(file: str, line: int, function: str) -> str:
