@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from launching import Kernel, kernel, nothing_left, orphans, running, script, until, zygote_of
+from launching import Kernel, fork_server_of, kernel, nothing_left, orphans, running, script, until
 
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung
@@ -389,7 +389,7 @@ def test_an_interrupt_ends_the_run(tmp_path: Path, nothing_left: Gone) -> None:
 
 def test_an_interrupted_kernel_goes_on(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run("run(lambda comm: None, 1)")
-    zygote = zygote_of(kernel.pid)
+    server = fork_server_of(kernel.pid)
     kernel.start(f"""
         def work(comm):
             open({str(tmp_path)!r} + f"/{{comm.rank}}", "w").close()
@@ -400,7 +400,7 @@ def test_an_interrupted_kernel_goes_on(kernel: Kernel, tmp_path: Path) -> None:
     kernel.manager.interrupt_kernel()
     assert kernel.finish(5) == "KeyboardInterrupt"
     assert kernel.run("run(lambda comm: comm.rank, 2)") == "Run([0, 1])"
-    assert zygote_of(kernel.pid) == zygote
+    assert fork_server_of(kernel.pid) == server
 
 
 # ---- killed from outside --------------------------------------------------------------------------------------------
@@ -453,14 +453,14 @@ def test_a_killed_keeper_takes_its_ranks_with_it(nothing_left: Gone) -> None:
     assert nothing_left(1)
 
 
-def test_a_zygote_killed_between_runs_is_replaced() -> None:
-    zygote = zygote_of(os.getpid())
-    zygote.kill()
+def test_a_fork_server_killed_between_runs_is_replaced() -> None:
+    server = fork_server_of(os.getpid())
+    server.kill()
     assert run(lambda comm: comm.rank, 2) == [0, 1]
-    assert zygote_of(os.getpid()) != zygote
+    assert fork_server_of(os.getpid()) != server
 
 
-def test_a_zygote_killed_during_a_run_is_not_missed() -> None:
+def test_a_fork_server_killed_during_a_run_is_not_missed() -> None:
     def work(comm: Communicator) -> int:
         if comm.rank == 0:
             psutil.Process(os.getppid()).parent().kill()

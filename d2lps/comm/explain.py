@@ -90,7 +90,10 @@ def find_circle(states: Sequence[State], stuck: Sequence[int] | None = None) -> 
 
 
 def describe_state(state: State, ranks: int = 0) -> str:
-    """`  rank 1 waits for rank 0 to send 40 B, tag 0 (in work, line 3: comm.recv(x, 0))`; a smaller group than `ranks` is named."""
+    """`  rank 1 waits for rank 0 to send 40 B, tag 0 (in work, line 3: comm.recv(x, 0))`.
+
+    ranks: how many the whole run has; a meeting of fewer says of which.
+    """
     standing = state.standing
     if standing is None:
         where = place(state.file, state.line, state.function)
