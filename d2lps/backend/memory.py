@@ -38,7 +38,7 @@ class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[mi
         """Tell the others, and undo the circles of references, so that the memory goes when the last one who knows this goes."""
         super().leave()
         self.mine.waiting.noting(None)
-        self.meeting._await.clear()
+        self.meeting.leave()
 
 
 class _Polled(_Transfer):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
 from d2lps.comm.ops import op_name
 from d2lps.comm.standing import IN_VAIN, Standing, callers_line
+from d2lps.comm.started import InThread
 from d2lps.comm.work import Transfer
 from d2lps.sharedmemory import all_reduce
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena, bytes_of
@@ -38,6 +41,17 @@ class Rank:
         self.waiting = Waiting(self.arena, timeout, numbers)
         self.mailbox = Mailbox(self.arena, self.waiting)
         self.stage, self.places = Stage(self.arena), Places(self.arena)
+        self._idle = list[Stage]()  # stages that were used beside the rank's own thread, and can be again
+
+    def beside(self) -> Rank:
+        """The same for a function that goes on at the same time: it needs a stage of its own."""
+        other = copy.copy(self)
+        other.stage = self._idle.pop() if self._idle else Stage(self.arena)
+        return other
+
+    def end(self) -> None:
+        """What `beside` gave is free again."""
+        self._idle.append(self.stage)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -45,8 +59,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def __init__(self, mine: Rank, members: Sequence[int], place: int, name: str = "world") -> None:
         super().__init__(members, list(members).index(mine.arena.rank), name)
-        self.mine, self.meeting = mine, Meeting(mine.arena, mine.mailbox, members, self.rank, place)
-        mine.places.enter(self.meeting)
+        self.mine = mine
+        if place >= 0:
+            self._enter(place)
         self.device, self.node = torch.device("cpu"), socket.gethostname()
         self.generator = torch.Generator().manual_seed(self.rank)
         self._number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")  # alike in all members
@@ -135,6 +150,36 @@ class SharedMemoryCommunicator(Communicator):
             return None
         members = [self.members[rank] for rank in mine]
         return SharedMemoryCommunicator(self.mine, members, places[mine[0]], f"{self.name}/{self._splits}.{color}")
+
+    def _enter(self, place: int) -> None:
+        self.meeting = Meeting(self.mine.arena, self.mine.mailbox, self.members, self.rank, place)
+        self.mine.places.enter(self.meeting)
+
+    def _beside(self, name: str) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(self.mine.beside(), self.members, -1, name)
+
+    def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
+        def work(comm: SharedMemoryCommunicator, *args: Any) -> None:
+            with comm.standing("start"):
+                comm._agree_on_a_place()
+            try:
+                function(comm, *args)
+            finally:
+                comm.meeting.leave()
+                comm.mine.end()
+
+        return InThread(beside, work, args)
+
+    def _agree_on_a_place(self) -> None:
+        """The first rank tells the others, by message: there is no place yet where they could meet."""
+        place = torch.tensor([self.mine.places.new(self.size) if self.rank == 0 else -1])
+        if self.rank == 0:
+            transfers = [self._post_send(place, other, 0) for other in range(1, self.size)]
+        else:
+            transfers = [self._post_recv(place, 0, 0)]
+        for transfer in transfers:
+            transfer.wait()
+        self._enter(int(place))
 
     def _meet(self, call: Call, values: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Meet, and make sure that all mean the same."""

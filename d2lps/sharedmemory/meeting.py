@@ -73,6 +73,10 @@ class Meeting:
                 self.mailbox.waiting.wait(self._await[other], self._missing, only)
         futex.ordering_fence()
 
+    def leave(self) -> None:
+        """Undo the circle of references, so that the place is free as soon as nobody knows this meeting any more."""
+        self._await.clear()
+
     def _missing(self) -> list[int]:
         return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
 
