@@ -51,6 +51,7 @@ class ProcessGroupCommunicator(Communicator):
         self.signatures = signatures or Signatures(self.store)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         self._splits = 0
+        self._ended: list[tuple[Any, Any]] = []  # engines of what was started and is done here, perhaps not on every rank
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -105,9 +106,12 @@ class ProcessGroupCommunicator(Communicator):
     # ---- together -------------------------------------------------------------------------------------------------
 
     def _barrier(self) -> None:
+        self.group.barrier(self._barrier_options()).wait()
+
+    def _barrier_options(self) -> Any:
         options = dist.BarrierOptions()
         options.device = self._wire()
-        self.group.barrier(options).wait()
+        return options
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         options = dist.AllreduceOptions()
@@ -155,7 +159,12 @@ class ProcessGroupCommunicator(Communicator):
             try:
                 function(comm, *args)
             finally:
-                comm.group = None  # which closes its sockets
+                self._ended.append((comm.group, comm.group.barrier(comm._barrier_options())))
+                comm.group = None
+
+        # Sockets are closed with the last reference, and who still talks to others would take that for a rank's death.
+        for ended in [ended for ended in self._ended if ended[1].is_completed()]:
+            self._ended.remove(ended)
 
         return InThread(beside, work, args)
 

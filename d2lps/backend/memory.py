@@ -35,15 +35,14 @@ class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[mi
         return _Polled(self, self.mine.mailbox.receive(staged, src, self._number, tag), src, tag)
 
     def leave(self) -> None:
-        """Tell the others, and undo the circles of references, so that the memory goes when the last one who knows this goes."""
+        """Tell the others, and undo the circle of references, so that the memory goes when the last one who knows this goes."""
         super().leave()
         self.mine.waiting.noting(None)
-        self.meeting.leave()
 
 
 class _Polled(_Transfer):
     def is_completed(self) -> bool:
-        return self.comm.mine.mailbox._is_done(self.message)
+        return self.comm.mine.mailbox.is_done(self.message)
 
 
 # ---- how ranks that somebody else started come to share it ------------------------------------------------------------

@@ -40,7 +40,7 @@ class LastNote:
     standing: Standing | None = None
     watched = False
 
-    def write(self, standing: Standing | None) -> None:
+    def write(self, standing: Standing | None, lane: int = 0) -> None:
         # Without the line: the thread's own says nothing, and the program's is in the traceback of its wait.
         self.standing = replace(standing, file="", line=0, function="") if standing else None
 

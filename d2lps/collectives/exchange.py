@@ -16,8 +16,4 @@ def exchange(comm: Communicator, sends: Iterable[Addressed], recvs: Iterable[Add
 
     Two messages to one rank must stand in the order in which that rank receives them.
     """
-    with comm.together():
-        work = [comm.irecv(into, src) for into, src in recvs]
-        work += [comm.isend(tensor, dst) for tensor, dst in sends]
-    for message in work:
-        message.wait()
+    comm.exchange(sends, recvs)

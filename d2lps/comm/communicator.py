@@ -1,7 +1,7 @@
 """One rank's end of a group of ranks: the calls that every algorithm of the book is written in.
 
-A world (processes on this machine, several machines, a simulated cluster) supplies six small methods, marked abstract
-at the end of the class. The rules are the same in all of them:
+A world (processes on this machine, several machines, a simulated cluster) supplies some small methods, which stand at the
+end of the class. The rules are the same in all of them:
 
 - Messages from one rank to another with the same tag arrive in the order in which they were sent; what is received
   must have the length and dtype of what was sent.
@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from d2lps.comm import ops
+from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.standing import Board, NoBoard, Standing, callers_line
+from d2lps.comm.started import InThread, Started
 from d2lps.comm.work import Transfer, Work
 from d2lps.trace.recorder import Recorder
 
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
 # own numbers come from `comm.generator`.
 SEED = 0
+
+Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
 class Communicator(ABC):
@@ -56,6 +60,10 @@ class Communicator(ABC):
         self.members = list(members)  # members[r] is rank r's number in the whole run
         self.recorder: Recorder | None = None
         self.board: Board = NoBoard()
+        self.lane = 0  # 0 is the rank's own thread of control, the others are those of what it has started
+        self.started: list[Started] = []  # by any communicator of this rank, and perhaps not yet waited for
+        self._memory: dict[str, Memory] = {}
+        self._starts = 0
         self._collective = ""
 
     def __repr__(self) -> str:
@@ -65,33 +73,45 @@ class Communicator(ABC):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Give `tensor` to rank `dst`; return when it has been delivered."""
-        self.isend(tensor, dst, tag).wait()
+        self.exchange(((tensor, dst),), (), tag)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> None:
         """Fill `tensor` with what rank `src` sends; return when it is there."""
-        self.irecv(tensor, src, tag).wait()
+        self.exchange((), ((tensor, src),), tag)
+
+    def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
+        """Send and receive at the same time, so that a ring of ranks that all send first does not deadlock."""
+        self.exchange(((tensor, dst),), ((into, src),), tag)
+
+    def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
+        """Post several messages at once, then wait for all: none waits for another, and they share the links.
+
+        >>> comm.exchange(sends=[(mine, 1), (mine, 2)], receives=[(room[1], 1), (room[2], 2)])       # doctest: +SKIP
+
+        Two messages to one rank must stand in the order in which that rank receives them.
+        """
+        sends, receives = list(sends), list(receives)
+        for tensor, dst in sends:
+            self._check_message(tensor, "dst", dst, tag)
+        for tensor, src in receives:
+            self._check_message(tensor, "src", src, tag)
+            check_writable(tensor)
+        with self.together():
+            posted = [self._posted("recv", tensor, src, tag) for tensor, src in receives]
+            posted += [self._posted("send", tensor, dst, tag) for tensor, dst in sends]
+        for work in posted:
+            work.wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send; the message is delivered when the returned `Work` has been waited for."""
         self._check_message(tensor, "dst", dst, tag)
-        return self._work("send", tensor, dst, tag)
+        return self._posted("send", tensor, dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
         """Say where a message from `src` shall go; it is there when the returned `Work` has been waited for."""
         self._check_message(tensor, "src", src, tag)
         check_writable(tensor)
-        return self._work("recv", tensor, src, tag)
-
-    def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
-        """Send and receive at the same time, so that a ring of ranks that all send first does not deadlock."""
-        self._check_message(tensor, "dst", dst, tag)
-        self._check_message(into, "src", src, tag)
-        check_writable(into)
-        with self.together():
-            received = self._work("recv", into, src, tag)
-            sent = self._work("send", tensor, dst, tag)
-        received.wait()
-        sent.wait()
+        return self._posted("recv", tensor, src, tag)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -109,7 +129,7 @@ class Communicator(ABC):
         with self.standing("barrier"):
             self._barrier()
 
-    # ---- arithmetic that the trace can see ------------------------------------------------------------------------
+    # ---- arithmetic, time and memory that the trace can see -------------------------------------------------------
 
     def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """`into = op(into, other)`: on received data, arithmetic goes through here to be traced and priced.
@@ -121,7 +141,7 @@ class Communicator(ABC):
         if not into.is_meta:
             ops.apply(op, into.detach(), other.detach().reshape(into.shape))
         if self.recorder:
-            self.recorder.local(ops.op_name(op), into, other, start)
+            self.recorder.local(ops.op_name(op), into, other, start, self.now())
 
     def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
         """`into[:] = other`, within this rank, where the trace can see it."""
@@ -129,12 +149,54 @@ class Communicator(ABC):
         start = self.now()
         into.detach().copy_(other.detach().reshape(into.shape))
         if self.recorder:
-            self.recorder.local("COPY", into, other, start)
+            self.recorder.local("COPY", into, other, start, self.now())
 
-    def step(self, label: str) -> None:
-        """Name what follows, in traces and pictures: `comm.step("reduce-scatter 1/3")`."""
+    @contextmanager
+    def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
+        """Name what is computed in the block, so that a trace shows it.
+
+        >>> with comm.compute("forward 3"):                 # doctest: +SKIP
+        ...     hidden = layer(hidden)
+
+        On real machines it takes the time that it takes. In a simulation it takes what the node's `Device` needs for `flops`
+        operations on `bytes` bytes; where neither is given, what torch does in the block is counted.
+        """
+        start = self.now()
+        yield
         if self.recorder:
-            self.recorder.step = label
+            self.recorder.span("compute", label, start, self.now(), flops, bytes)
+
+    @contextmanager
+    def allocate(self, nbytes: int, label: str) -> Iterator[None]:
+        """Hold so many bytes of this rank's device while the block runs; OutOfMemory, with who holds what, if it has not as many.
+
+        An account: no memory is taken. On real machines it ends at what the machine, or the GPU, has.
+
+        >>> with comm.allocate(700_000_000_000, "weights"):     # doctest: +SKIP
+        ...     ...
+        """
+        memory, start = self.memory, self.now()
+        memory.hold(nbytes, label)
+        try:
+            yield
+        finally:
+            memory.release(nbytes, label)
+            if self.recorder:
+                self.recorder.span("memory", label, start, self.now(), nbytes=nbytes)
+
+    @property
+    def memory(self) -> Memory:
+        """The account of this rank's device, in which `allocate` writes."""
+        if "device" not in self._memory:
+            on_gpu = self.device.type == "cuda"
+            limit = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else of_this_machine()
+            self._memory["device"] = Memory(str(self.device if on_gpu else self.node), limit)
+        return self._memory["device"]
+
+    def step(self, label: str, *numbers: object) -> None:
+        """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`."""
+        if self.recorder:
+            self.recorder.step = (label, *numbers)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""
@@ -157,10 +219,51 @@ class Communicator(ABC):
         with self.standing("split"):
             child = self._split(color, self.rank if key is None else key)
         if child is not None:
-            child.recorder, child.board, child.debug = self.recorder, self.board, self.debug
-            child.device, child.node, child.generator = self.device, self.node, self.generator
-            child.topology = self.topology
+            self._hand_down(child)
         return child
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Work:
+        """Let `function(comm', *args)` go on beside what this rank does next: a collective under a backward pass.
+
+        >>> work = comm.start(all_reduce, gradient)         # doctest: +SKIP
+        >>> compute_the_next_gradient()                     # doctest: +SKIP
+        >>> work.wait()                                     # now `gradient` is the sum     # doctest: +SKIP
+
+        comm' has the same ranks, and messages of its own: they meet none of this communicator's. The nth start on each rank of
+        a communicator belong together. `wait` raises what the function raised, and so does the end of the rank's own
+        function if nobody has waited. In the trace it has a lane of its own. Costs a thread (a greenlet in a simulation), and
+        over torch.distributed a process group.
+        """
+        if not callable(function):
+            raise TypeError(f"start needs a function of a communicator, not {function!r}")
+        self._starts += 1
+        beside = self._beside(f"{self.name}/start{self._starts}")
+        self._hand_down(beside)
+        busy = {started.comm.lane for started in self.started if not started.is_done()}
+        beside.lane = next(lane for lane in range(1, len(busy) + 2) if lane not in busy)
+        if self.recorder:
+            beside.recorder = self.recorder.beside(beside.lane, getattr(function, "__name__", "function"))
+        started = self._start(beside, function, args)
+        self.started.append(started)
+        return Work(lambda: self._join(started), started.is_done)
+
+    def _join(self, started: Started) -> None:
+        if started in self.started:  # and has not been waited for at the end of the rank's function
+            with self.standing("join", tag=started.comm.recorder.thread if self.recorder else 0):
+                started.wait()
+            self.started.remove(started)
+            started.raise_its_error()
+
+    def finish(self) -> None:
+        """Wait for what was started and not yet waited for; called by the world when the rank's function has returned."""
+        while self.started:
+            self._join(self.started[0])
+
+    def _hand_down(self, child: Communicator) -> None:
+        """What a communicator made from this one has from it."""
+        child.recorder, child.board, child.debug, child.lane = self.recorder, self.board, self.debug, self.lane
+        child.device, child.node, child.generator = self.device, self.node, self.generator
+        child.topology, child.started, child._memory = self.topology, self.started, self._memory
 
     def now(self) -> float:
         """Seconds on this rank's clock, of which differences mean something; virtual ones, from 0, in a simulation."""
@@ -168,7 +271,10 @@ class Communicator(ABC):
 
     def sleep(self, seconds: float) -> None:
         """Let this rank's time pass."""
+        start = self.now()
         time.sleep(seconds)
+        if self.recorder:
+            self.recorder.span("sleep", "", start, self.now())
 
     # ---- notes: for the message that explains a hang --------------------------------------------------------------
 
@@ -176,14 +282,11 @@ class Communicator(ABC):
     def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
         peer = self.members[peer] if peer >= 0 else -1
-        start = self.now()
-        file, line, function = callers_line()
-        self.board.write(
-            Standing(action, peer, tag, nbytes, self._collective, self.members, file, line, function, time.monotonic())
-        )
+        start, line = self.now(), callers_line()
+        self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, time.monotonic()), self.lane)
         yield
         # Not taken down when the wait fails: the note then says where the rank stood as it failed.
-        self.board.write(None)
+        self.board.write(None, self.lane)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
@@ -191,7 +294,7 @@ class Communicator(ABC):
     def inside(self, collective: str) -> Iterator[bool]:
         """Say that the messages of this block belong to a collective; True for the outermost one."""
         outermost = not self._collective
-        label = self.recorder.step if self.recorder else ""
+        label = self.recorder.step if self.recorder else ()
         if outermost:
             self._collective = collective
         try:
@@ -199,7 +302,8 @@ class Communicator(ABC):
         finally:
             if outermost:
                 self._collective = ""
-            self.step(label)
+            if self.recorder:
+                self.recorder.step = label
 
     # ---- checks and glue ------------------------------------------------------------------------------------------
 
@@ -217,22 +321,24 @@ class Communicator(ABC):
         if into.dtype != other.dtype or into.numel() != other.numel():
             raise ValueError(f"{call} needs two tensors alike, not {describe(into)} and {describe(other)}")
 
-    def _work(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+    def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a message, and say what its completion entails."""
         staged = stage(tensor, self._wire())
-        recorder = self.recorder
+        recorder, nbytes = self.recorder, tensor.numel() * tensor.element_size()
         recorded = recorder.message(action, tensor, self.name, self.members[peer], tag) if recorder else None
-        transfer = self._posted(action, tensor, staged, peer, tag)
+        transfer = self._post(action, tensor, staged, peer, tag)
 
         def finish() -> None:
+            with self.standing(action, peer, tag, nbytes):
+                transfer.wait()
             if action == "recv":
                 unstage(staged, tensor)
             if recorded:
                 recorded()
 
-        return Work(self, transfer, action, peer, tag, tensor.numel() * tensor.element_size(), finish)
+        return Work(finish, transfer.is_done)
 
-    def _posted(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
+    def _post(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Hand a message to the world."""
         return (self._post_send if action == "send" else self._post_recv)(staged, peer, tag)
 
@@ -240,19 +346,26 @@ class Communicator(ABC):
         """The device that the transport reads from; None where any will do."""
         return None
 
+    def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
+        return InThread(beside, function, args)
+
     # ---- what a world supplies ------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer: ...
+    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
+        raise NotImplementedError  # in a simulation, which has a way of its own from `exchange` to the network
 
-    @abstractmethod
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer: ...
+    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
+        raise NotImplementedError
 
     @abstractmethod
     def _barrier(self) -> None: ...
 
     @abstractmethod
     def _split(self, color: int | None, key: int) -> Communicator | None: ...
+
+    @abstractmethod
+    def _beside(self, name: str) -> Communicator:
+        """A communicator of the same ranks whose messages meet none of this one's; must not wait for the other ranks."""
 
     @abstractmethod
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:

@@ -165,7 +165,7 @@ class SharedMemoryCommunicator(Communicator):
             try:
                 function(comm, *args)
             finally:
-                comm.meeting.leave()
+                del comm.meeting  # its place is free when the last rank has left it
                 comm.mine.end()
 
         return InThread(beside, work, args)
@@ -202,14 +202,15 @@ class SharedMemoryCommunicator(Communicator):
         def note(in_vain: bool) -> bool:
             nonlocal noted
             noted, line, when = True, callers_line(), IN_VAIN if in_vain else since
-            self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, when))
+            standing = Standing(action, peer, tag, nbytes, self._collective, self.members, *line, when)
+            self.board.write(standing, self.lane)
             return self.board.watched
 
         waiting.noting(note)
         yield
         waiting.noting(None)
         if noted:
-            self.board.write(None)
+            self.board.write(None, self.lane)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
@@ -222,6 +223,9 @@ class _Transfer:
 
     def wait(self) -> None:
         self.comm.mine.mailbox.wait(self.message, self.comm.members[self.peer], self.tag)
+
+    def is_done(self) -> bool:
+        return self.comm.mine.mailbox.is_done(self.message)
 
 
 def join(descriptor: int, ranks: int, rank: int) -> SharedMemoryCommunicator:

@@ -61,8 +61,8 @@ class Mailbox:
 
     def wait(self, message: Sending | Receiving, peer: int, tag: int) -> None:
         """Return when a message is complete; Mismatch if its ends disagree."""
-        if not self._is_done(message):
-            self.waiting.wait(lambda: self._is_done(message), lambda: [peer])
+        if not self.is_done(message):
+            self.waiting.wait(lambda: self.is_done(message), lambda: [peer])
         if isinstance(message, Sending):
             refused = message.refused()
             with self._lock:
@@ -72,7 +72,7 @@ class Mailbox:
         elif message.sent:
             raise mismatch(peer, self.rank, tag, message.sent, describe(message.tensor))
 
-    def _is_done(self, message: Sending | Receiving) -> bool:
+    def is_done(self, message: Sending | Receiving) -> bool:
         self.progress()
         return message.is_done()
 

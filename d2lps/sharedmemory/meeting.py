@@ -8,7 +8,8 @@ have come to the next, and so have heard this one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -36,7 +37,6 @@ class Meeting:
         self._came = [(begin + other * LINE) // 8 for other in range(len(members))]
         self.count = 0  # of the meetings so far
         self._slots: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
-        self._await: list[Callable[[], bool]] = [self._has_come(other) for other in range(len(members))]
 
     def exchange(self, call: Call, mine: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Say the same `call` as all others, and values of one's own; returns what each rank said (see `heard`)."""
@@ -70,22 +70,15 @@ class Meeting:
         for other in self.others:
             if self.words[self._came[other]] < self.count:
                 only = None if self.mailbox.busy() else self.members[other]
-                self.mailbox.waiting.wait(self._await[other], self._missing, only)
+                self.mailbox.waiting.wait(partial(self._has_come, other), self._missing, only)
         futex.ordering_fence()
-
-    def leave(self) -> None:
-        """Undo the circle of references, so that the place is free as soon as nobody knows this meeting any more."""
-        self._await.clear()
 
     def _missing(self) -> list[int]:
         return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
 
-    def _has_come(self, other: int) -> Callable[[], bool]:
-        def ready() -> bool:
-            self.mailbox.progress()
-            return self.words[self._came[other]] >= self.count
-
-        return ready
+    def _has_come(self, other: int) -> bool:
+        self.mailbox.progress()
+        return self.words[self._came[other]] >= self.count
 
     def _statement(self, rank: int, count: int) -> int:
         return self.begin + self.layout.statements + (2 * rank + count % 2) * STATEMENT

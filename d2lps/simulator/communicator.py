@@ -2,95 +2,144 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from d2lps.comm import Communicator, Mismatch, ReduceOp, ops
-from d2lps.comm.work import Transfer
+from d2lps.comm import Communicator, Mismatch, ReduceOp, Work, ops
+from d2lps.comm.communicator import Addressed
+from d2lps.comm.memory import Memory
+from d2lps.comm.staging import check_writable, stage, unstage
+from d2lps.comm.started import Started
+from d2lps.simulator.counting import Counting
+from d2lps.simulator.lane import InLane
 from d2lps.simulator.mailbox import End, Mailbox, Stream
-from d2lps.simulator.scheduler import Task
+from d2lps.simulator.meetings import Meetings
+from d2lps.simulator.network import Network
+from d2lps.simulator.recording import DONE, WAITED
+from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.script import Script
 from d2lps.topology import Topology
 
 
-class Meetings:
-    """Calls that every rank of a group makes together: they return when the last one has come, and take no time."""
+@dataclass
+class World:
+    """What all ranks of a simulation have in common."""
 
-    def __init__(self) -> None:
-        self.present: defaultdict[tuple[str, str], dict[int, object]] = defaultdict(dict)  # (group, call) -> rank -> word
-        self.blocked: defaultdict[tuple[str, str], list[Task]] = defaultdict(list)
-
-    def meet(self, comm: SimulatedCommunicator, call: str, word: object) -> dict[int, object]:
-        """What every rank of the group said, by rank."""
-        comm.catch_up()
-        key = (comm.name, call)
-        words = self.present[key]
-        words[comm.rank] = word
-        if len(words) < comm.size:
-            self.blocked[key].append(comm.task)
-            comm.mailbox.scheduler.block(comm.task, 1, (call,))
-        else:
-            del self.present[key]
-            for task in self.blocked.pop(key, []):
-                comm.mailbox.scheduler.happened(task)
-        return words
+    topology: Topology
+    nodes: Sequence[Hashable]  # of each rank
+    device: torch.device
+    network: Network
+    scheduler: Scheduler
+    mailbox: Mailbox
+    meetings: Meetings
+    computing: dict[Hashable, int]  # by node: the link that stands for its device
+    memories: dict[Hashable, Memory]
+    groups: dict[str, list[int]]  # the ranks of each communicator, by name
 
 
 class SimulatedCommunicator(Communicator):
-    """Messages are posted in the mailbox, and waiting gives the thread to another rank.
+    """Messages are posted in the mailbox, and waiting gives the thread to another rank."""
 
-    Untraced, a thousand ranks exchange millions of messages; the calls that they make most are written out here without
-    the notes and records of the general ones. They mean the same.
-    """
+    task: Task
 
-    def __init__(
-        self,
-        members: Sequence[int],
-        rank: int,
-        name: str,
-        task: Task,
-        nodes: list[object],
-        topology: Topology,
-        mailbox: Mailbox,
-        meetings: Meetings,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, world: World, members: Sequence[int], rank: int, name: str, task: Task) -> None:
         super().__init__(members, rank, name)
-        self.task, self.nodes, self.topology = task, nodes, topology
-        self.mailbox, self.meetings, self.device = mailbox, meetings, device
-        self.node = nodes[self.members[rank]]
-        self.generator = torch.Generator().manual_seed(rank)
+        self.world, self.task, self.mailbox = world, task, world.mailbox
+        self.topology, self.nodes, self.node = world.topology, world.nodes, world.nodes[self.members[rank]]
+        self.device, self.generator = world.device, torch.Generator().manual_seed(rank)
         self._streams: dict[tuple[bool, int, int], Stream] = {}  # (whether this rank sends, peer, tag)
+        self._ends: dict[tuple[bool, int, int], tuple[torch.Tensor, End]] = {}  # the last of each stream
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the exchange that is being written: staged, and whose
         self._splits = 0
+        world.groups[name] = self.members
+        task.groups[name] = self
+        task.script = task.script or Script(task, world.mailbox, world.scheduler)
 
     # ---- messages -------------------------------------------------------------------------------------------------
+
+    def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
+        if self.task.counting is not None:
+            self.catch_up()
+        incoming, outgoing, last = [], [], self._ends.get
+        for tensor, src in receives:
+            end = last((False, src, tag))  # round a ring, the same as before but for some
+            incoming.append(end[1] if end is not None and end[0] is tensor else self._end(False, tensor, src, tag))
+        for tensor, dst in sends:
+            end = last((True, dst, tag))
+            outgoing.append(end[1] if end is not None and end[0] is tensor else self._end(True, tensor, dst, tag))
+        if self.recorder is not None:
+            for _, _, _, _, note in (*incoming, *outgoing):
+                note[DONE] = self.recorder.next(2) + 1  # they are waited for in this order
+        self.task.script.write((incoming, outgoing))
+        if self._contents or not self._collective:
+            contents, self._contents = self._contents, []
+            self.catch_up()
+            for staged, tensor in contents:
+                unstage(staged, tensor)
+
+    def _end(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> End:
+        """One end of a message. A stream that was used before has had its checks; contents are looked at each time."""
+        key = sends, peer, tag
+        stream, content = self._streams.get(key), None
+        if stream is None or not getattr(tensor, "is_meta", False):
+            self._check_message(tensor, "dst" if sends else "src", peer, tag)
+            if not sends:
+                check_writable(tensor)
+            stream = stream or self._stream(sends, peer, tag)
+            if not tensor.is_meta:
+                content = stage(tensor)
+                self._contents.append((content, tensor))
+        end = stream, content, tensor.nbytes, tensor.dtype, None if self.recorder is None else self._note(tensor)
+        if content is None and self.recorder is None:
+            self._ends[key] = tensor, end
+        return end
 
     def _stream(self, sends: bool, peer: int, tag: int) -> Stream:
         me, them = self.members[self.rank], self.members[peer]
         src, dst = (me, them) if sends else (them, me)
         route = self.topology.route(self.nodes[src], self.nodes[dst])
         stream = self._streams[sends, peer, tag] = self.mailbox.stream((self.name, src, dst, tag), route)
+        if self.recorder is not None:
+            setattr(stream, "src_thread" if sends else "dst_thread", self.recorder.thread)
         return stream
 
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
-        self.catch_up()
-        return End(self.mailbox.send(self._stream(True, dst, tag), staged), "sender", self.task)
+    def _note(self, tensor: torch.Tensor) -> list[float]:
+        """What the trace shall say of one end of a message; see recording.py."""
+        recorder = self.recorder
+        assert recorder is not None
+        words = recorder.vocabulary
+        part = words.buffers.part(recorder.rank, tensor)
+        return [recorder.next(), *part, words.steps.number(recorder.step), math.nan, -1, math.nan]
 
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
+    def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        sends, mailbox = action == "send", self.mailbox
         self.catch_up()
-        return End(self.mailbox.recv(self._stream(False, src, tag), staged), "receiver", self.task)
+        end = self._end(sends, tensor, peer, tag)
+        self._contents.clear()
+        message = mailbox.send(end) if sends else mailbox.recv(end)
 
-    def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
-        stream_in, stream_out = self._streams.get((False, src, tag)), self._streams.get((True, dst, tag))
-        if stream_in is None or stream_out is None or self.recorder is not None or not (tensor.is_meta and into.is_meta):
-            return super().sendrecv(tensor, dst, into, src, tag)
-        # Streams that have been used before have had all their checks.
-        self.task.script.write(stream_in, into, stream_out, tensor)
-        if not self._collective:
+        def is_done() -> bool:
             self.catch_up()
-        return None
+            return message.done or (sends and mailbox.is_buffered(end))
+
+        def finish() -> None:
+            start = self.now()
+            if not is_done():
+                setattr(message, "sender" if sends else "receiver", self.task)
+                self.world.scheduler.block(self.task, ([], [end]) if sends else ([end], []))
+            if not sends and end[1] is not None:
+                unstage(end[1], tensor)
+            if self.recorder is not None and mailbox.recording is not None:
+                end[4][DONE] = self.recorder.next(2) + 1
+                end[4][WAITED] = -start if end[4][WAITED] <= 0 else start
+                mailbox.recording.waited(message, end[4], sends)
+
+        return Work(finish, is_done)
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:
@@ -104,7 +153,9 @@ class SimulatedCommunicator(Communicator):
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """Return when the messages that this rank has only written down (see script.py) have been delivered."""
+        """Return when what this rank has only counted, or written down (see script.py), has happened."""
+        if self.task.counting is not None:
+            self._compute(*self.task.counting.take())
         if self.task.script.steps:
             self.task.script.play()
 
@@ -116,47 +167,130 @@ class SimulatedCommunicator(Communicator):
         length, longer = divmod(tensor.numel(), parts)
         return [tensor[: length + 1]] * longer + [tensor[:length]] * (parts - longer)
 
+    # ---- within a rank --------------------------------------------------------------------------------------------
+
     def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        gamma = self.mailbox.model.per_combined_byte
-        if self.recorder is None and not gamma and into.is_meta:
-            return self._check_pair("combine", into, other)
-        start = self.now()
         self._check_pair("combine", into, other)
         if not into.is_meta:
+            self.catch_up()
             ops.apply(op, into.detach(), other.detach().reshape(into.shape))
-        if gamma:
-            self.sleep(gamma * other.nbytes)
-        if self.recorder:
-            self.recorder.local(ops.op_name(op), into, other, start)
-        return None
+        gamma = self.mailbox.model.per_combined_byte
+        if self.recorder is not None or gamma:
+            self._happens(ops.op_name(op), into, other, gamma * other.nbytes)
 
-    # ---- time and groups ------------------------------------------------------------------------------------------
+    def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
+        self._check_pair("copy", into, other)
+        if not into.is_meta:
+            self.catch_up()
+            into.detach().copy_(other.detach().reshape(into.shape))
+        if self.recorder is not None:
+            self._happens("COPY", into, other, 0.0)
+
+    def _happens(self, op: str, into: torch.Tensor, other: torch.Tensor, seconds: float) -> None:
+        """Arithmetic that takes so many seconds of this rank's device."""
+        recorder, network = self.recorder, self.world.network
+        row = recorder.local(op, into, other, math.nan, math.nan) if recorder is not None else -1
+
+        def begins() -> float:
+            if recorder is not None:
+                recorder.took(row, network.now, network.now)
+            return seconds
+
+        def ends() -> float:
+            if recorder is not None:
+                recorder.took(row, None, network.now)
+            return 0.0
+
+        self.task.script.write(begins)
+        if seconds:
+            self.task.script.write(ends)
+        if not self._collective or not into.is_meta:
+            self.catch_up()
+
+    @contextmanager
+    def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
+        """As everywhere; messages in a block that is counted are sent when what was counted before them has been computed,
+        those in a block whose numbers are given when all of it has."""
+        start = self.now()
+        if flops is None and bytes is None:
+            with Counting() as counting:
+                outer, self.task.counting = self.task.counting, counting
+                try:
+                    yield
+                    self.catch_up()
+                finally:
+                    self.task.counting = outer
+            flops, bytes = counting.flops, counting.bytes
+            if self.recorder is not None:
+                self.recorder.span("compute", label, start, self.now(), flops, bytes)
+        else:
+            self._compute(flops or 0, bytes or 0, 1)
+            if self.recorder is not None:
+                self.recorder.span("compute", label, start, self.now(), flops, bytes)
+            yield
+
+    def _compute(self, flops: float, nbytes: float, operations: int) -> None:
+        """Let the time pass that this rank's device needs."""
+        device = self.topology.graph.nodes[self.node].get("device")
+        if device is None:
+            raise ValueError(f"{self.node!r} has no device=Device(...): what is computed there cannot be priced")
+        seconds = device.time_of(flops, nbytes, operations) if operations else 0.0
+        if seconds:
+            scheduler = self.world.scheduler
+            scheduler.busy(self.task, seconds)
+            scheduler.block(self.task, "compute")
+
+    @property
+    def memory(self) -> Memory:
+        """The account of this rank's node, which all ranks that live there share."""
+        if self.node not in self.world.memories:
+            device = self.topology.graph.nodes[self.node].get("device")
+            self.world.memories[self.node] = Memory(str(self.node), math.inf if device is None else device.memory)
+        return self.world.memories[self.node]
 
     def now(self) -> float:
         self.catch_up()
-        return self.mailbox.network.now
+        return self.world.network.now
 
     def sleep(self, seconds: float) -> None:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds!r} is not a number from 0 up")
-        scheduler, task = self.mailbox.scheduler, self.task
-        self.mailbox.network.call_at(self.now() + seconds, lambda: scheduler.happened(task))
-        scheduler.block(task, 1, ("sleep",))
+        start, scheduler, task = self.now(), self.world.scheduler, self.task
+        self.world.network.call_at(start + seconds, lambda: scheduler.happened(task))
+        scheduler.block(task, "sleep")
+        if self.recorder is not None:
+            self.recorder.span("sleep", "", start, self.now())
+
+    # ---- groups and lanes -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
+        """Only a row in the trace: a rank that waits can be asked where it stands (see deadlock.py)."""
+        start = self.now()
+        yield
+        if self.recorder is not None:
+            self.recorder.waited(action, self.name, self.members[peer] if peer >= 0 else -1, tag, nbytes, start)
+
+    def _meet(self, call: str, word: object) -> dict[int, object]:
+        """What every rank of the group said, by rank."""
+        self.catch_up()
+        words = self.world.meetings.meet(self.task, self.members, self.name, call, word)
+        return {rank: words[member] for rank, member in enumerate(self.members)}
 
     def _barrier(self) -> None:
-        self.meetings.meet(self, "barrier", None)
+        self._meet("barrier", None)
 
     def agree(self, statement: str) -> None:
-        words = self.meetings.meet(self, "agree", statement)
+        words = self._meet("agree", statement)
         if len(set(words.values())) > 1:
-            said = "; ".join(f"rank {self.members[rank]} calls {words[rank]}" for rank in sorted(words))
+            said = "; ".join(f"rank {self.members[rank]} calls {word}" for rank, word in words.items())
             raise Mismatch(f"the ranks disagree: {said}")
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         raise ValueError("algorithm='native' is the all-reduce of gloo or NCCL; a simulated cluster has none of its own")
 
     def _split(self, color: int | None, key: int) -> SimulatedCommunicator | None:
-        wishes = self.meetings.meet(self, "split", (color, key))
+        wishes = self._meet("split", (color, key))
         self._splits += 1
         if color is None:
             return None
@@ -164,14 +298,13 @@ class SimulatedCommunicator(Communicator):
         ranks = [rank for _, rank in ordered]
         members = [self.members[rank] for rank in ranks]
         name = f"{self.name}/{self._splits}.{color}"
-        return SimulatedCommunicator(
-            members,
-            ranks.index(self.rank),
-            name,
-            self.task,
-            self.nodes,
-            self.topology,
-            self.mailbox,
-            self.meetings,
-            self.device,
-        )
+        return SimulatedCommunicator(self.world, members, ranks.index(self.rank), name, self.task)
+
+    def _beside(self, name: str) -> SimulatedCommunicator:
+        task = Task(self.task.rank, self.task.device)
+        return SimulatedCommunicator(self.world, self.members, self.rank, name, task)
+
+    def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
+        self.catch_up()
+        assert isinstance(beside, SimulatedCommunicator)
+        return InLane(self.world.scheduler, beside.task, beside, function, args)

@@ -10,12 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from d2lps.trace.replay import Event, Part
-
-if TYPE_CHECKING:
-    from d2lps.trace.trace import Trace
+from d2lps.trace.trace import Trace
 
 Sources = Counter[tuple[int, int]]  # (buffer, offset) of the first byte -> how often it was added up
 

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 from d2lps.trace.recorder import ACTIONS
 
 if TYPE_CHECKING:
-    from d2lps.trace.trace import Trace
+    from d2lps.trace.columns import Tables
 
 
-def save(trace: Trace, path: str | Path) -> Path:
+def save(trace: Tables, path: str | Path) -> Path:
     """Write the events to `path` and return it."""
     path = Path(path)
     path.write_text(json.dumps(events(trace)))
     return path
 
 
-def events(trace: Trace) -> dict[str, Any]:
+def events(trace: Tables) -> dict[str, Any]:
     return {"traceEvents": [*_lanes(trace), *_waits(trace), *_locals(trace), *_messages(trace)], "displayTimeUnit": "ms"}
 
 
-def _lanes(trace: Trace) -> Iterator[dict[str, Any]]:
+def _lanes(trace: Tables) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "d2lps"}}
     for rank in range(trace.ranks):
         yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
@@ -38,7 +38,7 @@ def _slice(rank: int, name: str, start: float, end: float, **args: Any) -> dict[
     return {"ph": "X", "pid": 0, "tid": int(rank), "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def _waits(trace: Trace) -> Iterator[dict[str, Any]]:
+def _waits(trace: Tables) -> Iterator[dict[str, Any]]:
     w = trace.waits
     for rank, action, peer, nbytes, step, start, end in zip(
         *(w[name].tolist() for name in ("rank", "action", "peer", "nbytes", "step", "start", "end")), strict=True
@@ -47,7 +47,7 @@ def _waits(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _slice(rank, f"{ACTIONS[action]}{whom}", start, end, bytes=nbytes, step=trace.steps[step])
 
 
-def _locals(trace: Trace) -> Iterator[dict[str, Any]]:
+def _locals(trace: Tables) -> Iterator[dict[str, Any]]:
     t = trace.locals
     for rank, op, length, step, start, end in zip(
         *(t[name].tolist() for name in ("rank", "op", "length", "step", "start", "end")), strict=True
@@ -55,7 +55,7 @@ def _locals(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _slice(rank, trace.ops[op].lower(), start, end, bytes=length, step=trace.steps[step])
 
 
-def _messages(trace: Trace) -> Iterator[dict[str, Any]]:
+def _messages(trace: Tables) -> Iterator[dict[str, Any]]:
     """An arrow from where the sender was ready to where the receiver had it; it needs a slice, if only a dot, at each end."""
     m = trace.messages
     for index, (src, dst, sent, end) in enumerate(zip(*(m[n].tolist() for n in ("src", "dst", "sent", "end")), strict=True)):

@@ -9,13 +9,13 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from d2lps.trace.trace import Trace
+    from d2lps.trace.columns import Tables
 
 WAITING, ADDING, COPYING, MESSAGE = "#d9d9d9", "#0072b2", "#56b4e9", "#d55e00"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def draw(trace: Trace, ax: Axes | None = None) -> Axes:
+def draw(trace: Tables, ax: Axes | None = None) -> Axes:
     """Waits as pale bars, arithmetic as dark ones, each message as an arrow from its sender's lane to its receiver's."""
     import matplotlib.pyplot as plt
 
@@ -46,7 +46,7 @@ def _bars(ax: Axes, table: dict[str, np.ndarray], scale: float, color: str, labe
         ax.barh(table["rank"], width, left=table["start"] / scale, height=0.5, color=color, label=label)
 
 
-def _arrows(ax: Axes, trace: Trace, scale: float) -> None:
+def _arrows(ax: Axes, trace: Tables, scale: float) -> None:
     """Lines rather than arrows where there are thousands: their heads would cover everything."""
     m = trace.messages
     for index in range(len(trace)):

@@ -50,8 +50,7 @@ def reduce_scatter(comm: Communicator, seat: Seat, op: ReduceOp) -> None:
     right, left, passing = seat
     room = rooms(passing)
     for step, (outgoing, mine) in enumerate(pairwise(passing), 1):
-        if comm.recorder:  # a million labels that nobody reads would take a second
-            comm.step(f"reduce-scatter {step}/{len(passing) - 1}")
+        comm.step("reduce-scatter {}/{}", step, len(passing) - 1)
         incoming = room[mine.numel()]
         comm.sendrecv(outgoing, right, incoming, left)
         comm.combine(mine, incoming, op)
@@ -61,8 +60,7 @@ def all_gather(comm: Communicator, seat: Seat) -> None:
     """Once round again: `passing[-1]` is complete, and what comes from the left is too."""
     right, left, passing = seat
     for step, (outgoing, incoming) in enumerate(pairwise([passing[-1], *passing[:-1]]), 1):
-        if comm.recorder:
-            comm.step(f"all-gather {step}/{len(passing) - 1}")
+        comm.step("all-gather {}/{}", step, len(passing) - 1)
         comm.sendrecv(outgoing, right, incoming, left)
 
 
