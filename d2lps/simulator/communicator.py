@@ -231,7 +231,7 @@ class SimulatedCommunicator(Communicator):
 
     def _compute(self, flops: float, nbytes: float, operations: int) -> None:
         """Let the time pass that this rank's device needs."""
-        device = self.topology.graph.nodes[self.node].get("device")
+        device = self.topology.device(self.node)
         if device is None:
             raise ValueError(f"{self.node!r} has no device=Device(...): what is computed there cannot be priced")
         seconds = device.time_of(flops, nbytes, operations) if operations else 0.0
@@ -244,7 +244,7 @@ class SimulatedCommunicator(Communicator):
     def memory(self) -> Memory:
         """The account of this rank's node, which all ranks that live there share."""
         if self.node not in self.world.memories:
-            device = self.topology.graph.nodes[self.node].get("device")
+            device = self.topology.device(self.node)
             self.world.memories[self.node] = Memory(str(self.node), math.inf if device is None else device.memory)
         return self.world.memories[self.node]
 
