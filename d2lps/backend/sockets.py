@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from d2lps.backend.noticing import LastNote, Noticing
-from d2lps.comm import Communicator, ReduceOp
 from d2lps.comm.work import Transfer
-from d2lps.processgroup import ProcessGroupCommunicator
+from d2lps.processgroup import ProcessGroupCommunicator, connect
 
 OWN_TAGS = 1 << 30  # the program's own messages have tags from here on, those of the collectives are below
 
@@ -33,12 +31,8 @@ class SocketCommunicator(Noticing, ProcessGroupCommunicator):
         store: dist.Store,
         tags: int = 0,
     ) -> None:
-        Communicator.__init__(self, members, rank, name)
-        self.group, self.backend, self.device, self.timeout, self.tags = engine, dist.Backend(backend), device, timeout, tags
-        self.store = self._meeting = store
-        self.node, self.board = socket.gethostname(), LastNote()
-        self.generator = torch.Generator().manual_seed(rank)
-        self._place, self._signatures, self._posting, self._splits = list(range(len(members))), None, None, 0
+        super().__init__(engine, device, members, name, timeout, store, rank, backend)
+        self.tags, self.board, self._meeting = tags, LastNote(), store
 
     def with_tags(self, tags: int) -> SocketCommunicator:
         """Another one on the same sockets, whose messages do not meet this one's."""
@@ -57,28 +51,6 @@ class SocketCommunicator(Noticing, ProcessGroupCommunicator):
             raise ValueError(f"tag={tag}: over this backend a tag is below {OWN_TAGS:,}")
         return tag
 
-    # ---- together -------------------------------------------------------------------------------------------------
-
-    def _barrier(self) -> None:
-        options = dist.BarrierOptions()
-        options.device = self.device
-        self.group.barrier(options).wait()
-
-    def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
-        host = tensor.to(self._wire())
-        with self.standing("native", nbytes=tensor.nbytes):
-            self.group.allreduce([host], options).wait()
-        if host is not tensor:
-            tensor.copy_(host)
-
-    def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        mine = mine.to(self._wire())
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self.group.allgather([rows], [mine]).wait()
-        return [row.cpu() for row in rows]
-
     def _split(self, color: int | None, key: int) -> SocketCommunicator | None:
         rows = self._gather_rows(torch.tensor([color is not None, color or 0, key]))
         self._splits += 1
@@ -96,7 +68,7 @@ def gloo(
 ) -> SocketCommunicator:
     """All ranks connected with all, at once; tensors of GPUs are staged through the host."""
     store = dist.PrefixStore("gloo", store)
-    engine = dist.ProcessGroupGloo(store, rank, len(members), timeout=timedelta(seconds=timeout))
+    engine = connect("gloo", store, rank, len(members), timedelta(seconds=timeout))
     return SocketCommunicator(engine, "gloo", device, members, rank, name, timeout, store)
 
 
@@ -105,11 +77,5 @@ def nccl(
 ) -> SocketCommunicator:
     """GPUs, which connect when they have something to say to one another."""
     store = dist.PrefixStore("nccl", store)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
-    engine: Any = dist.ProcessGroup(store, rank, len(members))
-    kind = dist.ProcessGroup.BackendType.NCCL
-    engine._set_default_backend(kind)
-    engine._register_backend(torch.device("cuda"), kind, dist.ProcessGroupNCCL(store, rank, len(members), options))
-    engine._set_group_name(f"d2lps {name}")
+    engine = connect("nccl", store, rank, len(members), timedelta(seconds=timeout))
     return SocketCommunicator(engine, "nccl", device, members, rank, name, timeout, store)
