@@ -26,8 +26,8 @@ from oracles import ALL_REDUCE
 import d2lps
 import d2lps.backend
 from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
-from d2lps.backend import choice, memory
-from d2lps.backend.worker import Worker
+from d2lps.backend import choice, shm
+from d2lps.backend.tasks import TaskQueue
 
 TRANSPORTS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8]
@@ -231,18 +231,18 @@ def test_what_gloo_has_not(transport: str) -> None:
 # ---- order ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_does_what_it_is_given_in_order_wherever_it_does_it() -> None:
-    worker, done = Worker("test"), []
+def test_tasks_are_done_in_order_wherever_it_is() -> None:
+    tasks, done = TaskQueue("test"), []
 
     def slow(number: int) -> None:
         time.sleep(0.001)
         done.append(number)
 
     for number in range(30):
-        worker.submit(functools.partial(slow, number), at_once=number % 3 == 0)
-    worker.stop()
+        tasks.submit(functools.partial(slow, number), at_once=number % 3 == 0)
+    tasks.stop()
     assert done == list(range(30))
-    worker.submit(functools.partial(slow, 30), at_once=True)
+    tasks.submit(functools.partial(slow, 30), at_once=True)
     assert done[-1] == 30
 
 
@@ -476,8 +476,8 @@ def test_a_group_may_follow_another(tmp_path: Path) -> None:
 def test_one_rank_that_cannot_is_reason_enough_for_all() -> None:
     def vote(comm: Communicator) -> list[str]:
         store = dist.group.WORLD.get_group_store()
-        first = memory.agreed(dist.PrefixStore("a", store), 3, "")
-        second = memory.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
+        first = shm.agreed(dist.PrefixStore("a", store), 3, "")
+        second = shm.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
         dist.barrier()  # the store is in rank 0, and gone with it; to make a group takes care of that, these votes alone do not
         return [first, second]
 
@@ -490,7 +490,7 @@ def test_shared_memory_is_found_or_asked_for_in_vain(monkeypatch: pytest.MonkeyP
         return dist.group.WORLD.transports.descriptor >= 0
 
     def apart(comm: Communicator) -> list[Any]:
-        memory._machine = lambda: f"machine {comm.rank}"  # as if they lived on three
+        shm._machine = lambda: f"machine {comm.rank}"  # as if they lived on three
         group = dist.new_group()
         dist.all_reduce(tensor := torch.ones(1), group=group)
         d2lps.backend.use(transport="shm")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from d2lps.backend import choice, memory, sockets
+from d2lps.backend import choice, engines, shm
 from d2lps.comm import Communicator
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ class Transports:
         self.descriptor = -1
         self._cpu, self._messages = self._share() or self._connect()
         against = "" if _own_gpu(len(members)) else "not every rank has a GPU of its own"
-        self._nccl = not memory.agreed(dist.PrefixStore("gpus", store), len(members), against)
+        self._nccl = not shm.agreed(dist.PrefixStore("gpus", store), len(members), against)
         self._gpu: dict[tuple[str, torch.device], Any] = {}
         self._settle()
 
@@ -40,17 +40,17 @@ class Transports:
         wanted = choice.transport()
         if wanted == "gloo":
             return None
-        shared = memory.share(dist.PrefixStore("memory", self.store), self.rank, self.members, self.timeout)
+        shared = shm.share(dist.PrefixStore("memory", self.store), self.rank, self.members, self.timeout)
         if isinstance(shared, str):
             if wanted == "shm":
                 raise RuntimeError(f"transport='shm' is not there: {shared}; use 'gloo', or 'auto'")
             return None
         self.descriptor, mine = shared
-        return memory.MemoryCommunicator(mine, self.name), memory.MemoryCommunicator(mine, self.name + "'s own")
+        return shm.MemoryCommunicator(mine, self.name), shm.MemoryCommunicator(mine, self.name + "'s own")
 
     def _connect(self) -> tuple[Any, Any]:
-        comm = sockets.gloo(self.store, CPU, self.members, self.rank, self.name, self.timeout)
-        return comm, comm.with_tags(sockets.OWN_TAGS)
+        comm = engines.gloo(self.store, CPU, self.members, self.rank, self.name, self.timeout)
+        return comm, comm.with_tags(engines.OWN_TAGS)
 
     @property
     def default(self) -> str:
@@ -67,7 +67,7 @@ class Transports:
         """NCCL has no tags to tell the two kinds apart by: each has connections of its own."""
         if (what, device) not in self._gpu:
             store = dist.PrefixStore(what, self.store)
-            self._gpu[what, device] = sockets.nccl(store, device, self.members, self.rank, self.name, self.timeout)
+            self._gpu[what, device] = engines.nccl(store, device, self.members, self.rank, self.name, self.timeout)
         return self._gpu[what, device]
 
     def give_up(self) -> None:
@@ -84,7 +84,7 @@ class Transports:
             os.close(self.descriptor)
             self.descriptor = -1
         for comm in (self._cpu, self._messages, *self._gpu.values()):
-            if isinstance(comm, sockets.SocketCommunicator):
+            if isinstance(comm, engines.SocketCommunicator):
                 comm.group = None
         self._cpu = self._messages = None
         self._gpu.clear()

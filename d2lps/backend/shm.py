@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from d2lps import sharedmemory
-from d2lps.backend.noticing import LastNote, Noticing
+from d2lps.backend.failures import LastNote, Noticing
 from d2lps.comm import RankDied, RankFailed, RankHung
 from d2lps.comm.work import Transfer
 from d2lps.sharedmemory.arena import Arena

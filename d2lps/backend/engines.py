@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from d2lps.backend.noticing import LastNote, Noticing
+from d2lps.backend.failures import LastNote, Noticing
 from d2lps.comm import Communicator, ReduceOp
 from d2lps.comm.work import Transfer
 from d2lps.processgroup import ProcessGroupCommunicator
