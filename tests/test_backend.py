@@ -333,7 +333,7 @@ def refused(comm: Communicator) -> list[str]:
     said = [told(lambda: dist.all_reduce(whole))]
     d2lps.backend.use(all_reduce=None)
     said += [told(lambda: dist.all_reduce(whole, ReduceOp.AVG)), told(asynchronous)]
-    said += [told(lambda: dist.recv(whole)), told(lambda: dist.all_reduce(torch.ones(3).to_sparse()))]
+    said += [told(lambda: dist.recv(whole)), told(lambda: dist.all_reduce(torch.ones(3, 3).to_sparse_csr()))]
     said += [told(lambda: dist.all_reduce(torch.ones(3, device="meta"))), told(lambda: dist.send(whole, comm.rank))]
     said += [told(lambda: dist.group.WORLD.split_group([0]))]
     dist.all_reduce(whole)
@@ -347,7 +347,7 @@ def test_what_is_not_supported_is_named_and_does_no_harm(transport: str) -> None
         "ValueError: op=AVG of torch.int64 tensors: an average of integers is not an integer",
         "RuntimeError: .*an average of integers is not an integer",
         "NotImplementedError: d2lps: recv from any source",
-        "NotImplementedError: d2lps: all_reduce of a tensor of layout torch.sparse_coo",
+        "NotImplementedError: d2lps: all_reduce of a tensor of layout torch.sparse_csr",
         "NotImplementedError: d2lps: all_reduce of a tensor on meta",
         "ValueError: .*",
         "NotImplementedError: d2lps: split_group",

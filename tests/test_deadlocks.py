@@ -36,7 +36,8 @@ def on_real_processes(program: Program, ranks: int) -> RankHung:
     start = time.monotonic()
     with pytest.raises(RankHung) as caught:
         d2lps.run(program, ranks, timeout=1)
-    assert 1.0 <= time.monotonic() - start < 6.0
+    waited = time.monotonic() - start
+    assert waited >= 1.0 or "waits for one that has returned" in str(caught.value)  # which nobody need wait for
     return caught.value
 
 

@@ -38,6 +38,7 @@ class LastNote:
     """A board for one rank: the note stays where a wait has failed."""
 
     standing: Standing | None = None
+    watched = False
 
     def write(self, standing: Standing | None) -> None:
         # Without the line: the thread's own says nothing, and the program's is in the traceback of its wait.

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,61 +17,14 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory
 from d2lps.backend.failures import LastNote, Noticing
-from d2lps.comm import RankDied, RankFailed, RankHung
 from d2lps.comm.work import Transfer
-from d2lps.sharedmemory.arena import Arena
-from d2lps.sharedmemory.bells import Bells
 from d2lps.sharedmemory.communicator import Rank, SharedMemoryCommunicator, _Transfer
-from d2lps.sharedmemory.mailbox import Mailbox
-from d2lps.sharedmemory.places import Places
-from d2lps.sharedmemory.stage import Stage
-
-_GIVEN_UP = 1  # the word of the file that says which rank (plus 1) has failed, and will answer no more
-
-
-class PatientBells(Bells):
-    """Nobody watches over these ranks: who waits looks at the clock itself, and at whether another one has given up."""
-
-    def __init__(self, arena: Arena, timeout: float, numbers: Sequence[int]) -> None:
-        super().__init__(arena)
-        self.timeout, self.numbers, self._local = timeout, numbers, threading.local()
-
-    def wait(self, ready: Callable[[], bool], group: Sequence[int], awaited: int | None = None) -> None:
-        self._local.deadline = time.monotonic() + self.timeout
-        super().wait(ready, group, awaited)
-
-    def _consider(self, group: Sequence[int]) -> None:
-        try:
-            super()._consider(group)
-        except RankDied:
-            raise RankDied(f"rank {self.numbers[self.words[0] - 1]} has died") from None
-        if self.words[_GIVEN_UP]:
-            raise RankFailed(f"rank {self.numbers[self.words[_GIVEN_UP] - 1]} has failed, which tells why itself")
-        if time.monotonic() > self._local.deadline:
-            raise RankHung(f"rank {self.numbers[self.rank]} has waited for more than timeout={self.timeout:g} s")
-
-    def give_up(self) -> None:
-        """Tell all others that this rank will not come any more."""
-        if not self.words[_GIVEN_UP]:
-            self.words[_GIVEN_UP] = self.rank + 1
-        for rank in range(len(self._desk)):
-            self._wake(rank)
-
-
-class MemoryRank(Rank):
-    """One rank's part of a group's memory."""
-
-    def __init__(self, descriptor: int, numbers: Sequence[int], rank: int, timeout: float) -> None:
-        self.arena = Arena(descriptor, len(numbers), rank)
-        self.bells: PatientBells = PatientBells(self.arena, timeout, numbers)
-        self.mailbox = Mailbox(self.arena, self.bells)
-        self.stage, self.places = Stage(self.arena), Places(self.arena)
 
 
 class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[misc]
     """Ranks are numbered as in the group, for the memory is the group's own."""
 
-    def __init__(self, mine: MemoryRank, name: str) -> None:
+    def __init__(self, mine: Rank, name: str) -> None:
         super().__init__(mine, range(mine.arena.ranks), mine.arena.layout.meeting, name)
         self.board = LastNote()
 
@@ -84,9 +35,10 @@ class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[mi
         return _Polled(self, self.mine.mailbox.receive(staged, src, self._number, tag), src, tag)
 
     def leave(self) -> None:
-        """Undo the circles of references, so that the memory goes when the last one who knows this goes."""
+        """Tell the others, and undo the circles of references, so that the memory goes when the last one who knows this goes."""
+        super().leave()
+        self.mine.waiting.noting(None)
         self.meeting._await.clear()
-        self.mine.bells.long_wait = lambda: None
 
 
 class _Polled(_Transfer):
@@ -97,7 +49,7 @@ class _Polled(_Transfer):
 # ---- how ranks that somebody else started come to share it ------------------------------------------------------------
 
 
-def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) -> tuple[int, MemoryRank] | str:
+def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) -> tuple[int, Rank] | str:
     """This rank's part, and a descriptor to be closed at the end; or why it cannot be. Every rank calls it, and gets the same."""
     descriptor, mine, reason = -1, None, sharedmemory.missing()
     try:
@@ -106,7 +58,7 @@ def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) 
             store.set("memory", json.dumps(_address(descriptor) if descriptor >= 0 else []))
         else:
             descriptor = _opened(json.loads(store.get("memory")))
-        mine = MemoryRank(descriptor, numbers, rank, timeout)
+        mine = Rank(descriptor, len(numbers), rank, timeout, numbers)
     except (OSError, ValueError) as error:
         reason = reason or f"rank {rank}: {error}"
     denied = agreed(store, len(numbers), reason)

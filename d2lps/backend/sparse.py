@@ -27,7 +27,7 @@ def all_reduce_sparse(comm: Communicator, tensor: torch.Tensor, op: ReduceOp) ->
     call("all_gather_into_tensor", comm, counts, counts.new_tensor([mine.values().size(0)]))
     indices = _gathered(comm, mine.indices().t().contiguous(), counts.tolist())
     values = _gathered(comm, mine.values(), counts.tolist())
-    total = torch.sparse_coo_tensor(indices.t(), values, mine.shape).coalesce()
+    total = torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=True).coalesce()
     divide(total, op, comm.size)
     tensor.copy_(total)
 

@@ -73,7 +73,7 @@ class Transports:
     def give_up(self) -> None:
         """This rank goes on no more: who waits for it shall know."""
         if self.descriptor >= 0 and self._cpu is not None:
-            self._cpu.mine.bells.give_up()
+            self._cpu.mine.waiting.give_up()
         self.close()
 
     def close(self) -> None:

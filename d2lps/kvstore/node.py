@@ -14,10 +14,11 @@ from d2lps import sharedmemory
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.serving import serve
-from d2lps.launch.failure import _is_stopped, raise_in_caller
+from d2lps.launch.failure import raise_in_caller
 from d2lps.launch.local import Group
 from d2lps.launch.output import Output
 from d2lps.launch.rank import Failure, Job, Success
+from d2lps.sharedmemory.processes import is_stopped
 
 
 class Node:
@@ -38,7 +39,7 @@ class Node:
 
     @property
     def stopped(self) -> bool:
-        return self.group is not None and _is_stopped(self.group.pids[0])
+        return self.group is not None and is_stopped(self.group.pids[0])
 
     def pid(self) -> int:
         """Of the process, once it is ready; 0 if there is none."""

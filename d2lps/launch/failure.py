@@ -4,7 +4,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,9 @@ from typing import NoReturn
 
 from d2lps.comm import RankDied, RankFailed, RankHung
 from d2lps.comm.explain import State, describe_state, explain
-from d2lps.comm.standing import Standing
+from d2lps.comm.standing import IN_VAIN, Standing
 from d2lps.launch.rank import Failure, Job
+from d2lps.sharedmemory.processes import is_stopped
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<frozen")
@@ -76,20 +76,14 @@ def hung(
             continue
         note = notes[rank]
         place = (note.file, note.line, note.function) if note is not None else _innermost(stacks[rank])
-        if _is_stopped(pids[rank]):  # wherever it was: nobody waits for anything but this
+        if is_stopped(pids[rank]):  # wherever it was: nobody waits for anything but this
             states.append(State(rank, None, "is stopped (SIGSTOP)", *place))
         else:
             states.append(State(rank, note, "" if note is not None else "is running", *place))
-    return explain(states, f"rank {overdue[0]} has waited for more than timeout={job.timeout:g} s", overdue)
-
-
-def _is_stopped(pid: int) -> bool:
-    if sys.platform != "linux":
-        return False
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+    first = notes[overdue[0]]
+    in_vain = first is not None and first.since == IN_VAIN
+    why = "waits for one that has returned" if in_vain else f"has waited for more than timeout={job.timeout:g} s"
+    return explain(states, f"rank {overdue[0]} {why}", overdue)
 
 
 def _innermost(stack: str) -> tuple[str, int, str]:

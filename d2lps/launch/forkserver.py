@@ -151,9 +151,6 @@ def _child(work: Callable[..., None], *args: Any) -> None:
         traceback.print_exc()
         code = 1
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
         os._exit(code)
 
 

@@ -102,6 +102,7 @@ class _LastNote:
     """A board for one: torch says neither who waited nor for whom, so what it says is put beside the last note."""
 
     standing: Standing | None = None
+    watched = False
 
     def write(self, standing: Standing | None) -> None:
         self.standing = standing

@@ -7,15 +7,16 @@ import signal
 import sys
 from pathlib import Path
 
+from d2lps.sharedmemory.processes import state_and_parent
+
 
 def children() -> list[int]:
     """The processes whose parent this is, on Linux."""
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
-                found.append(int(directory.name))
+        state, parent = state_and_parent(int(directory.name))
+        if parent == os.getpid() and state != "Z":
+            found.append(int(directory.name))
     return found
 
 

@@ -173,9 +173,12 @@ class Group:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR2)  # faulthandler writes where it is
         time.sleep(_TICK)
+        self._collect(0)
         # Whose note has changed by now is not stuck: it is no part of a deadlock.
         notes = {rank: note if rank in late or note == self.board.read(rank) else None for rank, note in notes.items()}
-        raise hung(self.job, self._overdue(notes), notes, {rank: self._stack(rank) for rank in notes}, self.pids)
+        notes = {rank: note for rank, note in notes.items() if rank in self.pending}
+        if late := self._overdue(notes):
+            raise hung(self.job, late, notes, {rank: self._stack(rank) for rank in notes}, self.pids)
 
     def _notes(self) -> dict[int, Standing | None]:
         return {rank: self.board.read(rank) for rank in self.pending}

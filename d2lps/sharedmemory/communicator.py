@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import defaultdict
@@ -13,16 +14,16 @@ import torch
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
 from d2lps.comm.ops import op_name
-from d2lps.comm.standing import Standing, callers_line
+from d2lps.comm.standing import IN_VAIN, Standing, callers_line
 from d2lps.comm.work import Transfer
 from d2lps.sharedmemory import all_reduce
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena, bytes_of
-from d2lps.sharedmemory.bells import Bells
 from d2lps.sharedmemory.mailbox import Mailbox
 from d2lps.sharedmemory.meeting import Call, Meeting, Values, call_of, disagree, values_of
 from d2lps.sharedmemory.message import Receiving, Sending
 from d2lps.sharedmemory.places import Places
 from d2lps.sharedmemory.stage import Stage
+from d2lps.sharedmemory.waiting import Waiting
 from d2lps.signatures import by_statement, fixed
 
 _BARRIER, _AGREE, _EMPTY, _SPLIT, _PLACES, _ALL_REDUCE = range(6)
@@ -32,10 +33,10 @@ _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 class Rank:
     """What one process has in the shared memory, whatever groups it belongs to."""
 
-    def __init__(self, descriptor: int, ranks: int, rank: int) -> None:
+    def __init__(self, descriptor: int, ranks: int, rank: int, timeout: float = math.inf, numbers: Sequence[int] = ()) -> None:
         self.arena = Arena(descriptor, ranks, rank)
-        self.bells = Bells(self.arena)
-        self.mailbox = Mailbox(self.arena, self.bells)
+        self.waiting = Waiting(self.arena, timeout, numbers)
+        self.mailbox = Mailbox(self.arena, self.waiting)
         self.stage, self.places = Stage(self.arena), Places(self.arena)
 
 
@@ -65,6 +66,10 @@ class SharedMemoryCommunicator(Communicator):
         if needed > free:
             raise MemoryError(f"{needed:,} bytes of shared memory are needed for {self.size} ranks; {free:,} are left")
         return self.mine.arena.empty(shape, dtype)
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done: whoever waits for it from now on waits in vain, and nobody else cares."""
+        self.mine.waiting.leave()
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class SharedMemoryCommunicator(Communicator):
         if disagree(heard):
             calls = [call_of(said) for said in heard]
             if len({kind for kind, *_ in calls}) > 1:  # rank 0 at a barrier, rank 1 at a split: neither will ever be complete
-                self.mine.bells.wait(lambda: False, self.members)  # as in every world: the launcher will see, and explain
+                self.mine.waiting.wait(lambda: False, lambda: [])  # as in every world: the launcher will see, and explain
             raise Mismatch("the ranks disagree: " + by_statement([_spell(call) for call in calls], self.members))
         return heard
 
@@ -146,17 +151,18 @@ class SharedMemoryCommunicator(Communicator):
     @contextmanager
     def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """As everywhere, but the note is only written once a wait turns out to be long: most are shorter than the writing."""
-        peer, bells = self.members[peer] if peer >= 0 else -1, self.mine.bells
+        peer, waiting = self.members[peer] if peer >= 0 else -1, self.mine.waiting
         start, since, noted = self.now(), time.monotonic(), False
 
-        def note() -> None:
+        def note(in_vain: bool) -> bool:
             nonlocal noted
-            noted, line = True, callers_line()
-            self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, since))
+            noted, line, when = True, callers_line(), IN_VAIN if in_vain else since
+            self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, when))
+            return self.board.watched
 
-        bells.long_wait = note
+        waiting.noting(note)
         yield
-        bells.long_wait = lambda: None
+        waiting.noting(None)
         if noted:
             self.board.write(None)
         if self.recorder:
@@ -170,8 +176,7 @@ class _Transfer:
         self.comm, self.message, self.peer, self.tag = comm, message, peer, tag
 
     def wait(self) -> None:
-        members = self.comm.members
-        self.comm.mine.mailbox.wait(self.message, members, members[self.peer], self.tag)
+        self.comm.mine.mailbox.wait(self.message, self.comm.members[self.peer], self.tag)
 
 
 def join(descriptor: int, ranks: int, rank: int) -> SharedMemoryCommunicator:

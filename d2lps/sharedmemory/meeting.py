@@ -63,15 +63,18 @@ class Meeting:
         self.count += 1
         futex.ordering_fence()
         self.words[self._came[self.rank]] = self.count
-        self.mailbox.bells.ring_all(self._neighbours)
+        self.mailbox.waiting.wake_all(self._neighbours)
 
     def complete(self) -> None:
         """Return when all have come."""
         for other in self.others:
             if self.words[self._came[other]] < self.count:
-                awaited = None if self.mailbox.busy() else self.members[other]
-                self.mailbox.bells.wait(self._await[other], self.members, awaited)
+                only = None if self.mailbox.busy() else self.members[other]
+                self.mailbox.waiting.wait(self._await[other], self._missing, only)
         futex.ordering_fence()
+
+    def _missing(self) -> list[int]:
+        return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
 
     def _has_come(self, other: int) -> Callable[[], bool]:
         def ready() -> bool:
