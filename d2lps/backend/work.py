@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -75,17 +75,16 @@ class CollectiveWork(BookWork):
 
         To complete it is a task like others: what follows a collective has its place in the order of all that the ranks do.
         """
-        devices: Any = sorted({tensor.device for tensor in self.results if tensor.is_cuda}, key=str)
         self.tasks.do_until(self.is_completed)
-        if _calls("get_future", sys._getframe().f_back):
-            future: Future[Any] = CollectiveFuture(self, devices)
+        future = CollectiveFuture(self)
+        if _by_python(sys._getframe().f_back):
             self.tasks.submit(partial(self.call_back, future.complete))
             return future
-        done: Future[Any] = Future(devices=devices)
-        self.tasks.submit(partial(done.set_result, None))
-        future = done.then(lambda _: self._outcome())
-        half = any(tensor.dtype == torch.float16 for tensor in self.results)
-        return _torchscript().tensors(future, self.results) if half else future
+        if any(tensor.dtype == torch.float16 for tensor in self.results):
+            self.wait()  # DDP's hook for FP16 is C++ and takes C++'s lists only: `fork` makes one, of results that are there
+            return torch.jit.fork(lambda: self.results)
+        self.tasks.submit(future.complete)
+        return future.then(lambda future: future.value())  # an error that C++ understands too
 
     def _outcome(self) -> list[torch.Tensor]:
         if self.error is not None:
@@ -103,9 +102,10 @@ class CollectiveWork(BookWork):
 
 
 class CollectiveFuture(Future[list[torch.Tensor]]):
-    """What Python gets; a callback may wait for it too."""
+    """The future of a collective; a callback may wait for it too."""
 
-    def __init__(self, work: CollectiveWork, devices: Any) -> None:
+    def __init__(self, work: CollectiveWork) -> None:
+        devices: Any = sorted({tensor.device for tensor in work.results if tensor.is_cuda}, key=str)
         super().__init__(devices=devices)
         self.work = work
 
@@ -116,30 +116,14 @@ class CollectiveFuture(Future[list[torch.Tensor]]):
     def complete(self) -> None:
         """Called once the work is done."""
         if isinstance(self.work.error, Exception):
-            self.set_exception(self.work.error)
+            self.set_exception(self.work.error)  # type: ignore[arg-type]
         else:
             self.set_result(self.work.results)
 
 
-def _calls(name: str, frame: FrameType | None) -> bool:
-    """Whether a method is called by Python, of which this would be the frame, or by torch's C++, which has none.
-
-    DDP's hook for FP16 is C++, and takes no list of tensors but C++'s own, which TorchScript alone can promise. What goes on
-    there never waits for a collective; Python's may.
-    """
-    return frame is not None and name in frame.f_code.co_names
-
-
-@cache
-def _torchscript() -> Any:
-    return torch.jit.CompilationUnit("""
-        def when(done: Future[int], tensors: List[Tensor]) -> List[Tensor]:
-            torch.jit._wait(done)
-            return tensors
-
-        def tensors(done: Future[int], tensors: List[Tensor]) -> Future[List[Tensor]]:
-            return torch.jit._fork(when, done, tensors)
-    """)
+def _by_python(caller: FrameType | None) -> bool:
+    """Whether `get_future` was called by a line of Python; torch's C++ calls it too, and has no frame of its own."""
+    return caller is not None and "get_future" in caller.f_code.co_names
 
 
 class MessageWork(BookWork):
