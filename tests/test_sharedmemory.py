@@ -472,7 +472,7 @@ def test_who_waits_for_a_rank_that_has_returned_is_told_at_once(what: str) -> No
             comm.recv(torch.zeros(1), 0) if what == "message" else group.barrier()
 
     start = time.monotonic()
-    with pytest.raises(RankHung, match=r"rank \d waits for one that has returned\n  rank 0 has returned\n  rank 1 waits") as caught:
+    with pytest.raises(RankHung, match=r"rank \d waits for one that has returned\n  rank 0 has returned\n") as caught:
         run(work, 3)
     assert time.monotonic() - start < 10  # the timeout is 20
     assert type(caught.value) is RankHung

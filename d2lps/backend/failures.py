@@ -1,9 +1,7 @@
-"""What both kinds of communicators of the backend have in common: they notice what a failure has to be told by."""
+"""What a failure is told by: whether this rank had begun to talk to others, and where it stood."""
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -12,12 +10,9 @@ from typing import Any
 import torch
 
 from d2lps.comm import Communicator, RankDied, RankFailed, RankHung
-from d2lps.comm.explain import State, describe_state, place
-from d2lps.comm.standing import Standing
+from d2lps.comm.explain import State, describe_state
 from d2lps.comm.work import Transfer
-
-_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # as gloo says it
-_LOST = re.compile("connection|broken pipe|socket", re.IGNORECASE)
+from d2lps.launch.lastnote import meaning
 
 
 class Noticing(Communicator):
@@ -34,36 +29,17 @@ class Noticing(Communicator):
         return super()._posted(action, tensor, staged, peer, tag)
 
 
-class LastNote:
-    """A board for one rank: the note stays where a wait has failed."""
-
-    standing: Standing | None = None
-    watched = False
-
-    def write(self, standing: Standing | None) -> None:
-        # Without the line: the thread's own says nothing, and the program's is in the traceback of its wait.
-        self.standing = replace(standing, file="", line=0, function="") if standing else None
-
-
 def explained(error: BaseException, comm: Any, name: str, numbers: Sequence[int]) -> BaseException:
     """An error of the transport, told in our words and with the place where this rank stood; `numbers`: the ranks' in the job."""
     note = comm.board.standing
     told = f"{name} of ranks {list(numbers)}: {str(error).partition(' This is typically')[0]}"  # gloo guesses why
     if note is not None:
         peer = numbers[comm.members.index(note.peer)] if note.peer >= 0 else -1
-        state = State(numbers[comm.rank], replace(note, peer=peer))
-        told += "\n" + describe_state(state).removesuffix(place("", 0, ""))
+        # Without the line: the thread's own says nothing, and the program's is in the traceback of its wait.
+        told += "\n" + describe_state(State(numbers[comm.rank], replace(note, peer=peer, line=0)))
     if isinstance(error, RankDied | RankFailed | RankHung):
         return type(error)(told)
-    if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-        return RankHung(told)
-    if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-        return RankFailed(f"another rank was lost in {told}")
-    return error
-
-
-def release(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: gloo's sockets are open for as long as anybody knows them."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    kind = meaning(error)
+    if kind is RankFailed:
+        told = f"another rank was lost in {told}"
+    return kind(told) if kind else error

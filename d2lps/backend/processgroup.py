@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from d2lps.backend.failures import explained, release
+from d2lps.backend.failures import explained
 from d2lps.backend.operations import Operations
 from d2lps.backend.tasks import Task, TaskQueue, callers_context
 from d2lps.backend.transports import CPU, Transports
 from d2lps.backend.work import CollectiveWork, MessageWork, Together
 from d2lps.comm import Communicator, RankFailed, RankHung
+from d2lps.launch.lastnote import release
 
 _Base: Any = dist.ProcessGroup
 
@@ -77,7 +78,7 @@ class BookProcessGroup(Operations, _Base):
         if self.broken is not None:  # since it was asked for
             error = self._unusable(work.name)
         else:
-            comm = self.transports.collectives(device)
+            comm = self.transports.communicator("collectives", device)
             comm.touched = False
             try:
                 with context():
@@ -118,7 +119,7 @@ class BookProcessGroup(Operations, _Base):
     def _message(self, action: str, tensors: list[torch.Tensor], peer: int, tag: int) -> MessageWork:
         self._check(action, tensors)
         (tensor,) = tensors
-        comm = self.transports.messages(tensor.device)
+        comm = self.transports.communicator("messages", tensor.device)
         comm.touched = False
         try:
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)

@@ -151,7 +151,7 @@ class MessageWork(BookWork):
 
     def is_completed(self) -> bool:
         transfer: Any = self.message._transfer
-        return transfer is None or transfer.is_completed()
+        return transfer is None or transfer.is_done()
 
     def source_rank(self) -> int:
         return self.peer

@@ -14,11 +14,10 @@ from d2lps.comm import RankDied, RankFailed, RankHung
 from d2lps.comm.explain import State, describe_state, explain
 from d2lps.comm.standing import IN_VAIN, Standing
 from d2lps.launch.rank import Failure, Job
-from d2lps.sharedmemory.processes import is_stopped
+from d2lps.sharedmemory.procfs import is_stopped
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<frozen")
-_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
 class RemoteTraceback(Exception):
@@ -54,9 +53,7 @@ def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None)
     lines = [f"rank {rank} of {ranks} {how}"]
     if note is not None:
         lines.append(describe_state(State(rank, note)))
-    if sizes := _GLOO_SIZES.search(errors):
-        lines.append(f"  a message of {sizes[1]} bytes met a receive of {sizes[2]} bytes; run with debug=True to see which")
-    elif errors:
+    if errors:
         lines.append("  it last wrote: " + errors.splitlines()[-1])
     return RankDied("\n".join(lines))
 

@@ -175,6 +175,9 @@ class _Transfer:
     def __init__(self, comm: SharedMemoryCommunicator, message: Sending | Receiving, peer: int, tag: int) -> None:
         self.comm, self.message, self.peer, self.tag = comm, message, peer, tag
 
+    def is_done(self) -> bool:
+        return self.comm.mine.mailbox._is_done(self.message)
+
     def wait(self) -> None:
         self.comm.mine.mailbox.wait(self.message, self.comm.members[self.peer], self.tag)
 

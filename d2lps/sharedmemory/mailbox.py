@@ -13,10 +13,11 @@ from collections import defaultdict, deque
 import torch
 
 from d2lps.comm.communicator import describe
+from d2lps.comm.explain import mismatch
 from d2lps.sharedmemory import futex
 from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.layout import RING
-from d2lps.sharedmemory.message import GROUP, SLIP, TAG, Receiving, Sending, beside, mismatch
+from d2lps.sharedmemory.message import GROUP, SLIP, TAG, Receiving, Sending, beside
 from d2lps.sharedmemory.pool import Pool
 from d2lps.sharedmemory.waiting import Waiting
 

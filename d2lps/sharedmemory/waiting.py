@@ -23,7 +23,7 @@ from d2lps.comm import RankDied, RankFailed, RankHung
 from d2lps.sharedmemory import futex
 from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.layout import LINE
-from d2lps.sharedmemory.processes import is_alive
+from d2lps.sharedmemory.procfs import is_alive
 
 _BELL, _SLEEPS_FOR, _PROCESS, _END, _CULPRIT = 0, 8, 16, 24, 32  # bytes from the start of a desk
 _AWAKE, _ANYONE = 0, 1  # what a sleeper says; from 2 on it is the only rank that may wake it, + 2
