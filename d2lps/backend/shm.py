@@ -12,13 +12,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from d2lps import sharedmemory
-from d2lps.backend.noticing import LastNote, Noticing
-from d2lps.comm.work import Transfer
-from d2lps.sharedmemory.communicator import Rank, SharedMemoryCommunicator, _Transfer
+from d2lps.backend.failures import Noticing
+from d2lps.launch.lastnote import LastNote
+from d2lps.sharedmemory.communicator import Rank, SharedMemoryCommunicator
 
 
 class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[misc]
@@ -28,21 +27,12 @@ class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[mi
         super().__init__(mine, range(mine.arena.ranks), mine.arena.layout.meeting, name)
         self.board = LastNote()
 
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
-        return _Polled(self, self.mine.mailbox.send(staged, dst, self._number, tag), dst, tag)
-
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
-        return _Polled(self, self.mine.mailbox.receive(staged, src, self._number, tag), src, tag)
-
-    def leave(self) -> None:
-        """Tell the others, and undo the circle of references, so that the memory goes when the last one who knows this goes."""
+    def leave(self, failed: bool = False) -> None:
+        """Tell the others, and undo the circles of references, so that the memory goes when the last one who knows this goes."""
+        if failed:
+            self.mine.waiting.give_up()
         super().leave()
         self.mine.waiting.noting(None)
-
-
-class _Polled(_Transfer):
-    def is_completed(self) -> bool:
-        return self.comm.mine.mailbox.is_done(self.message)
 
 
 # ---- how ranks that somebody else started come to share it ------------------------------------------------------------
