@@ -73,6 +73,14 @@ class Meeting:
                 self.mailbox.bells.wait(self._await[other], self.members, awaited)
         futex.ordering_fence()
 
+    def has_all(self, number: int) -> bool:
+        """Whether all have come to the meeting of that number."""
+        return all(self.words[came] >= number for came in self._came)
+
+    def wait_in_vain(self, other: int) -> None:
+        """For one who will not come: an error, as soon as it is known why."""
+        self.mailbox.bells.wait(lambda: False, self.members, self.members[other])
+
     def _has_come(self, other: int) -> Callable[[], bool]:
         def ready() -> bool:
             self.mailbox.progress()
