@@ -132,7 +132,9 @@ def pinned(comm: Communicator) -> None:
     sharedmemory.all_reduce.read = None  # not even tried
 
 
-@pytest.mark.parametrize("hinder, reason", [(refusing, "Operation not permitted"), (debarred, "Operation not permitted"), (pinned, None)])
+@pytest.mark.parametrize(
+    "hinder, reason", [(refusing, "Operation not permitted"), (debarred, "Operation not permitted"), (pinned, None)]
+)
 def test_where_memory_cannot_be_read_a_copy_is_laid_out(hinder: Callable[[Communicator], None], reason: str | None) -> None:
     if hinder is debarred and os.getuid():
         pytest.skip("only root can become somebody else")

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.meeting import Meeting
 
-
 PIECE = 1 << 22  # bytes: those of a few ranks fit together into the cache that processors share
 
 
