@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -25,6 +27,7 @@ from d2lps.sharedmemory.mailbox import Mailbox
 from d2lps.sharedmemory.meeting import Call, Meeting, Values, call_of, disagree, values_of
 from d2lps.sharedmemory.message import Receiving, Sending
 from d2lps.sharedmemory.places import Places
+from d2lps.sharedmemory.reading import allow_siblings
 from d2lps.sharedmemory.stage import Stage
 from d2lps.sharedmemory.waiting import Waiting
 from d2lps.signatures import by_statement, fixed
@@ -60,12 +63,14 @@ class SharedMemoryCommunicator(Communicator):
     def __init__(self, mine: Rank, members: Sequence[int], place: int, name: str = "world") -> None:
         super().__init__(members, list(members).index(mine.arena.rank), name)
         self.mine = mine
+        allow_siblings()
         if place >= 0:
             self._enter(place)
         self.device, self.node = torch.device("cpu"), socket.gethostname()
         self.generator = torch.Generator().manual_seed(self.rank)
         self._number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")  # alike in all members
         self._turn = self._splits = 0
+        self.unreadable: str | None = None  # why ordinary tensors pass by a stage, however big; not known before the first one
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor of this rank that all ranks map, to read it and write to it where it is.
@@ -121,20 +126,28 @@ class SharedMemoryCommunicator(Communicator):
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         mine, nbytes = self.mine, tensor.nbytes
         call = (_ALL_REDUCE, _OPS.index(op_name(op)), NUMBER[tensor.dtype], tensor.numel())
+        meet = partial(self._meet, call)
         if not nbytes:
-            self._meet(call)
+            meet()
             return
         if nbytes <= self.meeting.layout.slot:
             self._turn += 1
-            all_reduce.small(self.meeting, self._turn, tensor, op, lambda: self._meet(call))
+            all_reduce.small(self.meeting, self._turn, tensor, op, meet)
             return
-        offset = mine.arena.offset_of(tensor)
-        heard = self._meet(call, (offset, mine.stage.prepare(self.size), 0))
+        address = 0 if tensor.is_pinned() else tensor.data_ptr()  # what belongs to a device's driver cannot be read by others
+        heard = meet((mine.arena.offset_of(tensor), address, os.getpid()))
         if all(values_of(said)[0] >= 0 for said in heard):
             all_reduce.in_place(self.meeting, mine.arena, tensor, op, heard)
+        elif nbytes > all_reduce.BIG and all(values_of(said)[1] for said in heard) and not self._unreadable(heard, meet):
+            all_reduce.by_reading(self.meeting, tensor, op, heard)
         else:
-            mine.stage.open(self.meeting, heard)
-            all_reduce.staged(self.meeting, mine.stage, tensor, op)
+            all_reduce.staged(self.meeting, mine.stage, tensor, op, meet)
+
+    def _unreadable(self, heard: Sequence[bytes], meet: Callable[..., list[bytes]]) -> str:
+        """Tried once, and remembered."""
+        if self.unreadable is None:
+            self.unreadable = all_reduce.unreadable(self.meeting, heard, meet)
+        return self.unreadable
 
     def _split(self, color: int | None, key: int) -> SharedMemoryCommunicator | None:
         wishes = [values_of(said) for said in self._meet((_SPLIT, 0, 0, 0), (color is not None, color or 0, key))]

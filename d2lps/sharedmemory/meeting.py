@@ -76,6 +76,15 @@ class Meeting:
     def _missing(self) -> list[int]:
         return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
 
+    def has_all(self, number: int) -> bool:
+        """Whether all have come to the meeting of that number."""
+        return all(self.words[came] >= number for came in self._came)
+
+    def wait_in_vain(self, other: int) -> None:
+        """For one who will not come: an error, as soon as it is known why."""
+        missing = self.members[other]
+        self.mailbox.waiting.wait(lambda: False, lambda: [missing], missing)
+
     def _has_come(self, other: int) -> bool:
         self.mailbox.progress()
         return self.words[self._came[other]] >= self.count
