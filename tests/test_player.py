@@ -156,6 +156,20 @@ def test_a_strip_tells_what_each_lane_does_when() -> None:
     assert (drawn["end"], drawn["stops"][-1]["t"]) == (4, 2)  # to the end of the optimizer's step
 
 
+def test_a_collective_that_was_started_lies_beside_what_its_rank_does_meanwhile() -> None:
+    def work(comm: Communicator) -> None:
+        gradient = torch.ones(4)
+        under_way = comm.start(all_reduce, gradient)
+        comm.sleep(1.5)
+        under_way.wait()
+
+    drawn = scene(d2lps.simulate(work, star(2, bandwidth=8.0)).trace, clock="time")
+    found = [(lane["rank"], {bar["kind"]: bar["times"] for bar in lane["bars"]}) for lane in drawn["strip"]]
+    own, beside = {"sleeping": "0 1.5", "waiting": "1.5 2"}, {"waiting": "0 1 1 2", "moving": "0 1 1 2"}
+    assert found == [(0, own), (0, beside), (1, own), (1, beside)]
+    assert [stop["t"] for stop in drawn["stops"]] == [0, 1, 2]
+
+
 def test_where_nothing_is_computed_or_beside_or_where_rounds_count_there_is_no_strip() -> None:
     assert "strip" not in scene(two_ranks(), clock="time")
     assert "strip" not in scene(under_a_backward_pass())
