@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import nothing_left
+from launching import environment, nothing_left, script
 
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankHung, ReduceOp, sharedmemory
@@ -33,7 +34,7 @@ run = functools.partial(d2lps.run, backend="shm", timeout=20)
 
 SOAK = bool(os.environ.get("D2LPS_SOAK"))
 RANKS = [1, 2, 3, 5, 8]
-SIZES = [0, 1, 7, 1000, 16_384, 16_385, 100_003, 1_000_000]  # elements: some fit into a slot, some need many pieces
+SIZES = [0, 1, 7, 1000, 16_384, 16_385, 100_003, 1_000_000, 1_100_003]  # elements: some fit into a slot, some are read
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint8, torch.int32, torch.int64]
 OPS = {"SUM": np.add, "PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
 
@@ -71,7 +72,7 @@ def test_sums_are_those_of_the_ranks_in_order_to_the_bit(ranks: int, place: str)
 
 
 @pytest.mark.parametrize("size", [33, 70_001])
-@pytest.mark.parametrize("place", ["shared", "ordinary"])
+@pytest.mark.parametrize("place", ["shared", "ordinary", "read"])
 def test_every_dtype_and_operation(size: int, place: str) -> None:
     kernels = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 
@@ -80,6 +81,8 @@ def test_every_dtype_and_operation(size: int, place: str) -> None:
 
     def work(comm: Communicator) -> list[torch.Tensor]:
         results = []
+        if place == "read":
+            sharedmemory.all_reduce.BIG = 0
         for op, dtype in calls():
             tensor = comm.empty(size, dtype) if place == "shared" else torch.empty(size, dtype=dtype)
             tensor.copy_(given(comm.rank, size, dtype))
@@ -108,6 +111,59 @@ def test_averages_bits_strides_and_parts_of_shared_tensors() -> None:
     assert run(work, 3) == [[[1.0], [7, 7, 7], rows, [40_000.0, 120_000.0, 40_000.0]]] * 3
 
 
+def refusing(comm: Communicator) -> None:
+    """The kernel refuses rank 1, and no other."""
+    if comm.rank == 1:
+
+        def refuse(*_: Any) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        sharedmemory.all_reduce.read = refuse
+
+
+def debarred(comm: Communicator) -> None:
+    """Who has given up root's rights cannot be read any more, not even by processes of the same user."""
+    os.setresgid(65_534, 65_534, 65_534)
+    os.setresuid(65_534, 65_534, 65_534)
+
+
+def pinned(comm: Communicator) -> None:
+    """What a GPU's driver owns cannot be read by other processes."""
+    torch.Tensor.is_pinned = lambda tensor: True
+    sharedmemory.all_reduce.read = None  # not even tried
+
+
+@pytest.mark.parametrize(
+    "hinder, reason", [(refusing, "Operation not permitted"), (debarred, "Operation not permitted"), (pinned, None)]
+)
+def test_where_memory_cannot_be_read_a_copy_is_laid_out(hinder: Callable[[Communicator], None], reason: str | None) -> None:
+    if hinder is debarred and os.getuid():
+        pytest.skip("only root can become somebody else")
+
+    def work(comm: Communicator) -> tuple[str | None, bool]:
+        hinder(comm)
+        good = True
+        for size in (2_000_003, 5_000_000):  # pieces
+            tensor = given(comm.rank, size)
+            all_reduce(comm, tensor, algorithm="native")
+            good &= torch.equal(tensor, in_order(comm.size, size, torch.float32))
+        return comm.unreadable, good
+
+    assert run(work, 3) == [(reason, True)] * 3
+
+
+def test_big_tensors_are_read_where_they_lie() -> None:
+    def work(comm: Communicator) -> tuple[str | None, int]:
+        tensor = torch.ones(2_000_000)
+        all_reduce(comm, tensor, algorithm="native")
+        return comm.unreadable, sum(tensor.unique().tolist())
+
+    for reason, total in run(work, 3):
+        if reason:
+            pytest.skip(f"not on this machine: {reason}")
+        assert total == 3
+
+
 def test_calls_that_do_not_fit_are_named_on_every_rank() -> None:
     def work(comm: Communicator) -> str:
         with pytest.raises(Mismatch) as caught:
@@ -126,7 +182,7 @@ def test_any_order_of_calls_in_any_groups() -> None:
         groups = [comm, comm.split(comm.rank % 2), comm.split(0, key=-comm.rank)]
         chance, errors = random.Random(seed), 0
         for _ in range(150):
-            group, size = groups[chance.randrange(3)], chance.choice([1, 100, 20_000, 600_000])
+            group, size = groups[chance.randrange(3)], chance.choice([1, 100, 20_000, 600_000, 1_200_000])
             shared, pause = chance.random() < 0.5, chance.randrange(4)
             tensor = (group.empty(size) if shared else torch.empty(size)).fill_(1.0 + comm.rank)
             if pause == comm.rank:
@@ -326,7 +382,7 @@ def test_a_rank_that_dies_somewhere_wakes_the_others(seed: int) -> None:
         ready.wait(20)
         try:
             for k in range(1_000_000):
-                tensor = torch.ones([1, 5_000, 200_000][k % 3])
+                tensor = torch.ones([1, 5_000, 200_000, 5_000, 1_500_000, 200_000][k % 6])
                 all_reduce(comm, tensor, algorithm=["native", "ring"][k % 2])
         except RankDied as error:
             said.put((comm.rank, str(error)))
@@ -362,6 +418,119 @@ def test_a_death_behind_a_rank_that_lives_is_noticed() -> None:
     for process in unwatched(work, 4):
         process.join(3)
     assert sorted(said.get() for _ in range(3)) == [0, 1, 2]
+
+
+# ---- leaving is not dying ---------------------------------------------------------------------------------------------
+
+
+def ended(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
+    """What each bare process says at the end of `work`, "" if it says nothing."""
+    said = multiprocessing.get_context("fork").SimpleQueue()
+
+    def live(comm: Communicator) -> None:
+        try:
+            said.put((comm.rank, str(work(comm))))
+        except RankDied as error:
+            said.put((comm.rank, str(error)))
+
+    processes = unwatched(live, ranks)
+    for process in processes:
+        process.join(20)
+    words = dict(said.get() for _ in iter(said.empty, True))
+    return [words.get(rank, "") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("how", ["leaves", "exits", "is killed"])
+def test_a_rank_that_is_gone_is_no_matter_for_those_who_do_not_wait_for_it(how: str) -> None:
+    def work(comm: Communicator) -> float:
+        if comm.rank == 2:
+            comm.leave() if how == "leaves" else os._exit(0) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
+            return 2.0
+        time.sleep(0.3 * comm.rank)  # the other one waits for long, and looks for those who are gone
+        comm.sendrecv(torch.tensor([float(comm.rank)]), 1 - comm.rank, into := torch.zeros(1), 1 - comm.rank)
+        return into.item()
+
+    assert ended(3, work) == ["1.0", "0.0", "2.0" if how == "leaves" else ""]
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_rank_may_leave_as_soon_as_its_own_part_is_done(late: int) -> None:
+    def work(comm: Communicator) -> float:
+        tensor = torch.ones(1000)
+        all_reduce(comm, tensor, algorithm="native")
+        comm.barrier()
+        time.sleep(0.3 * (comm.rank == late))
+        broadcast(comm, tensor, src=(late + 1) % 4, algorithm="flat")
+        comm.leave()
+        return tensor.mean().item()
+
+    assert ended(4, work) == ["4.0"] * 4
+
+
+@pytest.mark.parametrize("waits", ["message", "meeting"])
+def test_who_needs_one_that_has_left_is_told_so(waits: str) -> None:
+    def work(comm: Communicator) -> str:
+        if comm.rank == 1:
+            comm.leave()
+            return "left"
+        comm.recv(torch.zeros(1), 1) if waits == "message" else comm.barrier()
+        return "never"
+
+    start = time.monotonic()
+    assert ended(3, work) == ["rank 1 has left, while rank 0 was waiting", "left", "rank 1 has left, while rank 2 was waiting"]
+    assert time.monotonic() - start < 5
+
+
+LEAVING = """
+    import os, sys, time
+    import torch
+    from d2lps import sharedmemory
+
+    rank, how = int(sys.argv[1]), sys.argv[3]
+    comm = sharedmemory.join(int(sys.argv[2]), 2, rank)
+    if rank == 1:
+        comm.send(torch.ones(1), 0)
+        if os.fork() == 0:
+            sys.exit()  # who is forked is not the rank
+        if how == "raises":
+            raise ValueError("on purpose")
+        if how == "exits":
+            sys.exit(0)
+    else:
+        comm.recv(into := torch.zeros(1), 1)
+        print(into.item())
+        try:
+            comm.recv(into, 1)
+        except RuntimeError as error:
+            print(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["returns", "exits", "raises"])
+def test_a_process_that_ends_by_itself_has_left(how: str, tmp_path: Path) -> None:
+    memory = sharedmemory.create(2)
+    command = script(tmp_path / "leaving.py", LEAVING)
+    start = functools.partial(subprocess.Popen, env=environment(), pass_fds=[memory], stdout=subprocess.PIPE, text=True)
+    ranks = [start([*command, str(rank), str(memory), how], stderr=subprocess.DEVNULL) for rank in range(2)]
+    os.close(memory)
+    said, _ = ranks[0].communicate(timeout=60)
+    ranks[1].communicate(timeout=60)
+    assert said == "1.0\nrank 1 has left, while rank 0 was waiting\n"
+
+
+@pytest.mark.parametrize("what", ["message", "meeting", "own group"])
+def test_who_waits_for_a_rank_that_has_returned_is_told_at_once(what: str) -> None:
+    def work(comm: Communicator) -> None:
+        group = comm.split(0) if what == "own group" else comm
+        assert group is not None
+        if comm.rank:
+            comm.recv(torch.zeros(1), 0) if what == "message" else group.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankHung, match=r"rank \d waits for one that has returned\n  rank 0 has returned\n") as caught:
+        run(work, 3)
+    assert time.monotonic() - start < 10  # the timeout is 20
+    assert type(caught.value) is RankHung
 
 
 @pytest.mark.parametrize("seed", range(3))

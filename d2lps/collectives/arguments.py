@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.comm.communicator import describe
 from d2lps.comm.ops import op_name
+from d2lps.comm.rank import describe
 
 Collective = TypeVar("Collective", bound=Callable[..., None])
 

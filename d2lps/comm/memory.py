@@ -31,7 +31,7 @@ class Memory:
             holders = ", ".join(f"{name} {held:,} B" for name, held in self.held.most_common() if held) or "nothing"
             room = f"{self.device} has {left:,.0f} of {self.limit:,.0f} B left"
             raise OutOfMemory(f"{label!r} needs {nbytes:,} B, {room}; held there: {holders}")
-        self.held[label] += nbytes  # type: ignore[assignment]
+        self.held[label] += nbytes
 
     def release(self, nbytes: int, label: str) -> None:
         self.held[label] -= nbytes

@@ -6,6 +6,7 @@ about to wait for. A note costs a few microseconds; the memory is a file without
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import Protocol
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_THE_READERS = (_PACKAGE, contextlib.__file__)
+IN_VAIN = -math.inf
 
 
 @dataclass
@@ -30,17 +32,24 @@ class Standing:
     file: str
     line: int
     function: str
-    since: float  # seconds, on the clock of the rank's machine
+    since: float  # seconds, on the clock of the rank's machine; IN_VAIN: what it waits for will never come
 
 
 class Board(Protocol):
-    """Where notes are left, one for each lane of the rank. `write(None)` takes the note down: that lane runs again."""
+    """Where notes are left, one for each lane of the rank. `write(None)` takes the note down: that lane runs again.
+
+    watched: somebody reads them meanwhile.
+    """
+
+    watched: bool
 
     def write(self, standing: Standing | None, lane: int = 0) -> None: ...
 
 
 class NoBoard:
     """For ranks that nobody watches."""
+
+    watched = False
 
     def write(self, standing: Standing | None, lane: int = 0) -> None:
         pass
@@ -49,6 +58,7 @@ class NoBoard:
 class SharedBoard:
     """One slot for each rank in a mapped file: the rank writes its own, the launcher reads them all."""
 
+    watched = True
     SLOT = 16384  # the group of the most ranks that one machine may have fits into a note
 
     def __init__(self, descriptor: int, rank: int) -> None:

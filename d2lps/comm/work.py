@@ -26,7 +26,7 @@ class Work:
     """
 
     def __init__(self, finish: Callable[[], None], is_done: Callable[[], bool]) -> None:
-        self._finish, self._is_done = finish, is_done
+        self._finish, self._ready = finish, is_done
         self._complete = False
 
     def wait(self) -> None:
@@ -37,8 +37,12 @@ class Work:
 
     def test(self) -> bool:
         """Whether it is complete, without waiting for it; from then on it is as if it had been waited for."""
-        if not self._complete and self._is_done():
+        if self.is_done():
             self.wait()
         return self._complete
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._complete or self._ready()
 
     is_completed = test  # torch's name for it

@@ -95,12 +95,16 @@ class SimulatedAnswer:
     def arrived(self, reply: Reply) -> None:
         self.reply = reply
         if self.waits:
-            self.comm.mailbox.scheduler.happened(self.comm.task)
+            self.comm.world.scheduler.happened(self.comm.task)
+
+    def is_done(self) -> bool:
+        self.comm.catch_up()
+        return self.reply is not None
 
     def wait(self) -> Reply:
         if self.reply is None:
             self.waits = True
-            self.comm.mailbox.scheduler.block(self.comm.task, "answer")
+            self.comm.world.scheduler.block(self.comm.task, "answer")
         assert self.reply is not None
         return self.reply
 
@@ -194,9 +198,9 @@ class ServerNode(_End):
     def goodbye(self, worker: int) -> None:
         self.left.add(worker)
         if len(self.left) == self.setup.workers:
-            self.comm.mailbox.scheduler.happened(self.comm.task)
+            self.comm.world.scheduler.happened(self.comm.task)
 
     def serve(self) -> ServerReport:
         """Return when the last worker has left; meanwhile arrivals do the work."""
-        self.comm.mailbox.scheduler.block(self.comm.task, "serve")
+        self.comm.world.scheduler.block(self.comm.task, "serve")
         return self.report.closed(self.server)

@@ -54,9 +54,10 @@ class Message(Flow):
         if content is not None:
             content.copy_(self.outgoing[1])
         self.done = True
-        mailbox = self.mailbox
+        mailbox, sent = self.mailbox, self.outgoing
         if mailbox.recording is not None:
-            mailbox.recording.arrived(self, mailbox.network.now)
+            notes = sent[4], self.incoming[4]
+            self.row = mailbox.recording.arrived(sent[0].number, sent[2], mailbox.network.now, *notes)
         for task in (self.sender, self.receiver):
             if task is not None:
                 task.wanted -= 1

@@ -7,23 +7,17 @@ goes on when what it waits for is there. Columns are made of the rows when someb
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from d2lps.trace.columns import Columns
-from d2lps.trace.merge import Merged, stacked
-from d2lps.trace.recorder import ACTIONS, Log
-
-if TYPE_CHECKING:
-    from d2lps.simulator.mailbox import Message, Stream
 
 # What a rank notes of its end of a message when it posts it: its place in the program, what memory, in which step. The last
 # two may become known later: at which place of its program it has waited for the message, and since when (nan: since it
 # was posted).
 _NOTE = ("seq", "buffer", "offset", "length", "step", "posted", "done_seq", "waited")
 POSTED, DONE, WAITED = 5, 6, 7
+Note = list[float]
 _COLUMNS = ("stream", "nbytes", "end", *(f"{side}_{name}" for side in ("src", "dst") for name in _NOTE))
 _TIMES = {"end", *(f"{side}_{name}" for side in ("src", "dst") for name in ("posted", "waited"))}
 
@@ -35,78 +29,17 @@ class Recording:
     def __init__(self) -> None:
         self.cells = array("d")
 
-    def arrived(self, message: Message, now: float) -> None:
-        cells, outgoing = self.cells, message.outgoing
-        message.row = len(cells)
-        cells.extend((outgoing[0].number, outgoing[2], now, *outgoing[4], *message.incoming[4]))
+    def arrived(self, stream: int, nbytes: int, now: float, send_note: Note, recv_note: Note) -> int:
+        """A message; where it is written."""
+        first = len(self.cells)
+        self.cells.extend((stream, nbytes, now, *send_note, *recv_note))
+        return first
 
-    def waited(self, message: Message, note: list[float], sends: bool) -> None:
-        """Somebody who posted an end of a message, and did not wait for it then, has now, as its note says."""
-        if message.done:
-            first = message.row + 3 + (0 if sends else len(_NOTE))
-            self.cells[first + DONE], self.cells[first + WAITED] = note[DONE:]
+    def waited(self, first: int, note: Note, sends: bool) -> None:
+        """Somebody who posted an end of a message that has arrived, and did not wait for it then, has now, as its note says."""
+        first += 3 + (0 if sends else len(_NOTE))
+        self.cells[first + DONE], self.cells[first + WAITED] = note[DONE:]
 
     def columns(self) -> Columns:
         rows = np.frombuffer(self.cells, dtype=np.float64).reshape(-1, len(_COLUMNS))
         return {name: rows[:, k].astype(np.float64 if name in _TIMES else np.int64) for k, name in enumerate(_COLUMNS)}
-
-
-class Recorded(Merged):
-    """The tables of a simulation: its own messages, beside what ranks have noted otherwise."""
-
-    def __init__(self, logs: Sequence[Log], ranks: int, recording: Recording, streams: Sequence[Stream]) -> None:
-        super().__init__(logs, ranks)
-        self.recording, self.streams = recording, streams
-
-    def messages(self) -> Columns:
-        others, own = super().messages(), self._own()
-        own |= {"step": own["src_step"], "sent": own["src_posted"], "posted": own["dst_posted"]}
-        own |= {"start": np.maximum(own["sent"], own["posted"])}
-        both = stacked([{name: own[name] for name in others}, others])
-        order = np.argsort(both["start"], kind="stable")
-        return {name: column[order] for name, column in both.items()}
-
-    def unmatched(self) -> int:
-        noted = sum(len(log.tables[side]) for log in self.logs for side in ("sends", "recvs"))
-        left = sum(len(stream.sends) + len(stream.recvs) for stream in self.streams)
-        return noted + left - 2 * (len(super().messages()["src"]))
-
-    def table(self, name: str) -> Columns:
-        table = super().table(name)
-        return stacked([table, self._waits()]) if name == "waits" else table
-
-    def _own(self) -> Columns:
-        """The rows, with what all messages of a stream have in common."""
-        rows = self.recording.columns()
-        thread = {(log.rank, log.thread): index for index, log in enumerate(self.logs)}
-        lanes = np.array([log.lane for log in self.logs], dtype=np.int64)
-        common = []
-        for stream in self.streams:
-            group, src, dst, tag = stream.key
-            ends = thread.get((src, stream.src_thread), -1), thread.get((dst, stream.dst_thread), -1)
-            common.append((src, dst, tag, self.words.groups.number((group,)), *ends))
-        table = np.array(common, dtype=np.int64).reshape(-1, 6)[rows.pop("stream")]
-        rows |= dict(zip(("src", "dst", "tag", "group", "src_thread", "dst_thread"), table.T, strict=True))
-        return rows | {f"{side}_lane": lanes[rows[f"{side}_thread"]] for side in ("src", "dst")}
-
-    def _waits(self) -> Columns:
-        """Who waits for a message goes on when it is there; who waits for several, one after another, with the last."""
-        own, sides = self._own(), []
-        for action, side, peer in (("send", "src", "dst"), ("recv", "dst", "src")):
-            seq, waited = own[f"{side}_done_seq"], own[f"{side}_waited"]
-            start = np.where(np.isnan(waited), own[f"{side}_posted"], np.abs(waited))
-            end = np.where(np.signbit(waited), start, own["end"])
-            columns = {"seq": seq - 1, "action": np.full(len(seq), ACTIONS.index(action)), "peer": own[peer]}
-            columns |= {name: own[name] for name in ("tag", "group", "nbytes")} | {"step": own[f"{side}_step"]}
-            columns |= {"start": start, "end": end, "rank": own[side]}
-            columns |= {name: own[f"{side}_{name}"] for name in ("lane", "thread")}
-            sides.append({name: column[seq >= 0] for name, column in columns.items()})
-        both = stacked(sides)
-        order = np.lexsort((both["seq"], both["thread"]))
-        both = {name: column[order] for name, column in both.items()}
-        first = np.flatnonzero(np.diff(both["thread"], prepend=-1))
-        for begin, end in zip(first, [*first[1:], len(order)], strict=True):
-            upto = np.maximum.accumulate(both["end"][begin:end])
-            both["end"][begin:end] = np.maximum(upto, both["start"][begin:end])
-            both["start"][begin + 1 : end] = np.maximum(both["start"][begin + 1 : end], upto[:-1])
-        return both

@@ -72,9 +72,9 @@ class Script:
                             wanted += 1
                 elif seconds := step():  # type: ignore[operator]
                     self._scheduler.busy(task, seconds)
-                    step, wanted = "compute", 1
+                    wanted = 1
                 if wanted:
-                    task.waiting_for, task.wanted = step, wanted
+                    task.waiting_for, task.wanted = step if type(step) is tuple else "compute", wanted
                     return
         except Exception as error:  # the rank's own
             self._error = error

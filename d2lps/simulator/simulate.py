@@ -10,19 +10,21 @@ from typing import Any
 import cloudpickle
 import torch
 
-from d2lps.comm.communicator import SEED
+from d2lps.comm.rank import SEED
 from d2lps.result import Run
 from d2lps.simulator import faults as harm
 from d2lps.simulator.backward import backward_in_threads
-from d2lps.simulator.communicator import SimulatedCommunicator, World
+from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
 from d2lps.simulator.faults import Cut, Fault, Kill, Narrow
 from d2lps.simulator.mailbox import Mailbox
 from d2lps.simulator.meetings import Meetings
 from d2lps.simulator.model import Model
 from d2lps.simulator.network import Network
-from d2lps.simulator.recording import Recorded, Recording
+from d2lps.simulator.recorded import Recorded
+from d2lps.simulator.recording import Recording
 from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.within import World
 from d2lps.topology import Topology
 from d2lps.trace import Recorder, Trace
 from d2lps.trace.recorder import Vocabulary

@@ -30,7 +30,8 @@ class Threads:
     def of(cls, logs: Sequence[Log]) -> Threads:
         at = {(log.rank, log.thread): index for index, log in enumerate(logs)}
         rows = [(log.rank, log.lane, at.get((log.rank, log.parent), -1), log.begins, log.thread) for log in logs]
-        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 5).T, [log.name for log in logs])
+        rank, lane, parent, begins, number = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        return cls(rank, lane, parent, begins, number, [log.name for log in logs])
 
 
 class Source(Protocol):

@@ -77,10 +77,10 @@ class Replay:
         for row in np.flatnonzero(np.isin(waits["action"], (*_TOGETHER, _JOIN))).tolist():
             kind = "join" if waits["action"][row] == _JOIN else "meet"
             programs[int(waits["thread"][row])].append((int(waits["seq"][row]), kind, row))
-        for thread, (parent, begins) in enumerate(zip(trace.threads.parent, trace.threads.begins, strict=True)):
+        for child, (parent, begins) in enumerate(zip(trace.threads.parent.tolist(), trace.threads.begins.tolist(), strict=True)):
             if parent >= 0:
-                programs[parent].append((int(begins), "start", thread))
-                programs[thread].append((0, "begin", thread))
+                programs[parent].append((begins, "start", child))
+                programs[child].append((0, "begin", child))
         return [sorted(program) for program in programs]
 
     def _run(self) -> Iterator[Event]:
