@@ -118,7 +118,11 @@ def shared_memory() -> set[str]:
     """The names in shared memory, without those in use by processes that these tests have not started."""
     if sys.platform != "linux":
         return set()
-    names = {entry.name for entry in os.scandir("/dev/shm") if entry.stat().st_uid == os.geteuid()}
+    names = set()
+    for entry in os.scandir("/dev/shm"):
+        with contextlib.suppress(FileNotFoundError):  # it has just gone
+            if entry.stat().st_uid == os.geteuid():
+                names.add(entry.name)
     ours = {os.getpid(), *(process.pid for process in started())} if names else set()
     for process in psutil.process_iter() if names else ():
         with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
