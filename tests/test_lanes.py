@@ -276,7 +276,7 @@ def test_what_others_compute_meanwhile_is_not_counted() -> None:
         return comm.now()
 
     table = simulate(work, chips(2)).trace.spans
-    assert table["nbytes"].tolist()[1] - table["nbytes"].tolist()[0] == 2 * 3 * 4000
+    assert table["nbytes"].tolist()[1] - table["nbytes"].tolist()[0] == 2 * 2 * 4000  # two additions, each of which reads and writes a thousand floats more
 
 
 def test_two_lanes_share_what_computes() -> None:
@@ -389,7 +389,7 @@ def test_who_waits_for_a_rank_that_dies_hears_of_it_and_nobody_else() -> None:
             elif comm.rank == 2:
                 comm.sleep(2)
                 comm.send(tensor, 1)
-            else:
+            elif comm.rank > 3:
                 other = comm.rank ^ 1
                 for _ in range(2000):
                     comm.sendrecv(tensor, other, torch.ones(250), other)
@@ -399,7 +399,7 @@ def test_who_waits_for_a_rank_that_dies_hears_of_it_and_nobody_else() -> None:
 
     run = simulate(work, star(6, 1e6), ranks=6, faults=[Kill("gpu1", 0.5)])
     died = "rank 1 has died: 'gpu1' was killed at 0.5 s of virtual time"
-    assert run == [f"{died} (0.5)", None, f"{died} (2)", "fine", "fine", "fine"][:3] + ["fine"] * 3
+    assert run == [f"{died} (0.5)", None, f"{died} (2)", "fine", "fine", "fine"]
 
 
 def test_a_meeting_with_the_dead() -> None:

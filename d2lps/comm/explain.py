@@ -108,6 +108,9 @@ def describe_state(state: State, ranks: int = 0) -> str:
         "agree": f"waits to compare its call with the others'{of}",
         "split": f"waits for the others{of} to call split",
         "join": "waits for what it has started",
+        "compute": "computes",
+        "sleep": "sleeps",
+        "flow": "waits for a message that is on its way",
         "answer": "waits for a parameter server's answer",
         "serve": "serves, and has nothing to answer",
     }[standing.action]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from greenlet import GreenletExit, getcurrent
 from torch.autograd import Variable
 
-from d2lps.simulator.scheduler import Task
+from d2lps.simulator.scheduler import Task, step_aside
 
 
 class BackwardThread:
@@ -42,7 +42,7 @@ class BackwardThread:
         try:
             self._turn.get()
             while not self.ended:
-                pause()
+                step_aside(pause)
                 self._go_on.put(None)
                 self._turn.get()
         finally:  # by an interrupt too, or when the simulation is given up
@@ -58,7 +58,7 @@ class BackwardThread:
     def _live(self) -> None:
         enabled, dtype = self.autocast
         try:
-            with torch.autocast("cpu", dtype, enabled):
+            with torch.autocast("cpu", dtype, enabled), self.task.counting or nullcontext():
                 self.result = self.engine.run_backward(*self.arguments, **self.options)
         except BaseException as error:
             self.error = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class Recorded(Merged):
         order = np.lexsort((both["seq"], both["thread"]))
         both = {name: column[order] for name, column in both.items()}
         first = np.flatnonzero(np.diff(both["thread"], prepend=-1))
-        for begin, end in zip(first, [*first[1:], len(order)], strict=True):
+        for begin, end in pairwise([*first, len(order)]):
             upto = np.maximum.accumulate(both["end"][begin:end])
             both["end"][begin:end] = np.maximum(upto, both["start"][begin:end])
             both["start"][begin + 1 : end] = np.maximum(both["start"][begin + 1 : end], upto[:-1])

@@ -124,13 +124,7 @@ class Scheduler:
             raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
         if waiting_for is not None:
             task.waiting_for, task.wanted = waiting_for, 1
-        if _is_grad_enabled() and not (
-            _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or _hooks(True)
-        ):
-            task.pause()
-        else:
-            with _neutral():
-                task.pause()
+        step_aside(task.pause)
         if task.error is not None:
             error, task.error = task.error, None
             raise error
@@ -168,6 +162,16 @@ class Scheduler:
         """End what still hangs, so that no greenlet outlives the simulation with its references."""
         for task in self.tasks:
             self.end(task)
+
+
+def step_aside(pause: Callable[[], Any]) -> None:
+    """Let others go on, in none of the modes that this rank is in."""
+    modes = _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or _hooks(True)
+    if _is_grad_enabled() and not modes:
+        pause()
+    else:
+        with _neutral():
+            pause()
 
 
 @contextmanager

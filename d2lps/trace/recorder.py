@@ -11,7 +11,7 @@ import torch
 from d2lps.trace.buffers import Buffers
 from d2lps.trace.table import Names, Table
 
-ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "join", "serve")
+ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "serve", "start", "join")
 KINDS = ("compute", "sleep", "memory")
 
 _MESSAGE = ("seq", "done_seq", "group", "peer", "tag", "nbytes", "buffer", "offset", "length", "step", "posted", "done")
