@@ -66,10 +66,10 @@ def _rivals(place: Arena) -> dict[str, Rival]:
     if not sharedmemory.missing():
         ours = place.ours("ours", RANKS, lambda door: run(_ours, RANKS, door, timeout=600.0))
         rivals = {way: ours for way in OURS}
-    rivals[GLOO] = place.program(GLOO, RANKS, "all_reduce", GLOO)
+    rivals[GLOO] = place.program(Rival(GLOO), RANKS, __name__)
     if _has_mpi():
-        before = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS)]
-        rivals[MPI] = place.program(MPI, RANKS, "all_reduce", MPI, before)
+        launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS)]
+        rivals[MPI] = place.program(Rival(MPI), RANKS, __name__, launcher)
     return rivals
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from d2lps import backend
-from d2lps.bench.turns import LOOPBACK, Plan, Row, answer, arena, in_turn, row, text
+from d2lps.bench.turns import LOOPBACK, Plan, Rival, Row, answer, arena, in_turn, row, text
 
 RANKS = (2, 4)
 WIDTHS = {128: 20, 1024: 2}  # four layers: 264 KB and 16.8 MB of gradients; steps at a time
@@ -27,7 +27,7 @@ def measure(rounds: int = 11) -> list[Row]:
     rows = []
     for ranks in RANKS:
         with arena() as place:
-            rivals = {way: place.program(way, ranks, "ddp", f"{way}:{ranks}") for way in (*OURS, GLOO)}
+            rivals = {way: place.program(Rival(f"{way}:{ranks}"), ranks, __name__) for way in (*OURS, GLOO)}
             for width, steps in WIDTHS.items():
                 times = in_turn({way: (rival, width) for way, rival in rivals.items()}, rounds)
                 nbytes = 4 * 4 * (width * width + width)

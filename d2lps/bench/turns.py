@@ -1,7 +1,7 @@
 """Rivals in turn: what is ours, and what isn't, waits in processes of its own until it is called, is practised, and is timed.
 
-A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns TABLE HOW DOOR` calls
-`start` of the table's file, which spawns its processes itself (or is one of mpirun's). Nothing of ours works in them: no
+A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns MODULE HOW DOOR` calls
+`start` of a table's module, which spawns its processes itself (or is one of mpirun's). Nothing of ours works in them: no
 launcher, no communicator, no fork server. Each process goes to the door, a socket, and does what it is told there.
 """
 
@@ -16,9 +16,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 Operation = Callable[[], object]
 Plan = tuple[Operation, Operation, int]  # what to do, where to meet before, how often (0: this process only serves the others)
@@ -50,28 +51,45 @@ def _timed(operation: Operation, meet: Operation, repeats: int) -> tuple[float, 
     return (start, time.monotonic()) if repeats else NEVER
 
 
-class Rival(NamedTuple):
-    """Processes of one world, and what may be ordered of them."""
+@dataclass
+class Rival:
+    """Processes of one world, who may be told what to do."""
 
     name: str
-    lines: list[Connection]
-    pids: list[int]
-    asleep: bool  # they are stopped while it is not their turn
+    sleepless: bool = False  # they look for messages all the time, and so are stopped while it is not their turn
+    lines: list[Connection] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+
+    def come_in(self, listener: socket.socket, processes: int, lives: Callable[[], bool]) -> None:
+        """Let so many processes in, while their program lives."""
+        deadline = time.monotonic() + PATIENCE
+        while len(self.lines) < processes:
+            with suppress(TimeoutError):
+                self.lines.append(Connection(listener.accept()[0].detach()))
+            if not lives() or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name}: only {len(self.lines)} of {processes} came; what they printed says why")
+        self.pids = [_heard(self.name, line) for line in self.lines]
 
     def time(self, order: Any) -> float:
         """Seconds from the first process's start to the last one's end."""
-        if self.asleep:
-            self.signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         for line in self.lines:
             line.send(order)
         spans = [_heard(self.name, line) for line in self.lines]
-        if self.asleep:
-            self.signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         return float(max(end for _, end in spans) - min(start for start, _ in spans))
 
     def signal(self, number: int) -> None:
-        for pid in self.pids:
+        for pid in self.pids if self.sleepless else []:
             os.kill(pid, number)
+
+    def go_home(self) -> None:
+        with suppress(OSError):  # if it has failed, that has been said
+            self.signal(signal.SIGCONT)
+            for line in self.lines:
+                line.send(None)
+        for line in self.lines:
+            line.close()
 
 
 class Arena:
@@ -82,38 +100,36 @@ class Arena:
 
     def ours(self, name: str, processes: int, start: Callable[[str], object]) -> Rival:
         """`start(door)` runs processes of ours, and returns when they have ended."""
-        with self._door() as (door, listener):
+
+        def begin(door: str) -> Callable[[], bool]:
             thread = threading.Thread(target=start, args=(door,), daemon=True)
             thread.start()
             self.stack.callback(thread.join, PATIENCE)
-            return self._come_in(name, listener, processes)
+            return thread.is_alive
 
-    def program(
-        self, name: str, processes: int, table: str, how: str, launcher: Sequence[str] = (), asleep: bool = False
-    ) -> Rival:
-        """A program of its own: the table's `start(door, how)` in a new Python, or in several that a launcher starts."""
-        with self._door() as (door, listener):
-            command = [*launcher, sys.executable, "-m", __name__, table, how, door]
+        return self._enter(Rival(name), processes, begin)
+
+    def program(self, rival: Rival, processes: int, module: str, launcher: Sequence[str] = ()) -> Rival:
+        """A program of its own: the module's `start(door, name)` in a new Python, or in several that a launcher starts."""
+
+        def begin(door: str) -> Callable[[], bool]:
+            command = [*launcher, sys.executable, "-m", __name__, module, rival.name, door]
             environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # PyTorch's tensors on huge pages, as ours and NumPy's are
             process = subprocess.Popen(command, env=environment)
             self.stack.callback(_ended, process)
-            return self._come_in(name, listener, processes, asleep)
+            return lambda: process.poll() is None
 
-    @contextmanager
-    def _door(self) -> Iterator[tuple[str, socket.socket]]:
+        return self._enter(rival, processes, begin)
+
+    def _enter(self, rival: Rival, processes: int, begin: Callable[[str], Callable[[], bool]]) -> Rival:
         door = os.path.join(self.folder, str(len(os.listdir(self.folder))))
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(door)
             listener.listen(64)
-            listener.settimeout(PATIENCE)
-            yield door, listener
-
-    def _come_in(self, name: str, listener: socket.socket, processes: int, asleep: bool = False) -> Rival:
-        rival = Rival(name, [], [], asleep)
-        self.stack.callback(_send_home, rival)
-        for _ in range(processes):
-            rival.lines.append(Connection(listener.accept()[0].detach()))
-            rival.pids.append(_heard(name, rival.lines[-1]))
+            listener.settimeout(0.5)
+            lives = begin(door)
+            self.stack.callback(rival.go_home)
+            rival.come_in(listener, processes, lives)
         return rival
 
 
@@ -164,14 +180,6 @@ def _heard(name: str, line: Connection) -> Any:
         raise RuntimeError(f"{name}: a process has ended without an answer; what it printed says why") from None
 
 
-def _send_home(rival: Rival) -> None:
-    if rival.asleep:
-        rival.signal(signal.SIGCONT)
-    for line in rival.lines:
-        line.send(None)
-        line.close()
-
-
 def _ended(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(PATIENCE)
@@ -180,5 +188,5 @@ def _ended(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    table, how, door = sys.argv[1:]
-    importlib.import_module(f"d2lps.bench.{table}").start(door, how)
+    module, how, door = sys.argv[1:]
+    importlib.import_module(module).start(door, how)
