@@ -6,9 +6,8 @@ them the book's vocabulary; every byte is moved by torch's own engine.
 
 from __future__ import annotations
 
-import functools
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
-from d2lps.comm.communicator import describe
+from d2lps.comm.started import InThread
 from d2lps.comm.work import Transfer
-from d2lps.signatures import Signatures, by_statement, fixed
+from d2lps.signatures import Signatures, by_statement, fixed, own_connection
 
 
 class ProcessGroupCommunicator(Communicator):
-    """A communicator over a torch.distributed process group (`group=None`: the default one).
+    """A communicator over one of torch's engines (`group=None`: that of the default process group).
 
-    `members[r]` is the number of rank r in the whole job. torch sorts the ranks of a group, a split may ask for another
-    order: `_place[r]` is rank r's number for torch.
+    `members[r]` is the number of rank r in the whole job. store: where ranks make other engines, and compare what has waited
+    for long; the default group's, if none is given.
     """
 
     def __init__(
@@ -37,18 +36,22 @@ class ProcessGroupCommunicator(Communicator):
         name: str = "world",
         timeout: float = 1800.0,
         store: dist.Store | None = None,
+        rank: int = -1,
+        backend: str = "",
+        signatures: Signatures | None = None,
     ) -> None:
-        self.group: Any = group if group is not None else dist.group.WORLD
-        members = list(members or range(dist.get_world_size(self.group)))
-        super().__init__(members, members.index(dist.get_rank()), name)
-        self._place = [sorted(members).index(member) for member in members]
+        if group is None and not backend:  # with a backend, and without a group, it is connected later
+            group = dist.group.WORLD
+        super().__init__(members or range(group.size()), rank if rank >= 0 else group.rank(), name)
+        self.group: Any = group
         self.device, self.node, self.timeout = torch.device(device), socket.gethostname(), timeout
-        self.backend = dist.get_backend(self.group)
+        self.backend = backend or dist.get_backend(group)
         self.generator = torch.Generator().manual_seed(self.rank)
-        self.store = store  # for the debug mode: where ranks leave the signatures of their messages
-        self._signatures: Signatures | None = None
+        self.store: Any = store or dist.distributed_c10d._get_default_store()
+        self.signatures = signatures or Signatures(self.store)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         self._splits = 0
+        self._ended: list[tuple[Any, Any]] = []  # engines of what was started and is done here, perhaps not on every rank
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -56,12 +59,25 @@ class ProcessGroupCommunicator(Communicator):
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
-        self._check_tag(tag)
-        return self._transfer(self.group.send([staged], self._place[dst], tag))
+        return self._message("send", self.group.send, staged, dst, tag)
 
     def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
-        self._check_tag(tag)
-        return self._transfer(self.group.recv([staged], self._place[src], tag))
+        return self._message("recv", self.group.recv, staged, src, tag)
+
+    def _message(self, end: str, post: Any, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
+        nccl = self.backend == "nccl"
+        if nccl and tag:
+            raise ValueError(f"tag={tag}: NCCL matches messages by their order alone and has no tags; use tag=0")
+
+        def posted(tensor: torch.Tensor, coded: int) -> Any:
+            work = post([tensor], peer, 0 if nccl else coded)
+            return _OnStream(self._posting or work) if nccl else work
+
+        if nccl and not self.debug:
+            return posted(staged, 0)
+        src, dst = (self.rank, peer) if end == "send" else (peer, self.rank)
+        stream = (end, self.name, self.members[src], self.members[dst], tag)
+        return self.signatures.message(stream, staged, posted, self.timeout if nccl else None)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -72,24 +88,6 @@ class ProcessGroupCommunicator(Communicator):
         with dist._coalescing_manager(group=self.group, device=self.device, async_ops=True) as self._posting:
             yield
         self._posting = None
-
-    def _transfer(self, work: Any) -> Transfer:
-        return _OnStream(self._posting or work) if self.backend == "nccl" else work
-
-    def _check_tag(self, tag: int) -> None:
-        if self.backend == "nccl" and tag:
-            raise ValueError(f"tag={tag}: NCCL matches messages by their order alone and has no tags; use tag=0")
-
-    # ---- the debug mode: ranks compare what they mean ---------------------------------------------------------------
-
-    def _posted(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
-        if not self.debug or self.store is None:
-            return super()._posted(action, tensor, staged, peer, tag)
-        if self._signatures is None:
-            self._signatures = Signatures(self.store, self.name, self.rank, self.members, self.timeout)
-        post = functools.partial(super()._posted, action, tensor, staged, peer, tag)
-        sign = self._signatures.send if action == "send" else self._signatures.recv
-        return sign(post, describe(tensor.flatten()), peer, tag)
 
     def agree(self, statement: str) -> None:
         with self.standing("agree"):
@@ -102,41 +100,87 @@ class ProcessGroupCommunicator(Communicator):
         """The small tensor of every rank, by rank; moved by torch, outside the trace."""
         mine = mine.to(self._wire())
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self.group)
-        return [rows[place].cpu() for place in self._place]
+        self.group.allgather([rows], [mine]).wait()
+        return [row.cpu() for row in rows]
 
     # ---- together -------------------------------------------------------------------------------------------------
 
     def _barrier(self) -> None:
-        dist.barrier(group=self.group)
+        self.group.barrier(self._barrier_options()).wait()
+
+    def _barrier_options(self) -> Any:
+        options = dist.BarrierOptions()
+        options.device = self._wire()
+        return options
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        host = tensor.to(self._wire())
         with self.standing("native", nbytes=tensor.numel() * tensor.element_size()):
-            dist.all_reduce(tensor, op, group=self.group)
+            self.group.allreduce([host], options).wait()
             if self.backend == "nccl":
                 torch.cuda.current_stream().synchronize()
+        if host is not tensor:
+            tensor.copy_(host)
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
 
     def _split(self, color: int | None, key: int) -> ProcessGroupCommunicator | None:
         rows = self._gather_rows(torch.tensor([color is not None, color or 0, key]))
-        wishes = [tuple(row.tolist()) for row in rows]
         self._splits += 1
-        mine = None
-        for wanted in sorted({chosen for joins, chosen, _ in wishes if joins}):
-            ordered = sorted((wish[2], rank) for rank, wish in enumerate(wishes) if wish[0] and wish[1] == wanted)
-            members = [self.members[rank] for _, rank in ordered]
-            group = self._new_group(members)
-            if color == wanted:
-                name = f"{self.name}/{self._splits}.{wanted}"
-                mine = ProcessGroupCommunicator(group, self.device, members, name, self.timeout, self.store)
-        return mine
-
-    def _new_group(self, members: list[int]) -> Any:
-        """torch wants every rank of the job to make every group, unless told that some are not here."""
-        absent = self.size < dist.get_world_size()
-        if absent and dist.get_rank() not in members:
+        if color is None:
             return None
-        timeout = timedelta(seconds=self.timeout)
-        return dist.new_group(sorted(members), timeout=timeout, backend=self.backend, use_local_synchronization=absent)
+        chosen = [(int(row[2]), rank) for rank, row in enumerate(rows) if row[0] and row[1] == color]
+        child = self._child([rank for _, rank in sorted(chosen)], f"{self.name}/{self._splits}.{color}")
+        child.connect()
+        return child
+
+    def _child(self, ranks: Sequence[int], name: str) -> ProcessGroupCommunicator:
+        """A communicator of some of these ranks, yet to be connected."""
+        members, rank = [self.members[each] for each in ranks], ranks.index(self.rank)
+        return ProcessGroupCommunicator(
+            None, self.device, members, name, self.timeout, self.store, rank, self.backend, self.signatures
+        )
+
+    def connect(self) -> None:
+        """Make the engine, as every rank of the group does."""
+        store = dist.PrefixStore(f"engine of {self.name}", self.store)
+        self.group = connect(self.backend, store, self.rank, self.size, timedelta(seconds=self.timeout))
+
+    def _beside(self, name: str) -> ProcessGroupCommunicator:
+        return self._child(range(self.size), name)
+
+    def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
+        def work(comm: ProcessGroupCommunicator, *args: Any) -> None:
+            comm.store = own_connection(self.store)  # while one start waits there for the other ranks, another one may
+            with comm.standing("start"):
+                comm.connect()
+            try:
+                function(comm, *args)
+            finally:
+                self._ended.append((comm.group, comm.group.barrier(comm._barrier_options())))
+                comm.group = None
+
+        # Sockets are closed with the last reference, and who still talks to others would take that for a rank's death.
+        for ended in [ended for ended in self._ended if ended[1].is_completed()]:
+            self._ended.remove(ended)
+
+        return InThread(beside, work, args)
+
+
+def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """An engine among `size` ranks that have a store in common, of which torch's own list of groups does not know."""
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group: Any = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, dist.ProcessGroupNCCL(store, rank, size, options))
+    group._set_group_name("d2lps")
+    return group
 
 
 class _OnStream:
@@ -144,6 +188,9 @@ class _OnStream:
 
     def __init__(self, work: Any) -> None:
         self.work = work
+
+    def is_done(self) -> bool:
+        return bool(self.work.is_completed())
 
     def wait(self) -> None:
         self.work.wait()

@@ -1,108 +1,199 @@
-"""The debug mode over torch.distributed: no byte moves before both ends have said, and compared, what it is.
+"""What a message is, checked where torch.distributed does not: gloo puts 2 floats into room for 4 and says nothing, and a message
+that is longer than its receive aborts the process.
 
-gloo does not check what meets: a message that is shorter than its receive leaves the rest as it was, a longer one
-aborts the process. So here both ends first write a signature into the job's store, and the sender holds the message
-back until it has read the receiver's. A rank that waits for anything keeps looking after what it holds back, or two
-ranks that send to each other would both be waiting.
+A message travels under a tag of gloo's that tells its number, dtype and length, so only what fits together ever meets; that costs
+nothing. What does not fit waits. Whatever has waited for a while is written into the job's store by both of its ends, where they
+compare, let each other go, and raise Mismatch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
+import weakref
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from d2lps.comm import Mismatch
-from d2lps.comm.work import Transfer
+from d2lps.comm.explain import mismatch
 
-_POLL = 0.001  # seconds between two looks into the store
+_LONG = 0.2  # seconds between two looks at what is waited for; what is older than that is compared
+_CODE = 15  # bits of gloo's 31 that say what a message is; a tag that needs more than the others is a code altogether
 _STATEMENT = 512  # bytes of a statement that ranks compare; a longer one ends in its hash
+_ENDS = ("send", "recv")
+
+Stream = tuple[str, str, int, int, int]  # which end ("send", "recv"), group, source and destination in the run, tag
+Post = Callable[[torch.Tensor, int], Any]
 
 
 class Signatures:
-    """The signed messages of one rank in one group."""
+    """The messages of one rank that are under way over one store's engines."""
 
-    def __init__(self, store: dist.Store, group: str, rank: int, members: list[int], timeout: float) -> None:
-        self.store, self.group, self.rank, self.members, self.timeout = store, group, rank, members, timeout
-        self._count: Counter[tuple[int, int, int]] = Counter()  # (src, dst, tag) -> messages so far
-        self._held: list[SignedSend] = []
+    def __init__(self, store: dist.Store) -> None:
+        self.store = own_connection(store)
+        self._count: Counter[Stream] = Counter()  # messages so far
+        self._posted: weakref.WeakSet[Message] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._released: list[Any] = []  # what was sent or received so that the other end can raise; gloo needs it kept
 
-    def send(self, post: Callable[[], Transfer], signature: str, dst: int, tag: int) -> SignedSend:
-        """Announce a message; `post` will be called when the receiver's signature fits."""
-        message = SignedSend(self, self._key(self.rank, dst, tag), signature, self._stream(self.rank, dst, tag), post)
-        self._held.append(message)
+    def message(self, stream: Stream, tensor: torch.Tensor, post: Post, patience: float | None = None) -> Message:
+        """Post one end of a message: `post(tensor, coded_tag)`. patience: seconds in which the ends must compare first.
+
+        That is for NCCL, which has no tags, and in which what does not fit cannot be let go.
+        """
+        with self._lock:
+            self._count[stream] += 1
+            message = Message(self, stream, self._count[stream], tensor, post, patience)
+            self._posted.add(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=_watch, args=(weakref.ref(self),), name="signatures", daemon=True)
+                self._thread.start()
         return message
 
-    def recv(self, post: Callable[[], Transfer], signature: str, src: int, tag: int) -> SignedRecv:
-        """Announce what is expected, and post the receive at once: nothing arrives before the sender has compared."""
-        return SignedRecv(self, self._key(src, self.rank, tag), signature, self._stream(src, self.rank, tag), post)
+    def look(self) -> None:
+        """Compare what has waited for long with what the other ends wait for."""
+        long_ago = time.monotonic() - _LONG
+        with self._lock:
+            late = [message for message in self._posted if message.since < long_ago]
+        for message in late:
+            message.compare()
 
-    def _key(self, src: int, dst: int, tag: int) -> str:
-        self._count[src, dst, tag] += 1
-        return f"d2lps/{self.group}/{src}/{dst}/{tag}/{self._count[src, dst, tag]}"
+    def forget(self, message: Message) -> None:
+        with self._lock:
+            self._posted.discard(message)
 
-    def _stream(self, src: int, dst: int, tag: int) -> str:
-        return f"message from rank {self.members[src]} to rank {self.members[dst]}, tag {tag}"
+    def keep(self, work: Any) -> None:
+        self._released.append(work)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Wait, and meanwhile let go what is held back as its receivers turn up."""
-        deadline = time.monotonic() + self.timeout
-        while not condition():
-            self._held = [message for message in self._held if not message.try_to_post()]
+
+def _watch(signatures: weakref.ref[Signatures]) -> None:
+    """A thread's life: as long as anybody knows the signatures, and there is a store to write them into."""
+    while (known := signatures()) is not None:
+        try:
+            known.look()
+        except RuntimeError:  # the store has gone with the job
+            return
+        del known
+        time.sleep(_LONG)
+
+
+class Message:
+    """One end of a message."""
+
+    def __init__(
+        self, signatures: Signatures, stream: Stream, number: int, tensor: torch.Tensor, post: Post, patience: float | None
+    ) -> None:
+        self.signatures, self.stream, self.number, self.post, self.patience = signatures, stream, number, post, patience
+        self.signature = f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]"
+        self.since, self._lock = time.monotonic(), threading.Lock()
+        self._told, self._other = False, ""  # whether this end has been written down; what the other one has said
+        self._work = post(tensor, self._coded(self.signature))
+        self._waiter: _Waiter | None = None
+
+    def _coded(self, signature: str) -> int:
+        tag = self.stream[-1]
+        code = zlib.crc32(f"{tag} {self.number} {signature}".encode())
+        return tag << _CODE | code % (1 << _CODE) if tag < 1 << _CODE else 1 << 30 | code % (1 << 30)
+
+    def is_done(self) -> bool:
+        """Whether it is complete. gloo tells only those who wait, so a thread does."""
+        if self._waiter is None:
+            self._waiter = _Waiter(self._work)
+        return not self._waiter.is_alive()
+
+    def wait(self) -> None:
+        """Return when it is complete; Mismatch, at both ends, if they differ: by then the receiver's tensor is spoilt."""
+        if self.patience is not None:
+            self._compare_first(self.patience)
+        (self._waiter or self._work).wait()
+        self.signatures.forget(self)
+        if self._told:
+            self._settle()
+
+    def _key(self, end: str) -> str:
+        return "/".join(map(str, ("signature", *self.stream[1:], self.number, end)))
+
+    def compare(self) -> None:
+        """Write this end down, and look for the other. If they differ, send or take what the other end waits for."""
+        end, store = self.stream[0], self.signatures.store
+        with self._lock:
+            if not self._told:
+                self._told = True
+                store.set(self._key(end), self.signature)
+            there = self._key(_ENDS[1 - _ENDS.index(end)])
+            if not self._other and store.check([there]):
+                self._other = store.get(there).decode()
+                if self._other != self.signature and self.patience is None:
+                    self.signatures.keep(self.post(_room(self._other), self._coded(self._other)))
+
+    def _settle(self) -> None:
+        """After a long wait: was it the right message that has come?"""
+        self.compare()
+        self._check()
+        self.signatures.store.delete_key(self._key(self.stream[0]))
+
+    def _compare_first(self, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        while not self._other:
+            self.compare()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no signature from the other end within {self.timeout:g} s")
-            time.sleep(_POLL)
+                raise TimeoutError(f"no signature from the other end within {patience:g} s")
+            time.sleep(0.001)
+        self._check()
 
-    def has(self, key: str) -> bool:
-        return self.store.check([key])
-
-    def compare(self, stream: str, sent: str, expected: str) -> None:
-        if sent != expected:
-            raise Mismatch(f"{stream}: the sender sends {sent}, the receiver expects {expected}")
+    def _check(self) -> None:
+        if self._other not in ("", self.signature):
+            end, _, src, dst, tag = self.stream
+            raise mismatch(src, dst, tag, *((self.signature, self._other) if end == "send" else (self._other, self.signature)))
 
 
-class SignedSend:
-    def __init__(
-        self, signatures: Signatures, key: str, signature: str, stream: str, post: Callable[[], Transfer]
-    ) -> None:
-        self.signatures, self.key, self.signature, self.stream, self.post = signatures, key, signature, stream, post
-        self.transfer: Transfer | None = None
-        signatures.store.set(key + "/sent", signature)
+class _Waiter(threading.Thread):
+    """Waits for a transfer beside the rank, which asks it now and then."""
 
-    def try_to_post(self) -> bool:
-        """True once the message is on its way."""
-        if self.transfer is None and self.signatures.has(self.key + "/expected"):
-            expected = self.signatures.store.get(self.key + "/expected").decode()
-            self.signatures.compare(self.stream, self.signature, expected)
-            self.transfer = self.post()
-            self.signatures.store.set(self.key + "/posted", "")
-        return self.transfer is not None
+    def __init__(self, work: Any) -> None:
+        super().__init__(name="waits for gloo", daemon=True)
+        self._work = work
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._error = error
 
     def wait(self) -> None:
-        self.signatures.until(self.try_to_post)
-        assert self.transfer is not None
-        self.transfer.wait()
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
-class SignedRecv:
-    def __init__(
-        self, signatures: Signatures, key: str, signature: str, stream: str, post: Callable[[], Transfer]
-    ) -> None:
-        self.signatures, self.key, self.signature, self.stream = signatures, key, signature, stream
-        self.transfer = post()
-        signatures.store.set(key + "/expected", signature)
+def _room(signature: str) -> torch.Tensor:
+    """`_room("float32[4]")` is a tensor of 4 zeros."""
+    dtype, _, length = signature.removesuffix("]").partition("[")
+    return torch.zeros(int(length), dtype=getattr(torch, dtype))
 
-    def wait(self) -> None:
-        store, key = self.signatures.store, self.key
-        self.signatures.until(lambda: self.signatures.has(key + "/sent"))
-        self.signatures.compare(self.stream, store.get(key + "/sent").decode(), self.signature)
-        self.signatures.until(lambda: self.signatures.has(key + "/posted"))
-        self.transfer.wait()
-        for ending in ("/sent", "/expected", "/posted"):
-            store.delete_key(key + ending)
+
+def own_connection(store: dist.Store) -> Any:
+    """A client of the same store, for one holds a lock while it waits, and all its other users up."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    prefixes: list[str] = []
+    while isinstance(store, dist.PrefixStore):
+        prefixes, store = [store.prefix, *prefixes], store.underlying_store  # type: ignore[attr-defined]
+    client: Any = dist.TCPStore(store.host, store.port, is_master=False) if isinstance(store, dist.TCPStore) else store
+    for prefix in prefixes:
+        client = dist.PrefixStore(prefix, client)
+    return client
+
+
+# ---- what ranks say when they compare their calls ----------------------------------------------------------------------
 
 
 def fixed(text: bytes) -> bytes:

@@ -37,7 +37,7 @@ def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def zygote_of(pid: int) -> psutil.Process | None:
+def fork_server_of(pid: int) -> psutil.Process | None:
     """The fork server of a process, if it has one."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children():
@@ -47,18 +47,18 @@ def zygote_of(pid: int) -> psutil.Process | None:
     return None
 
 
-def kill_zygote() -> None:
+def kill_fork_server() -> None:
     """End this process's fork server, and return when it is gone; the next run starts another."""
-    zygote = zygote_of(os.getpid())
-    if zygote is not None:
-        zygote.kill()
-        until(lambda: zygote.status() == psutil.STATUS_ZOMBIE)
+    server = fork_server_of(os.getpid())
+    if server is not None:
+        server.kill()
+        until(lambda: server.status() == psutil.STATUS_ZOMBIE)
 
 
-def start_zygote() -> None:
+def start_fork_server() -> None:
     """See to it that this process has a fork server."""
-    zygote = zygote_of(os.getpid())
-    if zygote is None or zygote.status() == psutil.STATUS_ZOMBIE:
+    server = fork_server_of(os.getpid())
+    if server is None or server.status() == psutil.STATUS_ZOMBIE:
         d2lps.run(lambda comm: None, 1, backend="gloo")
 
 
@@ -142,15 +142,15 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    zygote = zygote_of(os.getpid())
-    if zygote is not None and MARK not in zygote.environ():
-        kill_zygote()  # an earlier test's, before there was a mark
-    start_zygote()
+    server = fork_server_of(os.getpid())
+    if server is not None and MARK not in server.environ():
+        kill_fork_server()  # an earlier test's, before there was a mark
+    start_fork_server()
     until(lambda: not orphans())  # what an earlier test has killed
     before, memory = belongings(), shared_memory()
     known = started()
     yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds))
-    start_zygote()  # if the test has killed it
+    start_fork_server()  # if the test has killed it
     until(lambda: belongings() == before and shared_memory() <= memory, seconds=3)
     left = {what: now for what, now in belongings().items() if now != before[what]}
     assert not left, f"left behind: {left}; before: { {what: before[what] for what in left} }"

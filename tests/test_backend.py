@@ -20,14 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from launching import environment, nothing_left, output_of, script
+from launching import environment, nothing_left, output_of, script, until
 from oracles import ALL_REDUCE
 
 import d2lps
 import d2lps.backend
 from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
-from d2lps.backend import choice, memory
-from d2lps.backend.worker import Worker
+from d2lps.backend import choice, shm
+from d2lps.backend.tasks import TaskQueue
 
 TRANSPORTS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8]
@@ -231,18 +231,18 @@ def test_what_gloo_has_not(transport: str) -> None:
 # ---- order ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_does_what_it_is_given_in_order_wherever_it_does_it() -> None:
-    worker, done = Worker("test"), []
+def test_tasks_are_done_in_order_wherever_it_is() -> None:
+    tasks, done = TaskQueue("test"), []
 
     def slow(number: int) -> None:
         time.sleep(0.001)
         done.append(number)
 
     for number in range(30):
-        worker.submit(functools.partial(slow, number), at_once=number % 3 == 0)
-    worker.stop()
+        tasks.submit(functools.partial(slow, number), at_once=number % 3 == 0)
+    tasks.stop()
     assert done == list(range(30))
-    worker.submit(functools.partial(slow, 30), at_once=True)
+    tasks.submit(functools.partial(slow, 30), at_once=True)
     assert done[-1] == 30
 
 
@@ -333,7 +333,7 @@ def refused(comm: Communicator) -> list[str]:
     said = [told(lambda: dist.all_reduce(whole))]
     d2lps.backend.use(all_reduce=None)
     said += [told(lambda: dist.all_reduce(whole, ReduceOp.AVG)), told(asynchronous)]
-    said += [told(lambda: dist.recv(whole)), told(lambda: dist.all_reduce(torch.ones(3).to_sparse()))]
+    said += [told(lambda: dist.recv(whole)), told(lambda: dist.all_reduce(torch.ones(3, 3).to_sparse_csr()))]
     said += [told(lambda: dist.all_reduce(torch.ones(3, device="meta"))), told(lambda: dist.send(whole, comm.rank))]
     said += [told(lambda: dist.group.WORLD.split_group([0]))]
     dist.all_reduce(whole)
@@ -345,9 +345,9 @@ def test_what_is_not_supported_is_named_and_does_no_harm(transport: str) -> None
     expected = [
         "ValueError: algorithm='square' is unknown: choose one of",
         "ValueError: op=AVG of torch.int64 tensors: an average of integers is not an integer",
-        "RuntimeError: .*an average of integers is not an integer",
+        "ValueError: .*an average of integers is not an integer",
         "NotImplementedError: d2lps: recv from any source",
-        "NotImplementedError: d2lps: all_reduce of a tensor of layout torch.sparse_coo",
+        "NotImplementedError: d2lps: all_reduce of a tensor of layout torch.sparse_csr",
         "NotImplementedError: d2lps: all_reduce of a tensor on meta",
         "ValueError: .*",
         "NotImplementedError: d2lps: split_group",
@@ -433,10 +433,14 @@ def test_a_killed_rank_is_noticed_and_nothing_is_left(transport: str, tmp_path: 
 # ---- nothing left -----------------------------------------------------------------------------------------------------
 
 
-def many_groups(comm: Communicator) -> list[int]:
-    """The open files and threads of a rank, after some groups have come and gone, and after as many again."""
-    counts = []
-    for _ in range(3):
+def many_groups(comm: Communicator) -> int:
+    """How many open files and threads a rank has more, when several times some groups have come and gone."""
+
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
+
+    for number in range(3):
         for _ in range(5):
             group = dist.new_group([0, 1])
             if comm.rank < 2:
@@ -444,16 +448,16 @@ def many_groups(comm: Communicator) -> list[int]:
                 dist.send(torch.ones(3), 1, group) if comm.rank == 0 else dist.recv(torch.ones(3), 0, group)
                 dist.destroy_process_group(group)
             del group
-        gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task")))
-    return counts
+        if number == 0:
+            before = count()
+    until(lambda: count() <= before)  # threads need a moment to end
+    return count() - before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_destroyed_groups_leave_nothing_behind(transport: str) -> None:
-    for first, second, third in job(many_groups, 3, transport=transport):
-        assert third <= second <= first + 1
+    assert max(job(many_groups, 3, transport=transport)) <= 0
 
 
 def thrice(rank: int, folder: str) -> None:
@@ -476,8 +480,8 @@ def test_a_group_may_follow_another(tmp_path: Path) -> None:
 def test_one_rank_that_cannot_is_reason_enough_for_all() -> None:
     def vote(comm: Communicator) -> list[str]:
         store = dist.group.WORLD.get_group_store()
-        first = memory.agreed(dist.PrefixStore("a", store), 3, "")
-        second = memory.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
+        first = shm.agreed(dist.PrefixStore("a", store), 3, "")
+        second = shm.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
         dist.barrier()  # the store is in rank 0, and gone with it; to make a group takes care of that, these votes alone do not
         return [first, second]
 
@@ -490,7 +494,7 @@ def test_shared_memory_is_found_or_asked_for_in_vain(monkeypatch: pytest.MonkeyP
         return dist.group.WORLD.transports.descriptor >= 0
 
     def apart(comm: Communicator) -> list[Any]:
-        memory._machine = lambda: f"machine {comm.rank}"  # as if they lived on three
+        shm._machine = lambda: f"machine {comm.rank}"  # as if they lived on three
         group = dist.new_group()
         dist.all_reduce(tensor := torch.ones(1), group=group)
         d2lps.backend.use(transport="shm")

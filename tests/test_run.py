@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import Kernel, kernel, kill_zygote, nothing_left, output_of, script, until, zygote_of
+from launching import Kernel, fork_server_of, kernel, kill_fork_server, nothing_left, output_of, script, until
 
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankHung, ReduceOp
@@ -295,12 +295,12 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("call, kind, message", WRONG_CALLS, ids=[message[:20] for _, _, message in WRONG_CALLS])
 def test_a_wrong_call_starts_nothing(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
-    kill_zygote()
+    kill_fork_server()
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
-    zygote = zygote_of(os.getpid())
-    assert zygote is None or zygote.status() == "zombie"
+    server = fork_server_of(os.getpid())
+    assert server is None or server.status() == "zombie"
 
 
 def test_a_result_that_cannot_be_sent_back(run: Runner) -> None:
@@ -373,6 +373,64 @@ def test_ranks_listen_on_the_loopback_interface_alone(run: Runner) -> None:
     assert bool(addresses) == (run.keywords["backend"] == "gloo")  # shared memory needs none
 
 
+def test_a_rank_and_its_caller_may_have_no_standard_output(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(comm: Communicator) -> int:
+        print("a line, and then", end=" ")
+        os.write(2, b"as it were\n")
+        sys.stdout = sys.stderr = None
+        return comm.rank
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert run(work, 2) == [0, 1]
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert run(work, 2) == [0, 1]
+    assert sys.stdout.getvalue() == "rank 0 | a line, and then \nrank 1 | a line, and then \n"
+
+
+def test_too_few_open_files_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    command = script(
+        tmp_path / "few.py",
+        """
+        import os, resource
+        import d2lps
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        print(d2lps.run(lambda comm: comm.rank, 2, backend="gloo"))
+        before = len(os.listdir("/dev/fd"))
+        try:
+            d2lps.run(lambda comm: comm.rank, 64, backend="gloo")
+        except OSError as error:
+            print(error)
+        print(len(os.listdir("/dev/fd")) - before)
+        """,
+    )
+    told = "[Errno 24] 64 ranks take 320 open files, and this process may have 256: raise it (ulimit -n), or run fewer"
+    assert output_of(command) == f"Run([0, 1])\n{told}\n0\n"
+
+
+def test_a_working_directory_that_was_deleted_is_an_error_that_says_so(tmp_path: Path) -> None:
+    command = script(
+        tmp_path / "gone.py",
+        """
+        import os, sys
+        import d2lps
+
+        os.mkdir(sys.argv[0] + ".d")
+        os.chdir(sys.argv[0] + ".d")
+        os.rmdir(sys.argv[0] + ".d")
+        try:
+            d2lps.run(lambda comm: comm.rank, 2, backend="gloo")
+        except FileNotFoundError as error:
+            print(error)
+        os.chdir("/")
+        print(d2lps.run(lambda comm: os.getcwd(), 1, backend="gloo"))
+        """,
+    )
+    told = "[Errno 2] the working directory, in which the ranks would start, has been deleted: os.chdir to one that is there"
+    assert output_of(command) == f"{told}\nRun(['/'])\n"
+
+
 # ---- many runs ------------------------------------------------------------------------------------------------------
 
 
@@ -402,7 +460,7 @@ def test_what_one_run_makes_torch_import_is_there_for_the_next() -> None:
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         return there
 
-    kill_zygote()
+    kill_fork_server()
     assert d2lps.run(make_an_optimizer, 1) == [False]
     assert d2lps.run(make_an_optimizer, 2) == [True, True]
 
@@ -586,6 +644,62 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(run: Runner) -> None:
 
     times = run(work, 3).results
     assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+# ---- messages that do not fit -----------------------------------------------------------------------------------------
+
+MISFITS: list[tuple[torch.Tensor, torch.Tensor, str, str]] = [
+    (torch.ones(2), torch.zeros(4), "float32[2]", "float32[4]"),
+    (torch.ones(200_000), torch.zeros(2), "float32[200000]", "float32[2]"),
+    (torch.ones(4), torch.zeros(4, dtype=torch.int32), "float32[4]", "int32[4]"),
+    (torch.ones(2, 3), torch.zeros(0), "float32[6]", "float32[0]"),
+]
+
+
+@pytest.mark.parametrize("tag", [0, 2**31 - 1])
+@pytest.mark.parametrize("sent, room, sends, expects", MISFITS, ids=[f"{sends}-{expects}" for _, _, sends, expects in MISFITS])
+def test_a_message_that_does_not_fit_is_a_mismatch_at_both_ends(
+    run: Runner, sent: torch.Tensor, room: torch.Tensor, sends: str, expects: str, tag: int
+) -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(Mismatch) as caught:
+            comm.send(sent, 1, tag) if comm.rank == 0 else comm.recv(room, 0, tag)
+        comm.sendrecv(torch.ones(1), 1 - comm.rank, into := torch.zeros(1), 1 - comm.rank, tag)  # all is well afterwards
+        return f"{caught.value} {into.item()}"
+
+    said = f"message from rank 0 to rank 1, tag {tag}: the sender sends {sends}, the receiver expects {expects} 1.0"
+    assert run(work, 2) == [said] * 2
+
+
+def test_messages_of_two_sizes_in_the_wrong_order_are_a_mismatch(run: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        tensors = [torch.ones(2), torch.ones(4)]
+        if comm.rank == 0:
+            works = [comm.isend(tensor, 1) for tensor in tensors]
+        else:
+            works = [comm.irecv(tensor, 0) for tensor in reversed(tensors)]
+        for transfer in works:
+            transfer.wait()
+
+    with pytest.raises(Mismatch, match=r"the sender sends float32\[[24]\], the receiver expects float32\[[24]\]"):
+        run(work, 2)
+
+
+def test_a_ring_in_which_one_rank_has_another_length_is_a_mismatch(run: Runner) -> None:
+    with pytest.raises(Mismatch, match=r"message from rank 2 to rank 0|message from rank 1 to rank 2"):
+        run(lambda comm: all_reduce(comm, torch.ones(30 if comm.rank == 2 else 60), algorithm="ring"), 3)
+
+
+def test_a_message_that_is_late_fits_all_the_same(run: Runner) -> None:
+    def work(comm: Communicator) -> float:
+        arriving = comm.irecv(into := torch.zeros(3), 1 - comm.rank)
+        comm.sleep(0.5 * comm.rank)  # the others compare what has waited for so long
+        comm.send(torch.full((3,), comm.rank + 1.0), 1 - comm.rank)
+        comm.sleep(0.5)
+        arriving.wait()
+        return into.sum().item()
+
+    assert run(work, 2) == [6.0, 3.0]
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------

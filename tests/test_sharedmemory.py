@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import nothing_left
+from launching import environment, nothing_left, script
 
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankHung, ReduceOp, sharedmemory
@@ -417,6 +418,119 @@ def test_a_death_behind_a_rank_that_lives_is_noticed() -> None:
     for process in unwatched(work, 4):
         process.join(3)
     assert sorted(said.get() for _ in range(3)) == [0, 1, 2]
+
+
+# ---- leaving is not dying ---------------------------------------------------------------------------------------------
+
+
+def ended(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
+    """What each bare process says at the end of `work`, "" if it says nothing."""
+    said = multiprocessing.get_context("fork").SimpleQueue()
+
+    def live(comm: Communicator) -> None:
+        try:
+            said.put((comm.rank, str(work(comm))))
+        except RankDied as error:
+            said.put((comm.rank, str(error)))
+
+    processes = unwatched(live, ranks)
+    for process in processes:
+        process.join(20)
+    words = dict(said.get() for _ in iter(said.empty, True))
+    return [words.get(rank, "") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("how", ["leaves", "exits", "is killed"])
+def test_a_rank_that_is_gone_is_no_matter_for_those_who_do_not_wait_for_it(how: str) -> None:
+    def work(comm: Communicator) -> float:
+        if comm.rank == 2:
+            comm.leave() if how == "leaves" else os._exit(0) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
+            return 2.0
+        time.sleep(0.3 * comm.rank)  # the other one waits for long, and looks for those who are gone
+        comm.sendrecv(torch.tensor([float(comm.rank)]), 1 - comm.rank, into := torch.zeros(1), 1 - comm.rank)
+        return into.item()
+
+    assert ended(3, work) == ["1.0", "0.0", "2.0" if how == "leaves" else ""]
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_rank_may_leave_as_soon_as_its_own_part_is_done(late: int) -> None:
+    def work(comm: Communicator) -> float:
+        tensor = torch.ones(1000)
+        all_reduce(comm, tensor, algorithm="native")
+        comm.barrier()
+        time.sleep(0.3 * (comm.rank == late))
+        broadcast(comm, tensor, src=(late + 1) % 4, algorithm="flat")
+        comm.leave()
+        return tensor.mean().item()
+
+    assert ended(4, work) == ["4.0"] * 4
+
+
+@pytest.mark.parametrize("waits", ["message", "meeting"])
+def test_who_needs_one_that_has_left_is_told_so(waits: str) -> None:
+    def work(comm: Communicator) -> str:
+        if comm.rank == 1:
+            comm.leave()
+            return "left"
+        comm.recv(torch.zeros(1), 1) if waits == "message" else comm.barrier()
+        return "never"
+
+    start = time.monotonic()
+    assert ended(3, work) == ["rank 1 has left, while rank 0 was waiting", "left", "rank 1 has left, while rank 2 was waiting"]
+    assert time.monotonic() - start < 5
+
+
+LEAVING = """
+    import os, sys, time
+    import torch
+    from d2lps import sharedmemory
+
+    rank, how = int(sys.argv[1]), sys.argv[3]
+    comm = sharedmemory.join(int(sys.argv[2]), 2, rank)
+    if rank == 1:
+        comm.send(torch.ones(1), 0)
+        if os.fork() == 0:
+            sys.exit()  # who is forked is not the rank
+        if how == "raises":
+            raise ValueError("on purpose")
+        if how == "exits":
+            sys.exit(0)
+    else:
+        comm.recv(into := torch.zeros(1), 1)
+        print(into.item())
+        try:
+            comm.recv(into, 1)
+        except RuntimeError as error:
+            print(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["returns", "exits", "raises"])
+def test_a_process_that_ends_by_itself_has_left(how: str, tmp_path: Path) -> None:
+    memory = sharedmemory.create(2)
+    command = script(tmp_path / "leaving.py", LEAVING)
+    start = functools.partial(subprocess.Popen, env=environment(), pass_fds=[memory], stdout=subprocess.PIPE, text=True)
+    ranks = [start([*command, str(rank), str(memory), how], stderr=subprocess.DEVNULL) for rank in range(2)]
+    os.close(memory)
+    said, _ = ranks[0].communicate(timeout=60)
+    ranks[1].communicate(timeout=60)
+    assert said == "1.0\nrank 1 has left, while rank 0 was waiting\n"
+
+
+@pytest.mark.parametrize("what", ["message", "meeting", "own group"])
+def test_who_waits_for_a_rank_that_has_returned_is_told_at_once(what: str) -> None:
+    def work(comm: Communicator) -> None:
+        group = comm.split(0) if what == "own group" else comm
+        assert group is not None
+        if comm.rank:
+            comm.recv(torch.zeros(1), 0) if what == "message" else group.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankHung, match=r"rank \d waits for one that has returned\n  rank 0 has returned\n") as caught:
+        run(work, 3)
+    assert time.monotonic() - start < 10  # the timeout is 20
+    assert type(caught.value) is RankHung
 
 
 @pytest.mark.parametrize("seed", range(3))

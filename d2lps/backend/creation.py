@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from d2lps.backend import work
+from d2lps.backend.operations import Operations
 from d2lps.backend.processgroup import BookProcessGroup
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator
@@ -22,6 +25,18 @@ def create(options: Any, _: Any = None) -> BookProcessGroup:
 
 def register() -> None:
     dist.Backend.register_backend("d2lps", create, extended_api=True, devices=["cpu", "cuda"])
+    for kind in (Operations, BookProcessGroup, *vars(work).values()):
+        if isinstance(kind, type):
+            _leave_uncompiled(kind)
+
+
+def _leave_uncompiled(kind: type) -> None:
+    """torch.compile shall step over these calls, and all that they call: a process group is closed to its eyes."""
+    frames: Any = torch._C._dynamo.eval_frame  # without the rest of torch._dynamo, whose import takes a second
+    if hasattr(frames, "_FrameExecStrategy"):  # torch 2.6 steps over by itself
+        step_over = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for call in filter(inspect.isfunction, vars(kind).values()):
+            frames.set_code_exec_strategy(call.__code__, step_over)
 
 
 def group(comm: Communicator) -> Any:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from d2lps.backend.choice import all_reduce, call
+from d2lps.backend.sparse import all_reduce_sparse
 from d2lps.comm import Communicator
 
 Tensors = list[torch.Tensor]
-_Broadcast, _Scatter, _Gather, _Reduce = (
-    dist.BroadcastOptions(),
-    dist.ScatterOptions(),
-    dist.GatherOptions(),
-    dist.ReduceOptions(),
-)
-_Allreduce, _AllreduceCoalesced = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
-_ReduceScatter = dist.ReduceScatterOptions()
+_DEFAULTS = SimpleNamespace(rootRank=0, reduceOp=ReduceOp.SUM)  # of torch's many kinds of options
 
 
 class Operations:
@@ -32,45 +26,50 @@ class Operations:
 
     # ---- one to all, all to one -----------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Tensors, opts: Any = _Broadcast) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
         return self._run("broadcast", tensors, [], lambda comm: call("broadcast", comm, tensors[0], opts.rootRank), opts)
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _Scatter) -> Any:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> Any:
         parts = inputs[0] if inputs else None
-        return self._run(
-            "scatter", outputs, parts or [], lambda comm: call("scatter", comm, outputs[0], parts, opts.rootRank), opts
-        )
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _Gather) -> Any:
+        def work(comm: Communicator) -> None:
+            call("scatter", comm, outputs[0], parts, opts.rootRank)
+
+        return self._run("scatter", outputs, parts or [], work, opts)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULTS) -> Any:
         room = outputs[0] if outputs else None
         return self._run("gather", room or [], inputs, lambda comm: call("gather", comm, inputs[0], room, opts.rootRank), opts)
 
-    def reduce(self, tensors: Tensors, opts: Any = _Reduce) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
         def work(comm: Communicator) -> None:
-            (tensor,), op = scaled(tensors, opts.reduceOp)
-            call("reduce", comm, tensor, opts.rootRank, op)
-            if tensor is not tensors[0]:
-                tensors[0].copy_(tensor)
+            (data,), op = scaled(tensors, opts.reduceOp)
+            call("reduce", comm, data, opts.rootRank, op)
+            put(tensors[0], data)
 
         return self._run("reduce", tensors, [], work, opts)
 
     # ---- all to all -----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = _Allreduce) -> Any:
-        return self._run("all_reduce", tensors, [], lambda comm: self._all_reduce(comm, tensors[0], opts.reduceOp), opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _AllreduceCoalesced) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
         def work(comm: Communicator) -> None:
-            with joined(tensors) as data:
-                self._all_reduce(comm, data, opts.reduceOp)
+            (data,), op = scaled(tensors, opts.reduceOp)
+            if data.layout is torch.strided:
+                all_reduce(comm, data, op, self.transports.default)
+            else:
+                all_reduce_sparse(comm, data, op)
+            put(tensors[0], data)
+
+        return self._run("all_reduce", tensors, [], work, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
+        def work(comm: Communicator) -> None:
+            with joined(tensors) as joint:
+                (data,), op = scaled([joint], opts.reduceOp)
+                all_reduce(comm, data, op, self.transports.default)
+                put(joint, data)
 
         return self._run("all_reduce_coalesced", tensors, [], work, opts)
-
-    def _all_reduce(self, comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
-        (data,), op = scaled([tensor], op)
-        all_reduce(comm, data, op, self.transports.default)
-        if data is not tensor:
-            tensor.copy_(data)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         return self._run("all_gather", outputs[0], inputs, lambda comm: call("all_gather", comm, outputs[0], inputs[0]), opts)
@@ -92,16 +91,16 @@ class Operations:
 
         return self._run("all_gather_into_tensor", outputs, inputs, work, opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _ReduceScatter) -> Any:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> Any:
         def work(comm: Communicator) -> None:
             call("reduce_scatter", comm, outputs[0], *scaled(inputs[0], opts.reduceOp))
 
         return self._run("reduce_scatter", outputs, inputs[0], work, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _ReduceScatter) -> Any:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULTS) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _ReduceScatter) -> Any:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULTS) -> Any:
         def work(comm: Communicator) -> None:
             parts, op = scaled(inputs, opts.reduceOp)
             for output, tensor in zip(outputs, parts, strict=True):
@@ -116,8 +115,9 @@ class Operations:
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
         def work(comm: Communicator) -> None:
-            with contiguous(output) as room:
-                call("all_to_all", comm, cut(room, output_sizes, comm.size), cut(input, input_sizes, comm.size))
+            room = output.contiguous()  # of which rows can be written
+            call("all_to_all", comm, cut(room, output_sizes, comm.size), cut(input, input_sizes, comm.size))
+            put(output, room)
 
         return self._run("all_to_all_single", [output], [input], work, opts)
 
@@ -155,6 +155,12 @@ def scaled(tensors: Sequence[torch.Tensor], op: Any) -> tuple[list[torch.Tensor]
     return [tensor * factor for tensor in tensors], ReduceOp.SUM
 
 
+def put(into: torch.Tensor, data: torch.Tensor) -> None:
+    """Where the result belongs, if it was worked out elsewhere."""
+    if data is not into:
+        into.copy_(data)
+
+
 def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Tensor]:
     """The rows for each rank: `sizes` of them, or equally many."""
     if not sizes and tensor.size(0) % ranks:
@@ -162,15 +168,6 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Te
     if sizes and (len(sizes) != ranks or sum(sizes) != tensor.size(0)):
         raise ValueError(f"split sizes {list(sizes)} do not cut a tensor of {tensor.size(0)} rows into {ranks} parts")
     return list(tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks))
-
-
-@contextmanager
-def contiguous(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor of which rows can be written, which go into `tensor` at the end."""
-    room = tensor.contiguous()
-    yield room
-    if room is not tensor:
-        tensor.copy_(room)
 
 
 @contextmanager

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from d2lps.backend.noticing import explained, release
+from d2lps.backend.failures import explained
 from d2lps.backend.operations import Operations
-from d2lps.backend.surroundings import surroundings
+from d2lps.backend.tasks import Task, TaskQueue, callers_context
 from d2lps.backend.transports import CPU, Transports
 from d2lps.backend.work import CollectiveWork, MessageWork, Together
-from d2lps.backend.worker import Worker
-from d2lps.comm import Communicator, RankFailed
+from d2lps.comm import Communicator, RankFailed, RankHung
+from d2lps.launch.lastnote import release
 
 _Base: Any = dist.ProcessGroup
 
@@ -31,7 +32,7 @@ class BookProcessGroup(Operations, _Base):
         _Base.__init__(self, rank, len(members))
         self.store = store
         self.transports: Transports = Transports(store, rank, members, name, timeout)
-        self.worker, self.group_name, self.group_desc = Worker(name), name, ""
+        self.tasks, self.group_name, self.group_desc = TaskQueue(name), name, ""
         self.broken: BaseException | None = None
         self._begun: list[Any] | None = None  # the works since _start_coalescing
 
@@ -47,21 +48,44 @@ class BookProcessGroup(Operations, _Base):
     ) -> CollectiveWork:
         """Have a collective done, and return its work."""
         self._check(name, [*results, *inputs])
-        work = CollectiveWork(name, results, _seconds(options))
         device = next((tensor.device for tensor in (*results, *inputs)), CPU)
-        around = surroundings(device)
-        task = _Task(self, work, collective, around, device, inputs)
-        self.worker.submit(task, at_once=getattr(options, "asyncOp", True) is False)
+        work = CollectiveWork(name, results, self.tasks, partial(self._call_back, name), _seconds(options))
+        task = partial(self._do, work, collective, callers_context(device), device)
+        self.tasks.submit(task, at_once=getattr(options, "asyncOp", True) is False)
         return self._noted(work)
 
     def _check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         if self.broken is not None:
-            raise RankFailed(f"{name}: this process group is of no more use since {self.broken}") from self.broken
+            raise self._unusable(name) from self.broken
         for tensor in tensors:
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided and name != "all_reduce":
                 raise NotImplementedError(f"d2lps: {name} of a tensor of layout {tensor.layout}; make it dense first")
             if tensor.device.type not in ("cpu", "cuda"):
                 raise NotImplementedError(f"d2lps: {name} of a tensor on {tensor.device}; there are cpu and cuda")
+
+    def _unusable(self, name: str) -> RankFailed:
+        return RankFailed(f"{name}: this process group is of no more use since {self.broken}")
+
+    def _do(
+        self,
+        work: CollectiveWork,
+        collective: Callable[[Communicator], None],
+        context: Callable[[], Any],
+        device: torch.device,
+    ) -> None:
+        """One collective, in the thread that does it; nothing is raised here."""
+        error: BaseException | None = None
+        if self.broken is not None:  # since it was asked for
+            error = self._unusable(work.name)
+        else:
+            comm = self.transports.communicator("collectives", device)
+            comm.touched = False
+            try:
+                with context():
+                    collective(comm)
+            except BaseException as raised:
+                error = self._failed(raised, comm, work.name)
+        work.finish(error)
 
     def _failed(self, error: BaseException, comm: Any, name: str) -> BaseException:
         """What to raise for an error on this communicator; the group goes no further if others may be waiting."""
@@ -69,10 +93,19 @@ class BookProcessGroup(Operations, _Base):
             return error
         if self.broken is None:
             release(error)
-            error = explained(error, comm, name, self.transports.members)
-            self.broken = error
-            self.transports.give_up()
+            error = self._break(explained(error, comm, name, self.transports.members))
         return error
+
+    def _break(self, why: BaseException) -> BaseException:
+        self.broken = why
+        self.transports.give_up()
+        return why
+
+    def _call_back(self, name: str, callbacks: Task) -> None:
+        """Run what follows a collective; if it never ends, what waits for its turn fails, and with it all that hangs."""
+        timeout = self.transports.timeout
+        if not self.tasks.call_back(callbacks, timeout) and self.broken is None:
+            self._break(RankHung(f"a callback that follows {name} has done nothing for more than timeout={timeout:g} s"))
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -86,7 +119,7 @@ class BookProcessGroup(Operations, _Base):
     def _message(self, action: str, tensors: list[torch.Tensor], peer: int, tag: int) -> MessageWork:
         self._check(action, tensors)
         (tensor,) = tensors
-        comm = self.transports.messages(tensor.device)
+        comm = self.transports.communicator("messages", tensor.device)
         comm.touched = False
         try:
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
@@ -142,53 +175,18 @@ class BookProcessGroup(Operations, _Base):
 
     def shutdown(self) -> None:
         """What was called is still done; then thread, memory and sockets go."""
-        self.worker.stop()
+        self.tasks.stop()
         self._end(RuntimeError("destroy_process_group"))
 
     def abort(self) -> None:
         """The same without waiting: the others will notice."""
         self._end(RuntimeError("abort"))
-        self.worker.stop(patience=0.0)
+        self.tasks.stop(patience=0.0)
 
     def _end(self, why: BaseException) -> None:
         if self.broken is None:
             self.broken = why
             self.transports.close()
-
-
-class _Task:
-    """One collective, as the thread does it; it raises nothing."""
-
-    def __init__(
-        self,
-        group: BookProcessGroup,
-        work: CollectiveWork,
-        collective: Callable[[Communicator], None],
-        around: Callable[[], Any],
-        device: torch.device,
-        inputs: Sequence[torch.Tensor],
-    ) -> None:
-        self.group, self.work, self.collective, self.around, self.device = group, work, collective, around, device
-        self.inputs = inputs  # held until it is done
-
-    def __call__(self) -> None:
-        group, error = self.group, group_error(self.group, self.work.name)
-        if error is None:
-            comm = group.transports.collectives(self.device)
-            comm.touched = False
-            try:
-                with self.around():
-                    self.collective(comm)
-            except BaseException as raised:
-                error = group._failed(raised, comm, self.work.name)
-        self.work.finish(error)
-
-
-def group_error(group: BookProcessGroup, name: str) -> BaseException | None:
-    """Why a task cannot be done any more, after one before it has failed."""
-    if group.broken is None:
-        return None
-    return RankFailed(f"{name}: this process group is of no more use since {group.broken}")
 
 
 def _seconds(options: Any) -> float | None:

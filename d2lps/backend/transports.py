@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from d2lps.backend import choice, memory, sockets
-from d2lps.comm import Communicator
+from d2lps.backend import choice, shm
+from d2lps.backend.failures import Noticing
+from d2lps.launch.lastnote import LastNote
+from d2lps.processgroup import ProcessGroupCommunicator, connect
 
 CPU = torch.device("cpu")
 
 
+class EngineCommunicator(Noticing, ProcessGroupCommunicator):
+    """Over an engine of torch's, gloo or NCCL, which no other program sees and which needs no other group."""
+
+
 class Transports:
-    """Shared memory if all ranks can have it, else gloo; and NCCL for the tensors of GPUs if each rank has one of its own."""
+    """Shared memory if all ranks can have it, else gloo; and NCCL for the tensors of GPUs if each rank has one of its own.
+
+    What the program sends itself does not meet the messages of collectives: it has a communicator of its own.
+    """
 
     def __init__(self, store: dist.Store, rank: int, members: Sequence[int], name: str, timeout: float) -> None:
         # A store may outlive a group, and another one of this name: what this one leaves there is under a number of its own.
         store = dist.PrefixStore(str((store.add("arrivals", 1) - 1) // len(members)), store)
         self.store, self.rank, self.members, self.name, self.timeout = store, rank, list(members), name, timeout
         self.descriptor = -1
-        self._cpu, self._messages = self._share() or self._connect()
+        self._signatures: Any = None
+        self._made: dict[tuple[str, torch.device], Any] = self._share() or {
+            (what, CPU): self._connect("gloo", what, CPU) for what in ("collectives", "messages")
+        }
         against = "" if _own_gpu(len(members)) else "not every rank has a GPU of its own"
-        self._nccl = not memory.agreed(dist.PrefixStore("gpus", store), len(members), against)
-        self._gpu: dict[tuple[str, torch.device], Any] = {}
+        self._nccl = not shm.agreed(dist.PrefixStore("gpus", store), len(members), against)
         self._settle()
 
     def _settle(self) -> None:
@@ -36,58 +48,55 @@ class Transports:
         if self.rank == 0:
             self.store.get("all settled")
 
-    def _share(self) -> tuple[Any, Any] | None:
+    def _share(self) -> dict[tuple[str, torch.device], Any] | None:
         wanted = choice.transport()
         if wanted == "gloo":
             return None
-        shared = memory.share(dist.PrefixStore("memory", self.store), self.rank, self.members, self.timeout)
+        shared = shm.share(dist.PrefixStore("memory", self.store), self.rank, self.members, self.timeout)
         if isinstance(shared, str):
             if wanted == "shm":
                 raise RuntimeError(f"transport='shm' is not there: {shared}; use 'gloo', or 'auto'")
             return None
         self.descriptor, mine = shared
-        return memory.MemoryCommunicator(mine, self.name), memory.MemoryCommunicator(mine, self.name + "'s own")
+        return {(what, CPU): shm.MemoryCommunicator(mine, f"{self.name} {what}") for what in ("collectives", "messages")}
 
-    def _connect(self) -> tuple[Any, Any]:
-        comm = sockets.gloo(self.store, CPU, self.members, self.rank, self.name, self.timeout)
-        return comm, comm.with_tags(sockets.OWN_TAGS)
+    def _connect(self, kind: str, what: str, device: torch.device) -> EngineCommunicator:
+        """All ranks with all, at once over gloo; over NCCL when they have something to say to one another."""
+        store = dist.PrefixStore(f"{kind} {what}", self.store)
+        engine = connect(kind, store, self.rank, len(self.members), timedelta(seconds=self.timeout))
+        name, place = f"{self.name} {what}", (self.timeout, self.store, self.rank)
+        comm = EngineCommunicator(engine, device, self.members, name, *place, kind, self._signatures)
+        comm.board, self._signatures = LastNote(), comm.signatures
+        return comm
 
     @property
     def default(self) -> str:
         """The all-reduce of those who choose none: that of shared memory is the fastest there, and ours."""
         return "native" if self.descriptor >= 0 else "auto"
 
-    def collectives(self, device: torch.device) -> Any:
-        return self._nccl_on("collectives", device) if self._nccl and device.type == "cuda" else self._cpu
-
-    def messages(self, device: torch.device) -> Any:
-        return self._nccl_on("messages", device) if self._nccl and device.type == "cuda" else self._messages
-
-    def _nccl_on(self, what: str, device: torch.device) -> Communicator:
-        """NCCL has no tags to tell the two kinds apart by: each has connections of its own."""
-        if (what, device) not in self._gpu:
-            store = dist.PrefixStore(what, self.store)
-            self._gpu[what, device] = sockets.nccl(store, device, self.members, self.rank, self.name, self.timeout)
-        return self._gpu[what, device]
+    def communicator(self, what: str, device: torch.device) -> Any:
+        """For "collectives" or "messages" of tensors on this device; without NCCL, those of GPUs pass through the host."""
+        device = device if self._nccl and device.type == "cuda" else CPU
+        if (what, device) not in self._made:
+            self._made[what, device] = self._connect("nccl", what, device)
+        return self._made[what, device]
 
     def give_up(self) -> None:
         """This rank goes on no more: who waits for it shall know."""
-        if self.descriptor >= 0 and self._cpu is not None:
-            self._cpu.mine.bells.give_up()
-        self.close()
+        self.close(failed=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Let go of memory and sockets: gloo's are closed when nobody knows them any more, and others notice."""
+        for comm in self._made.values():
+            if isinstance(comm, EngineCommunicator):
+                comm.group = None
+            else:
+                comm.leave(failed)
+        self._made.clear()
+        self._signatures = None
         if self.descriptor >= 0:
-            for comm in (self._cpu, self._messages):
-                comm.leave()
             os.close(self.descriptor)
             self.descriptor = -1
-        for comm in (self._cpu, self._messages, *self._gpu.values()):
-            if isinstance(comm, sockets.SocketCommunicator):
-                comm.group = None
-        self._cpu = self._messages = None
-        self._gpu.clear()
 
 
 def _own_gpu(ranks: int) -> bool:

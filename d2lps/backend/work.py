@@ -2,62 +2,91 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from d2lps import comm
+from d2lps.backend.tasks import TaskQueue
 from d2lps.comm import RankHung
 
 Future = torch.futures.Future
 _Base: Any = dist.Work
 
 
-class CollectiveWork(_Base):
-    """A collective that a group's thread will do, or has done. An error there is raised here, by `wait`."""
+class BookWork(_Base):
+    """What the works of collectives and of messages have in common."""
 
-    def __init__(self, name: str, results: Sequence[torch.Tensor], limit: float | None = None) -> None:
+    results: list[torch.Tensor]
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self.results
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class CollectiveWork(BookWork):
+    """A collective that a group's thread will do, or has done. An error there is raised here, by `wait`.
+
+    `call_back(callbacks)` runs what follows it, on a thread that may wait for more of the group's collectives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        results: Sequence[torch.Tensor],
+        tasks: TaskQueue,
+        call_back: Callable[[Callable[[], None]], None],
+        limit: float | None = None,
+    ) -> None:
         super().__init__()
-        self.name, self.results, self.limit = name, list(results), limit
+        self.name, self.results, self.tasks, self.call_back, self.limit = name, list(results), tasks, call_back, limit
         self.error: BaseException | None = None
-        self._done, self._lock = threading.Event(), threading.Lock()
-        self._futures: list[Future[None]] = []
+        self._done = threading.Event()
 
     def finish(self, error: BaseException | None) -> None:
         """Called once, by the thread."""
-        with self._lock:
-            self.error = error
-            self._done.set()
-        for future in self._futures:
-            future.set_result(None)
+        self.error = error
+        self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results are there; no timeout (or 0): as long as the group's own allows."""
+        self.tasks.do_until(self.is_completed)
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done.wait(seconds if seconds > 0 else self.limit):
             raise RankHung(f"{self.name} was not complete after {seconds or self.limit:g} s")
-        if self.error is not None:
-            raise self.error
+        self._outcome()
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future of the results, for hooks that go on from there; it fails as `wait` does."""
-        devices: Any = sorted({tensor.device for tensor in self.results if tensor.is_cuda}, key=str)
-        future: Future[None] = Future(devices=devices)
-        with self._lock:
-            late = self._done.is_set()
-            if not late:
-                self._futures.append(future)
-        if late:
-            future.set_result(None)
-        return future.then(self._outcome)
+        """A future of the results, for hooks that go on from there; it fails as `wait` does.
 
-    def _outcome(self, _: object) -> list[torch.Tensor]:
+        To complete it is a task like others: what follows a collective has its place in the order of all that the ranks do.
+        """
+        self.tasks.do_until(self.is_completed)
+        future = CollectiveFuture(self)
+        if _by_python(sys._getframe().f_back):
+            self.tasks.submit(partial(self.call_back, future.complete))
+            return future
+        if any(tensor.dtype == torch.float16 for tensor in self.results):
+            self.wait()  # DDP's hook for FP16 is C++ and takes C++'s lists only: `fork` makes one, of results that are there
+            return torch.jit.fork(lambda: self.results)
+        self.tasks.submit(future.complete)
+        return future.then(lambda future: future.value())  # an error that C++ understands too
+
+    def _outcome(self) -> list[torch.Tensor]:
         if self.error is not None:
             raise self.error
         return self.results
@@ -71,21 +100,40 @@ class CollectiveWork(_Base):
     def exception(self) -> BaseException | None:
         return self.error
 
-    def result(self) -> list[torch.Tensor]:
-        return self.results
 
-    def synchronize(self) -> None:
-        self.wait()
+class CollectiveFuture(Future[list[torch.Tensor]]):
+    """The future of a collective; a callback may wait for it too."""
+
+    def __init__(self, work: CollectiveWork) -> None:
+        devices: Any = sorted({tensor.device for tensor in work.results if tensor.is_cuda}, key=str)
+        super().__init__(devices=devices)
+        self.work = work
+
+    def wait(self) -> list[torch.Tensor]:
+        self.work.tasks.do_until(self.done)
+        return super().wait()
+
+    def complete(self) -> None:
+        """Called once the work is done."""
+        if isinstance(self.work.error, Exception):
+            self.set_exception(self.work.error)  # type: ignore[arg-type]
+        else:
+            self.set_result(self.work.results)
 
 
-class MessageWork(_Base):
+def _by_python(caller: FrameType | None) -> bool:
+    """Whether `get_future` was called by a line of Python; torch's C++ calls it too, and has no frame of its own."""
+    return caller is not None and "get_future" in caller.f_code.co_names
+
+
+class MessageWork(BookWork):
     """A message of the program's own: posted at once, in the calling thread, and complete when it has been waited for."""
 
     def __init__(
         self, message: comm.Work, tensor: torch.Tensor, peer: int, failed: Callable[[BaseException], BaseException]
     ) -> None:
         super().__init__()
-        self.message, self.tensor, self.peer, self.failed = message, tensor, peer, failed
+        self.message, self.results, self.peer, self.failed = message, [tensor], peer, failed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the message has arrived or was delivered, or raise after the group's timeout."""
@@ -102,31 +150,22 @@ class MessageWork(_Base):
         return True
 
     def is_completed(self) -> bool:
-        transfer: Any = self.message._transfer
-        return transfer is None or transfer.is_completed()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def result(self) -> list[torch.Tensor]:
-        return [self.tensor]
+        return bool(self.message.is_done())
 
     def source_rank(self) -> int:
         return self.peer
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         raise NotImplementedError("d2lps: the work of send and recv has no future; call its wait()")
 
 
-class Together(_Base):
+class Together(BookWork):
     """Several works that are waited for as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self.works = list(works)
+        self.results = [tensor for work in self.works for tensor in work.results]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return all([work.wait(timeout) for work in self.works])

@@ -4,10 +4,10 @@ import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from d2lps.comm.errors import Deadlock, RankHung
+from d2lps.comm.errors import Deadlock, Mismatch, RankHung
 from d2lps.comm.standing import Standing
 
-_TOGETHER = ("barrier", "native", "agree", "split")
+_TOGETHER = ("barrier", "native", "agree", "split", "start")
 
 
 @dataclass
@@ -28,7 +28,7 @@ def explain(states: Sequence[State], reason: str, stuck: Sequence[int] | None = 
     `stuck`: the ranks whose waits ask for an explanation, where others may well be moving.
     """
     circle = find_circle(states, stuck)
-    lines = [describe_state(state) for state in states]
+    lines = [describe_state(state, len(states)) for state in states]
     lines += _hints(states)
     if circle:
         path = " -> ".join(f"rank {rank}" for rank in [*circle, circle[0]])
@@ -89,24 +89,42 @@ def find_circle(states: Sequence[State], stuck: Sequence[int] | None = None) -> 
     return []
 
 
-def describe_state(state: State) -> str:
-    """`  rank 1 waits for rank 0 to send 40 B, tag 0 (in work, line 3: comm.recv(x, 0))`."""
+def describe_state(state: State, ranks: int = 0) -> str:
+    """`  rank 1 waits for rank 0 to send 40 B, tag 0 (in work, line 3: comm.recv(x, 0))`.
+
+    ranks: how many the whole run has; a meeting of fewer says of which.
+    """
     standing = state.standing
     if standing is None:
         where = place(state.file, state.line, state.function)
         return f"  rank {state.rank} {state.condition or 'is running'}{where}"
+    of = f" of ranks {_listed(standing.group)}" if len(standing.group) < ranks else ""
     what = {
         "send": f"waits for rank {standing.peer} to receive {standing.nbytes:,} B, tag {standing.tag}",
         "recv": f"waits for rank {standing.peer} to send {standing.nbytes:,} B, tag {standing.tag}",
-        "barrier": "waits at a barrier",
-        "native": "waits in the world's own all-reduce",
-        "agree": "waits to compare its call with the others'",
-        "split": "waits for the others to call split",
+        "barrier": f"waits at a barrier{of}",
+        "start": f"waits for the others{of} to call start",
+        "native": f"waits in the world's own all-reduce{of}",
+        "agree": f"waits to compare its call with the others'{of}",
+        "split": f"waits for the others{of} to call split",
+        "join": "waits for what it has started",
         "answer": "waits for a parameter server's answer",
         "serve": "serves, and has nothing to answer",
     }[standing.action]
     inside = f" in {standing.collective}" if standing.collective else ""
     return f"  rank {state.rank} {what}{inside}{place(standing.file, standing.line, standing.function)}"
+
+
+def _listed(group: Sequence[int]) -> str:
+    """`_listed(range(0, 64, 2)) == "0, 2, 4, ... 62"`."""
+    shown = [str(rank) for rank in group]
+    return ", ".join(shown) if len(shown) <= 8 else f"{', '.join(shown[:3])}, ... {shown[-1]}"
+
+
+def mismatch(src: int, dst: int, tag: int, sent: str, expected: str) -> Mismatch:
+    """`message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[4]`."""
+    where = f"message from rank {src} to rank {dst}, tag {tag}"
+    return Mismatch(f"{where}: the sender sends {sent}, the receiver expects {expected}")
 
 
 def place(file: str, line: int, function: str) -> str:

@@ -6,6 +6,7 @@ about to wait for. A note costs a few microseconds; the memory is a file without
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import sys
@@ -15,13 +16,14 @@ from typing import Protocol
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_THE_READERS = (_PACKAGE, contextlib.__file__)
+IN_VAIN = -math.inf
 
 
 @dataclass
 class Standing:
     """What one rank waits for, since when, and which line of the reader's code brought it there."""
 
-    action: str  # "send", "recv", "barrier", "agree", "native", "split", "answer"
+    action: str  # "send", "recv", "barrier", "agree", "native", "split", "answer", "join"
     peer: int  # the rank of the world that it waits for; -1 for everyone
     tag: int
     nbytes: int
@@ -30,36 +32,54 @@ class Standing:
     file: str
     line: int
     function: str
-    since: float  # seconds, on the clock of the rank's machine
+    since: float  # seconds, on the clock of the rank's machine; IN_VAIN: what it waits for will never come
 
 
 class Board(Protocol):
-    """Where notes are left. `write(None)` takes the note down: the rank runs again."""
+    """Where notes are left, one for each lane of the rank. `write(None)` takes the note down: that lane runs again.
 
-    def write(self, standing: Standing | None) -> None: ...
+    watched: somebody reads them meanwhile.
+    """
+
+    watched: bool
+
+    def write(self, standing: Standing | None, lane: int = 0) -> None: ...
 
 
 class NoBoard:
     """For ranks that nobody watches."""
 
-    def write(self, standing: Standing | None) -> None:
+    watched = False
+
+    def write(self, standing: Standing | None, lane: int = 0) -> None:
         pass
 
 
 class SharedBoard:
     """One slot for each rank in a mapped file: the rank writes its own, the launcher reads them all."""
 
+    watched = True
     SLOT = 16384  # the group of the most ranks that one machine may have fits into a note
 
     def __init__(self, descriptor: int, rank: int) -> None:
         self.memory = mmap.mmap(descriptor, 0)
         self.start = rank * self.SLOT
+        self._lanes: dict[int, Standing] = {}
 
     @classmethod
     def bytes_for(cls, ranks: int) -> int:
         return ranks * cls.SLOT
 
-    def write(self, standing: Standing | None) -> None:
+    def write(self, standing: Standing | None, lane: int = 0) -> None:
+        """Of several lanes that wait, the board shows the one that has waited longest for another rank."""
+        if standing is None:
+            self._lanes.pop(lane, None)
+        else:
+            self._lanes[lane] = standing
+        waiting = sorted(self._lanes.values(), key=lambda note: (note.action == "join", note.since))
+        self._show(waiting[0] if waiting else None)
+
+    def _show(self, standing: Standing | None) -> None:
         # The length is cleared first and set last, so a reader sees a whole note or none.
         self.memory[self.start : self.start + 4] = b"\0\0\0\0"
         if standing is not None:
@@ -79,7 +99,11 @@ class SharedBoard:
 
 def callers_line() -> tuple[str, int, str]:
     """File, line and function of the innermost frame outside this library: the line that a reader wrote."""
-    frame: FrameType | None = sys._getframe(1)
+    return readers_line(sys._getframe(1))
+
+
+def readers_line(frame: FrameType | None) -> tuple[str, int, str]:
+    """The same for a frame that is not running: `("lesson.py", 3, "work")`; `("", 0, "")` where all is the library's."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_READERS):
         frame = frame.f_back
     if frame is None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import threading
-from typing import IO, TextIO
 
 import cloudpickle
 
@@ -14,10 +12,10 @@ from d2lps import sharedmemory
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.serving import serve
-from d2lps.launch.failure import _is_stopped, raise_in_caller
+from d2lps.launch.failure import raise_in_caller
 from d2lps.launch.local import Group
-from d2lps.launch.output import Output
 from d2lps.launch.rank import Failure, Job, Success
+from d2lps.sharedmemory.procfs import is_stopped
 
 
 class Node:
@@ -38,7 +36,7 @@ class Node:
 
     @property
     def stopped(self) -> bool:
-        return self.group is not None and _is_stopped(self.group.pids[0])
+        return self.group is not None and is_stopped(self.group.pids[0])
 
     def pid(self) -> int:
         """Of the process, once it is ready; 0 if there is none."""
@@ -52,8 +50,7 @@ class Node:
         self.starts += 1
         self.failed += 1
         backend = "gloo" if sharedmemory.missing() else "shm"
-        self.group = Group(Job(1, backend, "cpu", 0, 1e6, False, False), self.live)
-        self.group.output = _ServerOutput(self.number, self.live)
+        self.group = Group(Job(1, backend, "cpu", 0, 1e6, False, False), self.live, labels=[f"server {self.number}"])
         self.group.start(cloudpickle.dumps((serve, (self.plan, self.number, self.endpoint))))
         self.group.pending = dict(enumerate(self.group.controls))
 
@@ -66,13 +63,13 @@ class Node:
         """How the process has died, if it has; what it raised is raised."""
         if self.group is None:
             return ""
-        self.group._collect(0)
+        self.group.collect(0)
         outcome = self.group.outcomes.get(0)
         if isinstance(outcome, Failure):
             self._raise(outcome)
         if isinstance(outcome, Success) and self.report is None:
             self.report = cloudpickle.loads(outcome.result)
-        if not self.group._dead():
+        if not self.group.dead():
             return ""
         status = self.group.ended[0]
         self.end()
@@ -92,17 +89,4 @@ class Node:
         self.ready.clear()
         group, self.group = self.group, None
         if group is not None:
-            group.end()
-
-
-class _ServerOutput(Output):
-    """Lines of a server say so."""
-
-    def __init__(self, number: int, live: bool) -> None:
-        super().__init__(1, live)
-        self.number = number
-
-    def _show_one(self, rank: int, file: IO[bytes], stream: TextIO, whole_lines: bool) -> None:
-        lines = io.StringIO()
-        super()._show_one(rank, file, lines, whole_lines)
-        stream.write(lines.getvalue().replace("rank 0 |", f"server {self.number} |"))
+            group.close()

@@ -24,9 +24,9 @@ from d2lps.kvstore.monitor import Monitor
 from d2lps.kvstore.report import StoreRun
 from d2lps.kvstore.workers import Workers
 from d2lps.kvstore.working import work
-from d2lps.launch.joined import under_launcher
 from d2lps.launch.rank import Job, Success
-from d2lps.launch.run import BACKENDS, _resolve
+from d2lps.launch.run import BACKENDS, resolve
+from d2lps.launch.torchrun import under_launcher
 from d2lps.result import Run
 
 
@@ -79,7 +79,7 @@ def run(
         rules = {"consistency": consistency, "staleness": staleness, "durability": durability}
         own = {"saboteur": saboteur, "monitor": monitor}
         return join(worker, workers, servers, args, backend, timeout, own, **rules, **options)
-    job = Job(workers, *_resolve(backend, workers), 0, timeout, False, False)
+    job = Job(workers, *resolve(backend, workers), 0, timeout, False, False)
     plan = deploy(workers, servers, consistency, staleness, durability, **options)
     with _prepared(plan, job) as (plan, memory):
         return _run(plan, job, live, memory, saboteur, monitor, worker, args)
@@ -125,7 +125,7 @@ def _run(
         reports = coordinator.finish()
     finally:
         try:
-            group.end()
+            group.close()
         finally:
             coordinator.end()
     started = min(outcome.started for outcome in outcomes)

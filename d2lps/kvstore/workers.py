@@ -30,24 +30,24 @@ class Workers(Group):
         self.cluster: Cluster | None = None  # in the hands of a saboteur
 
     @contextmanager
-    def _meeting(self) -> Iterator[int]:
+    def meeting_place(self) -> Iterator[int]:
         """The servers have this file already."""
-        with nullcontext(self.memory) if self.memory >= 0 else super()._meeting() as meeting:
+        with nullcontext(self.memory) if self.memory >= 0 else super().meeting_place() as meeting:
             yield meeting
 
-    def _collect(self, patience: float) -> None:
+    def collect(self, patience: float) -> None:
         """Wait for words of workers or servers; take in both, and what the saboteur raises."""
         assert self.keeper is not None
         own = [self.keeper.fileno(), *(control.fileno() for control in self.pending.values())]
         zmq.select([self.coordinator.control, *own, *self.coordinator.waited_for()], [], [], patience)
-        super()._collect(0)
+        super().collect(0)
         self.coordinator.look()
         if self.cluster is not None:
             self.cluster.check()
 
-    def _dead(self) -> dict[int, int]:
+    def dead(self) -> dict[int, int]:
         """Those whose death ends the run; without the others it goes on."""
-        dead = super()._dead()
+        dead = super().dead()
         if not self.go_on or len(dead) + len(self.lost) == self.job.ranks or not all(map(self.begun, dead)):
             return dead
         for rank, status in dead.items():
@@ -55,10 +55,10 @@ class Workers(Group):
             self._lose(rank, death)
         return {}
 
-    def _check_waits(self) -> None:
+    def check_waits(self) -> None:
         """A hang may be a server's."""
         try:
-            super()._check_waits()
+            super().check_waits()
         except RankHung as error:
             for server, node in enumerate(self.coordinator.serving):
                 if node.stopped:
@@ -68,6 +68,6 @@ class Workers(Group):
     def _lose(self, rank: int, death: RankDied) -> None:
         self.lost[rank] = str(death)
         warnings.warn(f"{death}; the others go on without it", stacklevel=2)
-        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0, None)
+        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0, [])
         self.coordinator.say(str(death).splitlines()[0])
         self.coordinator.lose(rank)

@@ -4,7 +4,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,12 @@ from typing import NoReturn
 
 from d2lps.comm import RankDied, RankFailed, RankHung
 from d2lps.comm.explain import State, describe_state, explain
-from d2lps.comm.standing import Standing
+from d2lps.comm.standing import IN_VAIN, Standing
 from d2lps.launch.rank import Failure, Job
+from d2lps.sharedmemory.procfs import is_stopped
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<frozen")
-_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
 class RemoteTraceback(Exception):
@@ -54,9 +53,7 @@ def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None)
     lines = [f"rank {rank} of {ranks} {how}"]
     if note is not None:
         lines.append(describe_state(State(rank, note)))
-    if sizes := _GLOO_SIZES.search(errors):
-        lines.append(f"  a message of {sizes[1]} bytes met a receive of {sizes[2]} bytes; run with debug=True to see which")
-    elif errors:
+    if errors:
         lines.append("  it last wrote: " + errors.splitlines()[-1])
     return RankDied("\n".join(lines))
 
@@ -76,20 +73,14 @@ def hung(
             continue
         note = notes[rank]
         place = (note.file, note.line, note.function) if note is not None else _innermost(stacks[rank])
-        if _is_stopped(pids[rank]):  # wherever it was: nobody waits for anything but this
+        if is_stopped(pids[rank]):  # wherever it was: nobody waits for anything but this
             states.append(State(rank, None, "is stopped (SIGSTOP)", *place))
         else:
             states.append(State(rank, note, "" if note is not None else "is running", *place))
-    return explain(states, f"rank {overdue[0]} has waited for more than timeout={job.timeout:g} s", overdue)
-
-
-def _is_stopped(pid: int) -> bool:
-    if sys.platform != "linux":
-        return False
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+    first = notes[overdue[0]]
+    in_vain = first is not None and first.since == IN_VAIN
+    why = "waits for one that has returned" if in_vain else f"has waited for more than timeout={job.timeout:g} s"
+    return explain(states, f"rank {overdue[0]} {why}", overdue)
 
 
 def _innermost(stack: str) -> tuple[str, int, str]:

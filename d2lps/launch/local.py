@@ -1,13 +1,15 @@
 """A run on this machine: start the ranks, watch them, end them."""
 
 import contextlib
+import errno
 import os
 import pickle
+import resource
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -16,9 +18,10 @@ import cloudpickle
 
 from d2lps import sharedmemory
 from d2lps.comm.standing import SharedBoard, Standing
-from d2lps.launch import wire, zygote
+from d2lps.launch import forkserver_client
+from d2lps.launch import objects_and_files as messages
 from d2lps.launch.failure import died, hung, raise_in_caller
-from d2lps.launch.lineage import kill_session
+from d2lps.launch.keeper import kill_session
 from d2lps.launch.output import Output
 from d2lps.launch.rank import Failure, Job, Success
 from d2lps.result import Run
@@ -34,17 +37,29 @@ def run_local(function: Callable[..., Any], args: tuple[Any, ...], job: Job, liv
         program = cloudpickle.dumps((function, args))
     except Exception as error:
         raise TypeError(f"the function or its arguments cannot be sent to other processes: {error}") from None
-    group = Group(job, live)
+    with _open_files(job.ranks):
+        group = Group(job, live)
+    with contextlib.closing(group):
+        with _open_files(job.ranks):
+            group.start(program)
+        return _run_of(group.watch(), job)
+
+
+@contextlib.contextmanager
+def _open_files(ranks: int) -> Iterator[None]:
+    """Say what to do when this process may not open as many files as a run takes."""
     try:
-        group.start(program)
-        outcomes = group.watch()
-    finally:
-        group.end()
-    return _run_of(outcomes, job)
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        told = f"{ranks} ranks take {5 * ranks} open files, and this process may have {limit}: raise it (ulimit -n), or run fewer"
+        raise OSError(errno.EMFILE, told) from None
 
 
 def _run_of(outcomes: list[Success], job: Job) -> Run:
-    logs = [outcome.log for outcome in outcomes if outcome.log is not None]
+    logs = [log for outcome in outcomes for log in outcome.logs]
     return Run(
         [cloudpickle.loads(outcome.result) for outcome in outcomes],
         max(outcome.ended for outcome in outcomes) - min(outcome.started for outcome in outcomes),
@@ -53,11 +68,14 @@ def _run_of(outcomes: list[Success], job: Job) -> Run:
 
 
 class Group:
-    """The processes of one run, as their caller sees them. folder: what goes with them, even if the caller is killed."""
+    """The processes of one run, as their caller sees them.
 
-    def __init__(self, job: Job, live: bool, folder: str = "") -> None:
+    folder: what goes with them, even if the caller is killed. labels: what stands before the lines that each of them prints.
+    """
+
+    def __init__(self, job: Job, live: bool, folder: str = "", labels: Sequence[str] = ()) -> None:
         self.job, self.folder = job, folder
-        self.output = Output(job.ranks, live)
+        self.output = Output(labels or [f"rank {rank}" for rank in range(job.ranks)], live)
         self.board_file = tempfile.TemporaryFile()
         self.board_file.truncate(SharedBoard.bytes_for(job.ranks))
         self.board = SharedBoard(self.board_file.fileno(), 0)
@@ -72,14 +90,14 @@ class Group:
     def start(self, program: bytes) -> None:
         """Start the processes and give each its job."""
         ends: list[Connection] = []
-        with self._meeting() as meeting:
+        with self.meeting_place() as meeting:
             for _ in range(self.job.ranks):
                 ours, theirs = Pipe()
                 self.controls.append(ours)
                 ends.append(theirs)
             try:
                 files = [self._files(rank, end, meeting) for rank, end in enumerate(ends)]
-                self.keeper, self.pids = zygote.processes(self.job.ranks, files, self.folder)
+                self.keeper, self.pids = forkserver_client.start_ranks(self.job.ranks, files, self.folder)
             finally:
                 for end in ends:
                     end.close()
@@ -89,7 +107,7 @@ class Group:
                 control.send_bytes(program)
 
     @contextlib.contextmanager
-    def _meeting(self) -> Iterator[int]:
+    def meeting_place(self) -> Iterator[int]:
         """The file at which the ranks meet: the memory that they will share, or the store's listening socket."""
         if self.job.backend == "shm":
             memory = sharedmemory.create(self.job.ranks)
@@ -112,21 +130,21 @@ class Group:
         """Wait for the outcome of every rank; raise what went wrong first."""
         self.pending = dict(enumerate(self.controls))
         while len(self.outcomes) < self.job.ranks:
-            self._collect(_TICK)
-            if self._dead() or any(isinstance(outcome, Failure) for outcome in self.outcomes.values()):
-                self._collect_until(time.monotonic() + _GRACE)
+            self.collect(_TICK)
+            if self.dead() or any(isinstance(outcome, Failure) for outcome in self.outcomes.values()):
+                self.collect_until(time.monotonic() + _GRACE)
                 self._raise_first()
-            self._check_waits()
+            self.check_waits()
             self.output.pump()
         successes = [outcome for _, outcome in sorted(self.outcomes.items()) if isinstance(outcome, Success)]
-        zygote.preload({name for success in successes for name in success.imported})
+        forkserver_client.preload({name for success in successes for name in success.imported})
         return successes
 
-    def _dead(self) -> dict[int, int]:
+    def dead(self) -> dict[int, int]:
         """The ranks that ended without a word."""
         return {r: status for r, status in self.ended.items() if r not in self.outcomes and r not in self.pending}
 
-    def _collect(self, patience: float) -> None:
+    def collect(self, patience: float) -> None:
         """Take in what ranks and keeper have to say, waiting up to `patience` seconds for the first word."""
         assert self.keeper is not None
         ready = wait([self.keeper, *self.pending.values()], patience)
@@ -141,14 +159,14 @@ class Group:
             if rank in self.pending and not self.pending[rank].poll():
                 del self.pending[rank]  # said nothing, though a process that it had started may still hold its line open
 
-    def _collect_until(self, deadline: float) -> None:
-        while len(self.outcomes) < self.job.ranks and not self._dead() and (patience := deadline - time.monotonic()) > 0:
-            self._collect(patience)
+    def collect_until(self, deadline: float) -> None:
+        while len(self.outcomes) < self.job.ranks and not self.dead() and (patience := deadline - time.monotonic()) > 0:
+            self.collect(patience)
 
     def _keepers_word(self) -> tuple[int, int]:
         assert self.keeper is not None
         try:
-            (rank, status), _ = wire.receive(self.keeper)
+            (rank, status), _ = messages.receive(self.keeper)
         except (EOFError, OSError):
             for pid in self.pids.values():
                 kill_session(pid)  # on Linux the ranks are dead by now, but not what they had started
@@ -157,13 +175,13 @@ class Group:
 
     def _raise_first(self) -> None:
         """A death explains the failures around it; among failures the earliest explains the others."""
-        for rank, status in sorted(self._dead().items()):
+        for rank, status in sorted(self.dead().items()):
             raise died(rank, self.job.ranks, status, self.output.errors_of(rank), self.board.read(rank))
         failures = [(o.when, rank, o) for rank, o in self.outcomes.items() if isinstance(o, Failure)]
         _, rank, failure = min(failures, key=lambda entry: entry[0])
         raise_in_caller(failure, rank, self.job.ranks)
 
-    def _check_waits(self) -> None:
+    def check_waits(self) -> None:
         """End the run if a rank has waited for longer than `timeout` in one place."""
         notes = self._notes()
         late = self._overdue(notes)
@@ -173,9 +191,12 @@ class Group:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR2)  # faulthandler writes where it is
         time.sleep(_TICK)
+        self.collect(0)
         # Whose note has changed by now is not stuck: it is no part of a deadlock.
         notes = {rank: note if rank in late or note == self.board.read(rank) else None for rank, note in notes.items()}
-        raise hung(self.job, self._overdue(notes), notes, {rank: self._stack(rank) for rank in notes}, self.pids)
+        notes = {rank: note for rank, note in notes.items() if rank in self.pending}
+        if late := self._overdue(notes):
+            raise hung(self.job, late, notes, {rank: self._stack(rank) for rank in notes}, self.pids)
 
     def _notes(self) -> dict[int, Standing | None]:
         return {rank: self.board.read(rank) for rank in self.pending}
@@ -187,7 +208,7 @@ class Group:
     def _stack(self, rank: int) -> str:
         return os.pread(self.stacks[rank].fileno(), 1 << 16, 0).decode(errors="replace")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End every process that is left, and return when the last one is gone."""
         for control in self.controls:
             control.close()

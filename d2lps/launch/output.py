@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import IO, TextIO
 
 _MOST = 1_000_000  # bytes of one rank's output that are shown; the beginning of a longer one is left out
@@ -11,8 +12,8 @@ _MOST = 1_000_000  # bytes of one rank's output that are shown; the beginning of
 class Output:
     """Two files without a name for each rank: what it writes to its standard output, and to its standard error."""
 
-    def __init__(self, ranks: int, live: bool) -> None:
-        self.live = live
+    def __init__(self, labels: Sequence[str], live: bool) -> None:
+        self.live, self.labels, ranks = live, labels, len(labels)
         self.out = [tempfile.TemporaryFile() for _ in range(ranks)]
         self.err = [tempfile.TemporaryFile() for _ in range(ranks)]
         self._shown = {file.fileno(): 0 for file in self.out + self.err}
@@ -36,9 +37,10 @@ class Output:
 
     def _show(self, whole_lines: bool) -> None:
         for files, stream in ((self.out, sys.stdout), (self.err, sys.stderr)):
-            for rank, file in enumerate(files):
+            for rank, file in enumerate(files if stream is not None else ()):  # a program without a console has none
                 self._show_one(rank, file, stream, whole_lines)
-            stream.flush()
+            if stream is not None:
+                stream.flush()
 
     def _show_one(self, rank: int, file: IO[bytes], stream: TextIO, whole_lines: bool) -> None:
         descriptor, begin = file.fileno(), self._shown[file.fileno()]
@@ -50,6 +52,6 @@ class Output:
             text = text[: text.rfind(b"\n") + 1]
         self._shown[descriptor] = begin + left_out + len(text)
         if left_out:
-            print(f"rank {rank} | ... {left_out:,} bytes left out ...", file=stream)
+            print(f"{self.labels[rank]} | ... {left_out:,} bytes left out ...", file=stream)
         for line in text.decode(errors="replace").splitlines():
-            print(f"rank {rank} | {line}", file=stream)
+            print(f"{self.labels[rank]} | {line}", file=stream)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
-from d2lps.comm.communicator import SEED
+from d2lps.comm.rank import SEED
 from d2lps.comm.standing import SharedBoard
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.trace.recorder import Log, Recorder
@@ -65,7 +65,7 @@ class Success:
     result: bytes
     started: float
     ended: float
-    log: Log | None
+    logs: list[Log]  # empty where nothing was recorded
     imported: tuple[str, ...] = ()  # what the fork server had better import for the ranks to come
 
 
@@ -80,6 +80,7 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, me
     job: Job = pickle.loads(caller.recv_bytes())
     program = caller.recv_bytes()
     notes = SharedBoard(board, rank)
+    comm: Communicator | None = None
     try:
         function, args = cloudpickle.loads(program)
         comm = shm.join(meeting, job.ranks, rank) if job.backend == "shm" else _join(rank, job, meeting)
@@ -87,10 +88,11 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, me
         outcome: Success | Failure = execute(comm, function, args, job.trace)
     except BaseException as error:
         outcome = failure(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     with contextlib.suppress(EOFError, OSError):  # the caller may have given up on this run
         caller.send_bytes(pickle.dumps(outcome))
+        if isinstance(comm, shm.SharedMemoryCommunicator) and isinstance(outcome, Success):
+            comm.leave()
         caller.recv_bytes()  # stay until all are done: others may still be reading from this rank's sockets
 
 
@@ -100,10 +102,11 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     recorder = comm.recorder = Recorder(comm.rank, comm.now) if trace else None
     started = comm.now()
     result = function(comm, *args)
+    comm.finish()
     ended = comm.now()
-    log = recorder.log(started, ended, str(comm.node)) if recorder else None
+    logs = recorder.logs(started, ended, str(comm.node)) if recorder else []
     imported = tuple(name for name in _LATE if name in sys.modules)
-    return Success(_packed(result, comm.rank), started, ended, log, imported)
+    return Success(_packed(result, comm.rank), started, ended, logs, imported)
 
 
 def _packed(result: Any, rank: int) -> bytes:
@@ -142,6 +145,13 @@ def _redirect(out: int, err: int) -> None:
         stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def flush() -> None:
+    """Write out what the rank has printed, even where its function has put something else in the streams' place, or nothing."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
 
 
 def _join(rank: int, job: Job, listener: int) -> Communicator:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from d2lps import sharedmemory
-from d2lps.launch.joined import join, under_launcher
 from d2lps.launch.local import run_local
 from d2lps.launch.rank import Job
+from d2lps.launch.torchrun import join, under_launcher
 from d2lps.result import Run
 
 BACKENDS = ("auto", "shm", "gloo", "nccl")
@@ -46,7 +46,7 @@ def run(
     _check(function, ranks, backend, timeout)
     if under_launcher():
         return join(function, ranks, args, backend, timeout, trace, debug)
-    backend, device = _resolve(backend, ranks)
+    backend, device = resolve(backend, ranks)
     return run_local(function, args, Job(ranks, backend, device, 0, timeout, trace, debug), live)
 
 
@@ -61,7 +61,7 @@ def _check(function: Callable[..., Any], ranks: int, backend: str, timeout: floa
         raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
 
 
-def _resolve(backend: str, ranks: int) -> tuple[str, str]:
+def resolve(backend: str, ranks: int) -> tuple[str, str]:
     """Which transport, and where the ranks' tensors live."""
     gpus, missing = torch.cuda.device_count(), sharedmemory.missing()
     if backend == "nccl" and gpus < ranks:

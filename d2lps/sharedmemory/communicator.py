@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -10,22 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
 from d2lps.comm.ops import op_name
-from d2lps.comm.standing import Standing, callers_line
+from d2lps.comm.standing import IN_VAIN, Standing, callers_line
+from d2lps.comm.started import InThread
 from d2lps.comm.work import Transfer
 from d2lps.sharedmemory import all_reduce
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena, bytes_of
-from d2lps.sharedmemory.bells import Bells
 from d2lps.sharedmemory.mailbox import Mailbox
 from d2lps.sharedmemory.meeting import Call, Meeting, Values, call_of, disagree, values_of
 from d2lps.sharedmemory.message import Receiving, Sending
 from d2lps.sharedmemory.places import Places
 from d2lps.sharedmemory.reading import allow_siblings
 from d2lps.sharedmemory.stage import Stage
+from d2lps.sharedmemory.waiting import Waiting
 from d2lps.signatures import by_statement, fixed
 
 _BARRIER, _AGREE, _EMPTY, _SPLIT, _PLACES, _ALL_REDUCE = range(6)
@@ -35,10 +38,10 @@ _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 class Rank:
     """What one process has in the shared memory, whatever groups it belongs to."""
 
-    def __init__(self, descriptor: int, ranks: int, rank: int) -> None:
+    def __init__(self, descriptor: int, ranks: int, rank: int, timeout: float = math.inf, numbers: Sequence[int] = ()) -> None:
         self.arena = Arena(descriptor, ranks, rank)
-        self.bells = Bells(self.arena)
-        self.mailbox = Mailbox(self.arena, self.bells)
+        self.waiting = Waiting(self.arena, timeout, numbers)
+        self.mailbox = Mailbox(self.arena, self.waiting)
         self.stage, self.places = Stage(self.arena), Places(self.arena)
 
 
@@ -47,8 +50,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def __init__(self, mine: Rank, members: Sequence[int], place: int, name: str = "world") -> None:
         super().__init__(members, list(members).index(mine.arena.rank), name)
-        self.mine, self.meeting = mine, Meeting(mine.arena, mine.mailbox, members, self.rank, place)
-        mine.places.enter(self.meeting)
+        self.mine = mine
+        if place >= 0:
+            self._enter(place)
         allow_siblings()
         self.device, self.node = torch.device("cpu"), socket.gethostname()
         self.generator = torch.Generator().manual_seed(self.rank)
@@ -70,6 +74,10 @@ class SharedMemoryCommunicator(Communicator):
         if needed > free:
             raise MemoryError(f"{needed:,} bytes of shared memory are needed for {self.size} ranks; {free:,} are left")
         return self.mine.arena.empty(shape, dtype)
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done: whoever waits for it from now on waits in vain, and nobody else cares."""
+        self.mine.waiting.leave()
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -144,13 +152,42 @@ class SharedMemoryCommunicator(Communicator):
         members = [self.members[rank] for rank in mine]
         return SharedMemoryCommunicator(self.mine, members, places[mine[0]], f"{self.name}/{self._splits}.{color}")
 
+    def _enter(self, place: int) -> None:
+        self.meeting = Meeting(self.mine.arena, self.mine.mailbox, self.members, self.rank, place)
+        self.mine.places.enter(self.meeting)
+
+    def _beside(self, name: str) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(self.mine, self.members, -1, name)
+
+    def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
+        def work(comm: SharedMemoryCommunicator, *args: Any) -> None:
+            with comm.standing("start"):
+                comm._agree_on_a_place()
+            try:
+                function(comm, *args)
+            finally:
+                del comm.meeting  # its place is free when the last rank has left it
+
+        return InThread(beside, work, args)
+
+    def _agree_on_a_place(self) -> None:
+        """The first rank tells the others, by message: there is no place yet where they could meet."""
+        place = torch.tensor([self.mine.places.new(self.size) if self.rank == 0 else -1])
+        if self.rank == 0:
+            transfers = [self._post_send(place, other, 0) for other in range(1, self.size)]
+        else:
+            transfers = [self._post_recv(place, 0, 0)]
+        for transfer in transfers:
+            transfer.wait()
+        self._enter(int(place))
+
     def _meet(self, call: Call, values: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Meet, and make sure that all mean the same."""
         heard = self.meeting.exchange(call, values, text)
         if disagree(heard):
             calls = [call_of(said) for said in heard]
             if len({kind for kind, *_ in calls}) > 1:  # rank 0 at a barrier, rank 1 at a split: neither will ever be complete
-                self.mine.bells.wait(lambda: False, self.members)  # as in every world: the launcher will see, and explain
+                self.mine.waiting.wait(lambda: False, lambda: [])  # as in every world: the launcher will see, and explain
             raise Mismatch("the ranks disagree: " + by_statement([_spell(call) for call in calls], self.members))
         return heard
 
@@ -159,19 +196,21 @@ class SharedMemoryCommunicator(Communicator):
     @contextmanager
     def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """As everywhere, but the note is only written once a wait turns out to be long: most are shorter than the writing."""
-        peer, bells = self.members[peer] if peer >= 0 else -1, self.mine.bells
+        peer, waiting = self.members[peer] if peer >= 0 else -1, self.mine.waiting
         start, since, noted = self.now(), time.monotonic(), False
 
-        def note() -> None:
+        def note(in_vain: bool) -> bool:
             nonlocal noted
-            noted, line = True, callers_line()
-            self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, since))
+            noted, line, when = True, callers_line(), IN_VAIN if in_vain else since
+            standing = Standing(action, peer, tag, nbytes, self._collective, self.members, *line, when)
+            self.board.write(standing, self.lane)
+            return self.board.watched
 
-        bells.long_wait = note
+        waiting.noting(note)
         yield
-        bells.long_wait = lambda: None
+        waiting.noting(None)
         if noted:
-            self.board.write(None)
+            self.board.write(None, self.lane)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
@@ -183,8 +222,10 @@ class _Transfer:
         self.comm, self.message, self.peer, self.tag = comm, message, peer, tag
 
     def wait(self) -> None:
-        members = self.comm.members
-        self.comm.mine.mailbox.wait(self.message, members, members[self.peer], self.tag)
+        self.comm.mine.mailbox.wait(self.message, self.comm.members[self.peer], self.tag)
+
+    def is_done(self) -> bool:
+        return self.comm.mine.mailbox.is_done(self.message)
 
 
 def join(descriptor: int, ranks: int, rank: int) -> SharedMemoryCommunicator:

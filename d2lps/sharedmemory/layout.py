@@ -1,6 +1,6 @@
 """What lies where in the shared file. All offsets and sizes in bytes.
 
-    desks       a line for each rank: its bell, what it waits for, its process
+    desks       a line for each rank: its bell, who may wake it, its process, and how that has ended
     inboxes     for each pair of ranks, counters and a ring of the messages announced
     meeting     where all ranks of the run meet; smaller groups get theirs from the space of their first rank
     spaces      one for each rank: tensors, and messages under way
@@ -25,7 +25,7 @@ class Layout:
     """The file of a run; its length is far more than is ever used, and only used pages take memory."""
 
     def __init__(self, ranks: int) -> None:
-        self.desks = LINE  # the first line tells which rank is known to be dead
+        self.desks = 0
         self.posted = self.desks + ranks * LINE
         self.seen = self.posted + 8 * ranks * ranks
         self.rings = self.seen + 8 * ranks * ranks

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
 
 import torch
 
-from d2lps.comm.communicator import describe
+from d2lps.comm.explain import mismatch
+from d2lps.comm.rank import describe
 from d2lps.sharedmemory import futex
 from d2lps.sharedmemory.arena import Arena
-from d2lps.sharedmemory.bells import Bells
 from d2lps.sharedmemory.layout import RING
-from d2lps.sharedmemory.message import GROUP, SLIP, TAG, Receiving, Sending, beside, mismatch
+from d2lps.sharedmemory.message import GROUP, SLIP, TAG, Receiving, Sending, beside
 from d2lps.sharedmemory.pool import Pool
+from d2lps.sharedmemory.waiting import Waiting
 
 Key = tuple[int, int, int]  # group, source, tag
 
@@ -27,8 +27,8 @@ Key = tuple[int, int, int]  # group, source, tag
 class Mailbox:
     """The messages of one rank, of all groups that it belongs to."""
 
-    def __init__(self, arena: Arena, bells: Bells) -> None:
-        self.arena, self.bells, self.words = arena, bells, arena.words
+    def __init__(self, arena: Arena, waiting: Waiting) -> None:
+        self.arena, self.waiting, self.words = arena, waiting, arena.words
         self.rank, self.ranks, self.pool = arena.rank, arena.ranks, Pool(arena.space)
         self._expected: defaultdict[Key, deque[Receiving]] = defaultdict(deque)
         self._arrived: defaultdict[Key, deque[int]] = defaultdict(deque)  # slips
@@ -59,10 +59,10 @@ class Mailbox:
             self._match(key)
         return message
 
-    def wait(self, message: Sending | Receiving, group: Sequence[int], peer: int, tag: int) -> None:
+    def wait(self, message: Sending | Receiving, peer: int, tag: int) -> None:
         """Return when a message is complete; Mismatch if its ends disagree."""
-        if not self._is_done(message):
-            self.bells.wait(lambda: self._is_done(message), group)
+        if not self.is_done(message):
+            self.waiting.wait(lambda: self.is_done(message), lambda: [peer])
         if isinstance(message, Sending):
             refused = message.refused()
             with self._lock:
@@ -72,7 +72,7 @@ class Mailbox:
         elif message.sent:
             raise mismatch(peer, self.rank, tag, message.sent, describe(message.tensor))
 
-    def _is_done(self, message: Sending | Receiving) -> bool:
+    def is_done(self, message: Sending | Receiving) -> bool:
         self.progress()
         return message.is_done()
 
@@ -92,7 +92,7 @@ class Mailbox:
         if self._moving:
             for message, peer in self._moving:
                 if message.advance():
-                    self.bells.ring(peer)
+                    self.waiting.wake(peer)
             self._moving = [entry for entry in self._moving if entry[0].moves()]
         if self._unannounced:
             self._announce_more()
@@ -109,7 +109,7 @@ class Mailbox:
             self.open -= 1
             message.take_up(arrived.popleft())
             if message.advance() or message.done:
-                self.bells.ring(key[1])
+                self.waiting.wake(key[1])
             if message.moves():
                 self._moving.append((message, key[1]))
 
@@ -129,7 +129,7 @@ class Mailbox:
         self.words[ring + count % RING] = slip
         futex.ordering_fence()
         self.words[posted] = count + 1
-        self.bells.ring(dst)
+        self.waiting.wake(dst)
         return True
 
     def _announce_more(self) -> None:
@@ -154,7 +154,7 @@ class Mailbox:
             keys.append(key)
         self.words[seen] = count
         if count - before == RING:  # it was full: the other may be waiting for a place
-            self.bells.ring(src)
+            self.waiting.wake(src)
         for key in keys:
             self._match(key)
 

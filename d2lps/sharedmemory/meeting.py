@@ -8,7 +8,8 @@ have come to the next, and so have heard this one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -36,7 +37,6 @@ class Meeting:
         self._came = [(begin + other * LINE) // 8 for other in range(len(members))]
         self.count = 0  # of the meetings so far
         self._slots: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
-        self._await: list[Callable[[], bool]] = [self._has_come(other) for other in range(len(members))]
 
     def exchange(self, call: Call, mine: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Say the same `call` as all others, and values of one's own; returns what each rank said (see `heard`)."""
@@ -63,15 +63,18 @@ class Meeting:
         self.count += 1
         futex.ordering_fence()
         self.words[self._came[self.rank]] = self.count
-        self.mailbox.bells.ring_all(self._neighbours)
+        self.mailbox.waiting.wake_all(self._neighbours)
 
     def complete(self) -> None:
         """Return when all have come."""
         for other in self.others:
             if self.words[self._came[other]] < self.count:
-                awaited = None if self.mailbox.busy() else self.members[other]
-                self.mailbox.bells.wait(self._await[other], self.members, awaited)
+                only = None if self.mailbox.busy() else self.members[other]
+                self.mailbox.waiting.wait(partial(self._has_come, other), self._missing, only)
         futex.ordering_fence()
+
+    def _missing(self) -> list[int]:
+        return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
 
     def has_all(self, number: int) -> bool:
         """Whether all have come to the meeting of that number."""
@@ -79,14 +82,11 @@ class Meeting:
 
     def wait_in_vain(self, other: int) -> None:
         """For one who will not come: an error, as soon as it is known why."""
-        self.mailbox.bells.wait(lambda: False, self.members, self.members[other])
+        self.mailbox.waiting.wait(lambda: False, lambda: [self.members[other]])
 
-    def _has_come(self, other: int) -> Callable[[], bool]:
-        def ready() -> bool:
-            self.mailbox.progress()
-            return self.words[self._came[other]] >= self.count
-
-        return ready
+    def _has_come(self, other: int) -> bool:
+        self.mailbox.progress()
+        return self.words[self._came[other]] >= self.count
 
     def _statement(self, rank: int, count: int) -> int:
         return self.begin + self.layout.statements + (2 * rank + count % 2) * STATEMENT

@@ -13,7 +13,6 @@ import struct
 
 import torch
 
-from d2lps.comm import Mismatch
 from d2lps.sharedmemory import futex
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena
 
@@ -131,7 +130,3 @@ def spell(nbytes: int, dtype: int) -> str:
     kind = DTYPES[dtype]
     return f"{str(kind).removeprefix('torch.')}[{nbytes // kind.itemsize}]"
 
-
-def mismatch(src: int, dst: int, tag: int, sent: str, expected: str) -> Mismatch:
-    where = f"message from rank {src} to rank {dst}, tag {tag}"
-    return Mismatch(f"{where}: the sender sends {sent}, the receiver expects {expected}")

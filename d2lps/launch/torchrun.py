@@ -2,9 +2,7 @@
 
 import os
 import pickle
-import re
 import socket
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,15 +14,13 @@ import torch.distributed as dist
 
 from d2lps.comm import RankFailed, RankHung
 from d2lps.comm.explain import State, describe_state
-from d2lps.comm.standing import Standing
+from d2lps.launch.lastnote import LastNote, meaning, release
 from d2lps.launch.rank import Success, execute
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.result import Run
 from d2lps.trace import merge
 
 _inside = False
-_TIMED_OUT = re.compile("timed out|timeout|no signature", re.IGNORECASE)  # gloo, a store, the debug mode
-_LOST = re.compile("connection|broken pipe", re.IGNORECASE)
 
 
 def under_launcher() -> bool:
@@ -50,7 +46,7 @@ def join(
     try:
         return _exchange(_called(function, comm, args, timeout, trace), comm.rank, meeting, trace)
     except BaseException as error:
-        _clear_frames(error)
+        release(error)
         raise
     finally:
         _inside = False
@@ -60,18 +56,11 @@ def join(
         comm.group = group = meeting = None
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Let go of the variables in an exception's tracebacks, the groups among them; the lines stay."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def _called(
     function: Callable[..., Any], comm: ProcessGroupCommunicator, args: tuple[Any, ...], timeout: float, trace: bool
 ) -> Success:
     """The outcome of the function; a wait that fails is explained."""
-    comm.board = note = _LastNote()
+    comm.board = note = LastNote()
     try:
         return execute(comm, function, args, trace)
     except (RuntimeError, TimeoutError) as error:
@@ -98,15 +87,6 @@ def _resolve(backend: str) -> tuple[str, torch.device]:
     return "gloo", torch.device("cpu")
 
 
-class _LastNote:
-    """A board for one: torch says neither who waited nor for whom, so what it says is put beside the last note."""
-
-    standing: Standing | None = None
-
-    def write(self, standing: Standing | None) -> None:
-        self.standing = standing
-
-
 def _groups(backend: str, device: torch.device, timeout: float) -> tuple[ProcessGroupCommunicator, Any]:
     """A group of this run's own, whose timeout and messages are nobody else's, and one to meet in at its end.
 
@@ -122,9 +102,10 @@ def _groups(backend: str, device: torch.device, timeout: float) -> tuple[Process
 
 def _explained(error: Exception, state: State, timeout: float) -> Exception | None:
     """A wait that failed, told as a run on one machine would tell it, as far as this rank can know."""
-    if _TIMED_OUT.search(str(error)):
+    kind = meaning(error)
+    if kind is RankHung:
         return RankHung(f"rank {state.rank} has waited for more than timeout={timeout:g} s\n{describe_state(state)}")
-    if _LOST.search(str(error)):
+    if kind is RankFailed:
         return RankFailed(f"rank {state.rank} has lost another rank, which tells why itself\n{describe_state(state)}")
     return None
 
@@ -137,11 +118,11 @@ def _exchange(mine: Success, rank: int, meeting: Any, trace: bool) -> Run:
     except RuntimeError as error:
         raise RankFailed(f"rank {rank} has returned, but another rank has failed, which tells why itself") from error
     outcomes: list[tuple[str, Success]] = [(host, pickle.loads(packed)) for host, packed in everyone]
-    logs = [outcome.log for _, outcome in outcomes if outcome.log is not None]
+    logs = [log for _, outcome in outcomes for log in outcome.logs]
     return Run(
         [cloudpickle.loads(outcome.result) for _, outcome in outcomes],
         _longest(outcomes),
-        merge(logs, len(logs)) if trace else None,
+        merge(logs, len(outcomes)) if trace else None,
     )
 
 
