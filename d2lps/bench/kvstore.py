@@ -14,7 +14,7 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 from d2lps import kvstore
-from d2lps.bench.turns import LOOPBACK, Operation, Plan, Rival, Row, answer, arena, in_turn, row, text
+from d2lps.bench.turns import LOOPBACK, Operation, Plan, Rival, Row, answer, in_turn, present, row, text
 
 WORKERS, SERVERS = 2, 2
 SIZES = {4_000_000: 16, 1_000: 200}  # bytes of a key: how many keys
@@ -37,11 +37,10 @@ def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[Row]:
     directions counted. "messages": in a second.
     """
     rows = []
-    with arena() as place:
-        rivals = {way: place.ours(way, WORKERS, partial(_run, *OURS[way])) for way in ways}
-        rivals[RPC] = place.program(Rival(RPC, sleepless=True), WORKERS + SERVERS, __name__)
+    rivals = [*(Rival(way, __name__, WORKERS) for way in ways), Rival(RPC, __name__, WORKERS + SERVERS, sleepless=True)]
+    with present(rivals):
         for nbytes in SIZES:
-            times = in_turn({way: (rival, nbytes) for way, rival in rivals.items()}, rounds)
+            times = in_turn({rival.name: partial(rival.time, nbytes) for rival in rivals}, rounds)
             rows += [_row(way, nbytes, seconds, times[RPC]) for way, seconds in times.items()]
     return rows
 
@@ -64,8 +63,13 @@ def _row(way: str, nbytes: int, seconds: list[float], rpcs: list[float]) -> Row:
 # ---- the workers ----------------------------------------------------------------------------------------------------------
 
 
-def _run(durability: str, shared: bool, door: str) -> None:
-    kvstore.run(_ours, WORKERS, SERVERS, door, shared, consistency="asp", durability=durability, timeout=600.0)
+def start(door: str, way: str) -> None:
+    """RPC as in PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework"."""
+    if way == RPC:
+        mp.spawn(_rank, (door,), WORKERS + SERVERS)
+    else:
+        durability, shared = OURS[way]
+        kvstore.run(_ours, WORKERS, SERVERS, door, shared, consistency="asp", durability=durability, timeout=600.0)
 
 
 def _ours(kv: kvstore.KVWorker, door: str, shared: bool) -> None:
@@ -124,11 +128,6 @@ class _Remote:
 
     def _call(self, function: Callable[..., Any], key: int, *args: torch.Tensor) -> Any:
         return rpc.rpc_async(str(WORKERS + key % SERVERS), function, args=(key, *args))
-
-
-def start(door: str, _: str) -> None:
-    """As in PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework"."""
-    mp.spawn(_rank, (door,), WORKERS + SERVERS)
 
 
 def _rank(rank: int, door: str) -> None:

@@ -9,12 +9,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from d2lps.bench.turns import Row, row, text
+from d2lps.bench.turns import Row, in_turn, row, text
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.simulator import simulate
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _LINK = 1.25e9  # bytes/s: 10 Gb/s
 _LATENCY = 1e-6
 _CHUNK = 40_000  # floats: those of the first case on 1024 ranks
-SIMGRID = "SimGrid's SMPI"
+OURS, SIMGRID = {"ours, without a trace": False, "ours, with its trace": True}, "SimGrid's SMPI"
 # Its plain model of a link, and no time for what the program computes: the same question as ours.
 _MODEL = ["network/model:CM02", "network/crosstraffic:0", "network/TCP-gamma:0", "smpi/simulate-computation:no"]
 _PLATFORM = """<?xml version="1.0"?><!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd"><platform version="4.1">
@@ -90,26 +91,26 @@ def with_links(arities: Sequence[int] = (8, 10, 12, 14)) -> list[Row]:
 
 def beside(ranks: int = 128, rounds: int = 5) -> list[Row]:
     """One star in turn: ours untraced and traced, and SimGrid where there is one, which is the peer (see `turns.row`)."""
-    topology, floats = star(ranks, _LINK, _LATENCY), _CHUNK * ranks
-    ways: dict[str, Callable[[], Row]] = {
-        "ours, without a trace": lambda: measure("", topology, floats),
-        "ours, with its trace": lambda: measure("", topology, floats, trace=True),
-    }
+    topology, found = star(ranks, _LINK, _LATENCY), dict[str, Row]()
+
+    def wall(way: str, act: Callable[[], Row]) -> float:
+        found[way] = act()
+        return float(found[way]["wall"])
+
     with tempfile.TemporaryDirectory() as folder:
-        if has_simgrid():
-            ways[SIMGRID] = _simgrid(Path(folder), ranks)
-        done = [{way: act() for way, act in ways.items()} for _ in range(rounds + 1)][1:]
-    walls = {way: [rows[way]["wall"] for rows in done] for way in ways}
-    peer = walls.get(SIMGRID, [float("nan")])
-    figures = [row(way, wall, peer, ranks=ranks, virtual=done[0][way]["virtual"]) for way, wall in walls.items()]
-    return [each | {"cost": 1e6 * each["median"] / done[0][each["way"]]["messages"]} for each in figures]
+        ways = {way: partial(measure, way, topology, _CHUNK * ranks, trace=trace) for way, trace in OURS.items()}
+        ways |= {SIMGRID: _simgrid(Path(folder), ranks)} if has_simgrid() else {}
+        times = in_turn({way: partial(wall, way, act) for way, act in ways.items()}, rounds)
+    peer = times.get(SIMGRID, [float("nan")])
+    rows = [found[way] | row(way, seconds, peer) for way, seconds in times.items()]
+    return [each | {"cost": 1e6 * each["median"] / each["messages"]} for each in rows]
 
 
 def has_simgrid() -> bool:
     return bool(shutil.which("smpicc") and shutil.which("smpirun"))
 
 
-def _simgrid(folder: Path, ranks: int) -> Callable[[], Row]:
+def _simgrid(folder: Path, ranks: int) -> partial[Row]:
     """As in SMPI's documentation: a program in C, compiled by smpicc and run by smpirun, start and end of which are counted."""
     program, platform = folder / "ring", folder / "star.xml"
     platform.write_text(_PLATFORM.format(last=ranks - 1))
@@ -117,12 +118,13 @@ def _simgrid(folder: Path, ranks: int) -> Callable[[], Row]:
     command = ["smpirun", "-np", str(ranks), "-platform", str(platform), str(program), str(4 * _CHUNK)]
     command += ["--log=root.thresh:error", *(f"--cfg={option}" for option in _MODEL)]
 
-    def act() -> Row:
-        start = time.perf_counter()
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        return _figures(SIMGRID, ranks, _CHUNK * ranks, float(said.split()[-1]), time.perf_counter() - start)
+    return partial(_run, command, ranks)
 
-    return act
+
+def _run(command: list[str], ranks: int) -> Row:
+    start = time.perf_counter()
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return _figures(SIMGRID, ranks, _CHUNK * ranks, float(said.split()[-1]), time.perf_counter() - start)
 
 
 def table() -> tuple[str, list[Row]]:

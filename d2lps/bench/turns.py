@@ -1,6 +1,6 @@
-"""Rivals in turn: what is ours, and what isn't, waits in processes of its own until it is called, is practised, and is timed.
+"""Rivals in turn: each waits in a program of its own until it is called, practises, and is timed.
 
-A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns MODULE HOW DOOR` calls
+A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns MODULE NAME DOOR` calls
 `start` of a table's module, which spawns its processes itself (or is one of mpirun's). Nothing of ours works in them: no
 launcher, no communicator, no fork server. Each process goes to the door, a socket, and does what it is told there.
 """
@@ -13,9 +13,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -51,103 +50,93 @@ def _timed(operation: Operation, meet: Operation, repeats: int) -> tuple[float, 
     return (start, time.monotonic()) if repeats else NEVER
 
 
-@dataclass
+@dataclass(eq=False)
 class Rival:
-    """Processes of one world, who may be told what to do."""
+    """A program, and its processes' lines to the one who calls them in turn."""
 
     name: str
-    sleepless: bool = False  # they look for messages all the time, and so are stopped while it is not their turn
+    module: str
+    processes: int
+    launcher: Sequence[str] = ()  # as mpirun, which starts several Pythons
+    sleepless: bool = False  # its processes look for messages all the time, and are stopped while it is not their turn
     lines: list[Connection] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
 
-    def come_in(self, listener: socket.socket, processes: int, lives: Callable[[], bool]) -> None:
-        """Let so many processes in, while their program lives."""
-        deadline = time.monotonic() + PATIENCE
-        while len(self.lines) < processes:
-            with suppress(TimeoutError):
-                self.lines.append(Connection(listener.accept()[0].detach()))
-            if not lives() or time.monotonic() > deadline:
-                raise RuntimeError(f"{self.name}: only {len(self.lines)} of {processes} came; what they printed says why")
-        self.pids = [_heard(self.name, line) for line in self.lines]
+    @contextmanager
+    def present(self, door: str) -> Iterator[None]:
+        """Its processes have come to the door, and at the end are sent home."""
+        command = [*self.launcher, sys.executable, "-m", __name__, self.module, self.name, door]
+        environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # PyTorch's tensors on huge pages, as ours and NumPy's are
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(door)
+            listener.listen(64)
+            program = subprocess.Popen(command, env=environment)
+            try:
+                self._come_in(listener, program)
+                yield
+            finally:
+                self._go_home(program)
 
     def time(self, order: Any) -> float:
         """Seconds from the first process's start to the last one's end."""
-        self.signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         for line in self.lines:
             line.send(order)
-        spans = [_heard(self.name, line) for line in self.lines]
-        self.signal(signal.SIGSTOP)
+        spans = [self._heard(line) for line in self.lines]
+        self._signal(signal.SIGSTOP)
         return float(max(end for _, end in spans) - min(start for start, _ in spans))
 
-    def signal(self, number: int) -> None:
+    def _come_in(self, listener: socket.socket, program: "subprocess.Popen[bytes]") -> None:
+        listener.settimeout(0.5)
+        deadline = time.monotonic() + PATIENCE
+        while len(self.lines) < self.processes:
+            with suppress(TimeoutError):
+                self.lines.append(Connection(listener.accept()[0].detach()))
+            if program.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name}: {len(self.lines)} of {self.processes} came; what they printed says why")
+        self.pids = [self._heard(line) for line in self.lines]
+
+    def _heard(self, line: Connection) -> Any:
+        if not line.poll(PATIENCE):
+            raise TimeoutError(f"{self.name}: nothing heard for {PATIENCE:g} s")
+        try:
+            return line.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name}: a process has ended without an answer; what it printed says why") from None
+
+    def _signal(self, number: int) -> None:
         for pid in self.pids if self.sleepless else []:
             os.kill(pid, number)
 
-    def go_home(self) -> None:
-        with suppress(OSError):  # if it has failed, that has been said
-            self.signal(signal.SIGCONT)
+    def _go_home(self, program: "subprocess.Popen[bytes]") -> None:
+        with suppress(OSError):  # if one has failed, that has been said
+            self._signal(signal.SIGCONT)
             for line in self.lines:
                 line.send(None)
         for line in self.lines:
             line.close()
-
-
-class Arena:
-    """Where rivals come in, each by its own door; at the end all are sent home."""
-
-    def __init__(self, folder: str, stack: ExitStack) -> None:
-        self.folder, self.stack = folder, stack
-
-    def ours(self, name: str, processes: int, start: Callable[[str], object]) -> Rival:
-        """`start(door)` runs processes of ours, and returns when they have ended."""
-
-        def begin(door: str) -> Callable[[], bool]:
-            thread = threading.Thread(target=start, args=(door,), daemon=True)
-            thread.start()
-            self.stack.callback(thread.join, PATIENCE)
-            return thread.is_alive
-
-        return self._enter(Rival(name), processes, begin)
-
-    def program(self, rival: Rival, processes: int, module: str, launcher: Sequence[str] = ()) -> Rival:
-        """A program of its own: the module's `start(door, name)` in a new Python, or in several that a launcher starts."""
-
-        def begin(door: str) -> Callable[[], bool]:
-            command = [*launcher, sys.executable, "-m", __name__, module, rival.name, door]
-            environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # PyTorch's tensors on huge pages, as ours and NumPy's are
-            process = subprocess.Popen(command, env=environment)
-            self.stack.callback(_ended, process)
-            return lambda: process.poll() is None
-
-        return self._enter(rival, processes, begin)
-
-    def _enter(self, rival: Rival, processes: int, begin: Callable[[str], Callable[[], bool]]) -> Rival:
-        door = os.path.join(self.folder, str(len(os.listdir(self.folder))))
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(door)
-            listener.listen(64)
-            listener.settimeout(0.5)
-            lives = begin(door)
-            self.stack.callback(rival.go_home)
-            rival.come_in(listener, processes, lives)
-        return rival
+        try:
+            program.wait(PATIENCE)
+        finally:
+            program.kill()
 
 
 @contextmanager
-def arena() -> Iterator[Arena]:
+def present(rivals: Sequence[Rival]) -> Iterator[None]:
+    """All of them, one after the other."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        yield Arena(folder, stack)
+        for number, rival in enumerate(rivals):
+            stack.enter_context(rival.present(os.path.join(folder, str(number))))
+        yield
 
 
-def in_turn(orders: dict[str, tuple[Rival, Any]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each way, by name and round; a round before the first is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in orders}
-    for number in range(rounds + 1):
-        for name, (rival, order) in orders.items():
-            seconds = rival.time(order)
-            if number:
-                times[name].append(seconds)
-    return times
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds that each way says it took, by name and round; a round before the first is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, act in ways.items():
+            times[name].append(act())
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def row(way: str, seconds: Sequence[float], peer: Sequence[float], unit: float = 1.0, **more: Any) -> Row:
@@ -169,22 +158,6 @@ def text(heading: str, columns: dict[str, str], rows: Sequence[Row], *notes: str
     first, *rest = (max(map(len, column)) for column in zip(*lines, strict=True))
     texts = ["  ".join([f"{way:{first}}", *map(str.rjust, cells, rest)]) for way, *cells in lines]
     return "\n".join([*texts, *filter(None, notes)])
-
-
-def _heard(name: str, line: Connection) -> Any:
-    if not line.poll(PATIENCE):
-        raise TimeoutError(f"{name}: nothing heard for {PATIENCE:g} s")
-    try:
-        return line.recv()
-    except EOFError:
-        raise RuntimeError(f"{name}: a process has ended without an answer; what it printed says why") from None
-
-
-def _ended(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(PATIENCE)
-    finally:
-        process.kill()
 
 
 if __name__ == "__main__":
