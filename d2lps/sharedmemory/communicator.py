@@ -51,9 +51,9 @@ class SharedMemoryCommunicator(Communicator):
     def __init__(self, mine: Rank, members: Sequence[int], place: int, name: str = "world") -> None:
         super().__init__(members, list(members).index(mine.arena.rank), name)
         self.mine = mine
+        allow_siblings()
         if place >= 0:
             self._enter(place)
-        allow_siblings()
         self.device, self.node = torch.device("cpu"), socket.gethostname()
         self.generator = torch.Generator().manual_seed(self.rank)
         self._number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")  # alike in all members

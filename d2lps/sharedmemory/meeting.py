@@ -82,7 +82,8 @@ class Meeting:
 
     def wait_in_vain(self, other: int) -> None:
         """For one who will not come: an error, as soon as it is known why."""
-        self.mailbox.waiting.wait(lambda: False, lambda: [self.members[other]])
+        missing = self.members[other]
+        self.mailbox.waiting.wait(lambda: False, lambda: [missing], missing)
 
     def _has_come(self, other: int) -> bool:
         self.mailbox.progress()
