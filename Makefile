@@ -10,7 +10,7 @@ SITE := _build/html
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak bench size lab execute serve clean
+.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak versions bench size lab execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -41,8 +41,14 @@ test-notebooks: .venv/.done  ## run the notebooks and compare with their stored 
 test-site: book  ## open every page of the site in Chromium, with the network off
 	D2LPS_SITE=$(SITE) $(PYTEST) -n 3 tests/test_site.py
 
-soak: .venv/.done  ## provoke failures for an hour or so: kills, hangs, broken frames
+soak: .venv/.done  ## provoke failures for an hour or two: kills, hangs, broken frames, programs of torch's 30 times over
 	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_sharedmemory.py tests/test_kvstore_*.py
+	D2LPS_REPEAT=30 $(PYTEST) --timeout 3600 tests/test_backend_programs.py
+
+# pip takes torch from where it is told to look. Where that has only builds for CUDA, these run without a GPU too, at 6 to 8 GB
+# of disk each: torch loads the CUDA libraries when it is imported, so they can't be left out.
+versions: .venv/.done  ## test the library under other PyTorch and Python: 30 GB, an hour or more; VERSIONS=2.6.0 for one
+	$(BIN)/python tests/versions.py $(VERSIONS)
 
 bench: .venv/.done  ## measure ours beside its peers; TABLES=... for some
 	$(BIN)/python -m d2lps.bench $(TABLES)

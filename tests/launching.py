@@ -115,9 +115,20 @@ def zombies() -> int:
 
 
 def shared_memory() -> set[str]:
-    """The names in shared memory, without those of the browser and of Open MPI, which tests beside this one may be using."""
-    names = os.listdir("/dev/shm") if sys.platform == "linux" else []
-    return {name for name in names if not name.startswith((".", "vader_segment"))}
+    """The names in shared memory, without those in use by processes that these tests have not started."""
+    if sys.platform != "linux":
+        return set()
+    names = set()
+    for entry in os.scandir("/dev/shm"):
+        with contextlib.suppress(FileNotFoundError):  # it has just gone
+            if entry.stat().st_uid == os.geteuid():
+                names.add(entry.name)
+    ours = {os.getpid(), *(process.pid for process in started())} if names else set()
+    for process in psutil.process_iter() if names else ():
+        with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+            if process.pid not in ours:
+                names -= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{process.pid}/maps").read_text()))
+    return names
 
 
 def belongings() -> dict[str, Any]:
@@ -151,7 +162,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     known = started()
     yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds))
     start_fork_server()  # if the test has killed it
-    until(lambda: belongings() == before and shared_memory() <= memory, seconds=3)
+    until(lambda: belongings() == before and shared_memory() <= memory)
     left = {what: now for what, now in belongings().items() if now != before[what]}
     assert not left, f"left behind: {left}; before: { {what: before[what] for what in left} }"
     assert shared_memory() <= memory
@@ -186,7 +197,7 @@ def running(command: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
 def output_of(command: list[str], **more: str) -> str:
     """What a command prints, which must end well."""
     with running(command, **more) as process:
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=250)
         assert process.returncode == 0, text
         return text
 

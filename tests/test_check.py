@@ -8,7 +8,7 @@ import torch
 from oracles import ALGORITHMS
 
 from d2lps import Communicator, check, collectives
-from d2lps.check.values import BASE, MOST, common_place, countable, counts, labelled, origin
+from d2lps.check.values import BASE, MOST, common_element, countable, counts, labelled, origin
 from d2lps.topology import hgx_h100, ring, star
 
 Function = Callable[..., Any]
@@ -353,7 +353,7 @@ def test_a_sum_says_who_and_from_where(ranks: int) -> None:
         total = sum((countable(rank, 8, part) * (rank + 1) for rank in range(ranks)), start=torch.zeros(8, dtype=torch.int64))
         for element, value in enumerate(total.tolist()):
             assert counts(value, ranks) == [rank + 1 for rank in range(ranks)]
-            assert common_place(value, ranks, 8) == (part, element)
+            assert common_element(value, ranks, 8) == (part, element)
     assert counts(-1, ranks) is None and (ranks == MOST or counts(BASE**ranks, ranks) is None)
 
 

@@ -247,6 +247,9 @@ folder, chance, between = sys.argv[1], random.Random(2), 0
 def files(step):
     return {f"server-{server}": {"w": torch.full((200_000,), float(step)), "b": torch.tensor([step])} for server in range(2)}
 
+def drafts():
+    return any(name.startswith(".") for name in os.listdir(folder))
+
 def whole(step=None):
     found = load(folder, step)
     assert all((t == found.step).all() for file in found.files.values() for t in file.values())
@@ -259,8 +262,10 @@ for life in range(30):
     if not (child := os.fork()):
         for step in range(newest + 1, newest + 1000):
             save(folder, step, files(step), {"step": step})
-    time.sleep(chance.uniform(0.005, 0.06))
-    between += any(name.startswith(".") for name in os.listdir(folder))
+    while not (drafts() if life % 2 else max(steps(folder)) > newest):  # until it writes, or has written
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.06))
+    between += drafts()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert whole() >= newest and all(whole(step) == step for step in steps(folder))
@@ -270,7 +275,7 @@ print(whole(), between)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks after torch was imported")
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_one_whole(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     newest, between = map(int, done.stdout.split())
     assert newest >= 5 and between >= 5, "killed now in the midst of writing, now elsewhere"

@@ -346,19 +346,18 @@ def test_a_worker_that_hangs() -> None:
             kv.barrier()
         time.sleep(1000)
 
-    start = time.monotonic()
     with pytest.raises(RankHung, match="rank 0 waits for a parameter server's answer") as caught:
-        kvstore.run(worker, 2, 2, timeout=0.5)
-    assert "rank 1 is running" in str(caught.value) and time.monotonic() - start < 5
+        kvstore.run(worker, 2, 2, timeout=2)
+    assert "rank 1 is running" in str(caught.value)
 
 
 def test_a_server_that_is_stopped_is_named(tmp_path: Path) -> None:
     def saboteur(cluster: Cluster) -> None:
-        cluster.sleep(0.1)
+        until(lambda: all((tmp_path / f"{rank}").exists() and (tmp_path / f"{rank}").stat().st_size for rank in range(2)), 60)
         cluster.servers[1].pause()
 
     with pytest.raises(RankHung, match="waits for a parameter server's answer") as caught:
-        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", timeout=0.7, split=64, saboteur=saboteur)
+        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", timeout=2, split=64, saboteur=saboteur)
     assert "server 1 is stopped (SIGSTOP)" in caught.value.__notes__
 
 
@@ -393,7 +392,7 @@ def test_a_killed_caller_takes_everything_with_it(tmp_path: Path, nothing_left: 
         assert until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), 60)
         process.kill()
         process.wait()
-        assert nothing_left(3)
+        assert nothing_left(30)
     assert until(lambda: not list((tmp_path / "temporary").iterdir()))
 
 

@@ -349,7 +349,7 @@ for life in range(25):
     begun = reported[0]
     if not (child := os.fork()):
         write(begun)
-    while reported[0] == begun:
+    while reported[0] < begun + 5:
         time.sleep(0.001)
     time.sleep(chance.uniform(0, 0.02))
     os.kill(child, signal.SIGKILL)
@@ -367,6 +367,6 @@ print(reported[0], "records", cuts, "cut")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks after torch was imported")
 def test_a_killed_writer_loses_no_record_that_it_had_reported(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LIVES, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", LIVES, str(tmp_path)], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 100

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import nothing_left
+from launching import nothing_left, until
 from oracles import digits, joins_later
 
 from d2lps import kvstore
@@ -45,7 +45,7 @@ def test_values_are_those_of_a_simulation_to_the_bit(durability: str) -> None:
     real = kvstore.run(add_up, 3, 2, 4, split=100, durability=durability)
     simulated = kvstore.simulate(add_up, star(5, 1e9, 1e-6), 3, 2, 4, split=100)
     assert alike(real.results, simulated.results) and alike(real.values, simulated.values)
-    assert real.staleness == simulated.staleness and 0 < real.time < 60 and not real.history and not real.lost
+    assert real.staleness == simulated.staleness and real.time > 0 and not real.history and not real.lost
     for one, other in zip(real.servers, simulated.servers, strict=True):
         assert (one.received, one.sent, one.nbytes, one.requests) == (other.received, other.sent, other.nbytes, other.requests)
 
@@ -185,24 +185,29 @@ def test_training_on_digits_equals_one_process() -> None:
     assert ((x @ weights).argmax(1) == labels).float().mean() > 0.9
 
 
-def test_a_slow_worker_is_never_more_than_the_staleness_behind() -> None:
-    def worker(kv: Any) -> int:
+def test_a_slow_worker_is_never_more_than_the_staleness_behind(tmp_path: Path) -> None:
+    def worker(kv: Any, lead: int, ahead: Path) -> int:
+        """How many steps it was ahead of the slowest, at most; rank 0 has `lead` steps done before the others begin."""
         out, most = torch.zeros(kv.num_workers), 0
         kv.init("clocks", out)
         kv.barrier()
         for step in range(20):
-            kv.comm.sleep(0.01 if kv.rank else 0.001)
+            if kv.rank:
+                assert until(ahead.exists, 60)
+                kv.comm.sleep(0.01)
             mine = torch.zeros(kv.num_workers)
             mine[kv.rank] = 1
             kv.push("clocks", mine)
             kv.clock()
             kv.pull("clocks", out).wait()
             most = max(most, step + 1 - int(out.min()))
+            if not kv.rank and step + 1 == lead:
+                ahead.touch()
         return most
 
-    run = kvstore.run(worker, 3, 1, consistency="ssp", staleness=2)
-    assert 0 < max(run) <= 2 and max(run.staleness) <= 2
-    assert max(kvstore.run(worker, 3, 1, consistency="asp")) > 2
+    run = kvstore.run(worker, 3, 1, 2, tmp_path / "ssp", consistency="ssp", staleness=2)
+    assert max(run) == max(run.staleness) == 2
+    assert max(kvstore.run(worker, 3, 1, 20, tmp_path / "asp", consistency="asp")) == 20
 
 
 # ---- what workers may do ----------------------------------------------------------------------------------------------------
@@ -344,5 +349,5 @@ def test_a_standstill_is_explained() -> None:
             kv.comm.recv(torch.zeros(1), src=0)
 
     with pytest.raises(RankHung) as caught:
-        kvstore.run(worker, 2, 1, timeout=0.5)
+        kvstore.run(worker, 2, 1, timeout=2)
     assert "rank 0 waits for a parameter server's answer (in worker" in str(caught.value)

@@ -91,6 +91,16 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[set[str]]:
     return [part for part in nx.strongly_connected_components(nx.DiGraph(edges)) if len(part) > 1]
 
 
+def test_a_circle_is_found_and_who_only_leads_to_it_is_not_in_it() -> None:
+    assert circles([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("e", "a")]) == [{"a", "b", "c"}]
+    assert not circles([("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")])
+
+
+def test_no_algorithm_asks_whether_it_is_recorded() -> None:
+    algorithms = [module for module in MODULES if part_of(module) in LAYERS[2]]
+    assert not [module for module in algorithms if "recorder" in MODULES[module].read_text()]
+
+
 def test_no_two_parts_know_each_other() -> None:
     edges = {(part_of(module), part_of(other)) for module in MODULES for other in imports(module)}
     assert not circles((part, other) for part, other in edges if part and part != other)

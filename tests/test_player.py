@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from beside import beside
+from oracles import told
 from widget_page import chromium, needs_chromium, picture, shown, until
 
 import d2lps
@@ -156,6 +157,20 @@ def test_a_strip_tells_what_each_lane_does_when() -> None:
     assert (drawn["end"], drawn["stops"][-1]["t"]) == (4, 2)  # to the end of the optimizer's step
 
 
+def test_a_collective_that_was_started_lies_beside_what_its_rank_does_meanwhile() -> None:
+    def work(comm: Communicator) -> None:
+        gradient = torch.ones(4)
+        under_way = comm.start(all_reduce, gradient)
+        comm.sleep(1.5)
+        under_way.wait()
+
+    drawn = scene(d2lps.simulate(work, star(2, bandwidth=8.0)).trace, clock="time")
+    found = [(lane["rank"], {bar["kind"]: bar["times"] for bar in lane["bars"]}) for lane in drawn["strip"]]
+    own, beside = {"sleeping": "0 1.5", "waiting": "1.5 2"}, {"waiting": "0 1 1 2", "moving": "0 1 1 2"}
+    assert found == [(0, own), (0, beside), (1, own), (1, beside)]
+    assert [stop["t"] for stop in drawn["stops"]] == [0, 1, 2]
+
+
 def test_where_nothing_is_computed_or_beside_or_where_rounds_count_there_is_no_strip() -> None:
     assert "strip" not in scene(two_ranks(), clock="time")
     assert "strip" not in scene(under_a_backward_pass())
@@ -189,6 +204,15 @@ def test_on_a_real_clock_two_collectives_that_ran_beside_have_steps_of_their_own
     assert [stop["t"] for stop in drawn["stops"]] == [0, 1, 2, 11, 12]
     assert [stop["text"].count("→") for stop in drawn["stops"]] == [0, 2, 2, 2, 2]
     assert [stop["t"] for stop in scene(trace)["stops"]] == [0, 1, 2]
+
+
+def test_the_picture_that_stands_in_has_a_timeline_below_even_without_a_message() -> None:
+    def height(trace: Trace) -> int:
+        return int.from_bytes(Player(trace, clock="time")._still()[20:24])  # as PNG tells it
+
+    silent = told("", "")
+    assert height(beside(silent, (0, "compute", "alone", 0.0, 1.0))) > height(silent) + 100
+    assert height(under_a_backward_pass()) > height(two_ranks()) + 100
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------------
@@ -282,3 +306,13 @@ def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(brow
 def test_without_a_strip_a_player_has_one_picture(browser: Any) -> None:
     with shown(browser, Player(two_ranks(), clock="time")) as page:
         assert page.locator(".d2lps svg").count() == 1
+
+
+@needs_chromium
+def test_a_run_without_messages_that_only_computes_plays_too(browser: Any) -> None:
+    silent = told("", "")
+    trace = beside(silent, (0, "compute", "alone", 0.0, 1.0))
+    with shown(browser, Player(trace, clock="time"), reduced_motion="reduce") as page:
+        assert page.locator(".strip rect.computing").count() == 1
+        page.locator('[data-action="next"]').click()
+        assert page.evaluate("model.get('t')") == 1

@@ -1,7 +1,9 @@
-"""Predicted and measured on real hosts: Linux network namespaces, joined by a bridge, each link shaped to 400 Mb/s.
+"""Predicted and measured on real hosts: Linux network namespaces, joined by a bridge, each link shaped to 50 Mb/s.
 
 A cluster in a box. Every host has a network stack of its own and runs one process of an env:// job, as it would under
-torchrun; `tc tbf` lets only so many bytes a second into each end of its cable. Needs root, and a kernel with the parts.
+torchrun; `tc tbf` lets only so many bytes a second into each end of its cable. So few that the machine's processor does not
+matter: the kernel passes them on, and a process that must wait for a core when a message ends loses some milliseconds of a
+step of 80 or more. Needs root, and a kernel with the parts.
 This file is both: the test, and (run as a script) the job on the hosts.
 """
 
@@ -26,26 +28,28 @@ from d2lps import Communicator
 from d2lps.collectives import all_reduce
 
 ROOT = Path(__file__).resolve().parents[1]
-MEGABITS = 400
+MEGABITS = 50
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of our data in it: tbf counts the former
 SIZES = [3, 5, 8]  # how many of the hosts take part
 BANDWIDTH = MEGABITS / 8 * 1e6 * PAYLOAD / FRAME
-ELEMENTS = 2_500_000  # 10 MB
-# A bucket of 256 KB is 5 ms of the link: with less, a busy machine that looks at it too late wastes it; with more, it would
-# no longer shape messages of 25 ms. The queue holds 5 ms, as that of a switch would, and drops what is more.
-SHAPE = f"tbf rate {MEGABITS}mbit burst 256kb latency 5ms"
+# A bucket of 32 KB is 5 ms of the link: with less, a busy machine that looks at it too late wastes it; with more, it would
+# no longer shape messages of 25 ms. The queue holds 40 ms, 250 KB as that of a switch would, and drops what is more.
+SHAPE = f"tbf rate {MEGABITS}mbit burst 32kb latency 40ms"
+# How many elements each algorithm adds up, so that it takes about a second; and how often it is measured.
+ELEMENTS = {"ring": 1_000_000, "one_server": 200_000, "all_servers": 300_000}
+REPEATED = {"ring": 3, "one_server": 1, "all_servers": 1}
 
 
 # ---- what the ranks do, in both worlds ----------------------------------------------------------------------------------
 
 
 def ring(comm: Communicator, device: str) -> None:
-    all_reduce(comm, torch.ones(ELEMENTS, device=device), algorithm="ring")
+    all_reduce(comm, torch.ones(ELEMENTS["ring"], device=device), algorithm="ring")
 
 
 def one_server(comm: Communicator, device: str) -> None:
     """All others send to rank 0, which adds up and sends the sum back."""
-    tensor, others = torch.ones(ELEMENTS, device=device), range(1, comm.size)
+    tensor, others = torch.ones(ELEMENTS["one_server"], device=device), range(1, comm.size)
     if comm.rank:
         comm.send(tensor, 0)
         comm.recv(tensor, 0)
@@ -60,7 +64,7 @@ def one_server(comm: Communicator, device: str) -> None:
 
 
 def all_servers(comm: Communicator, device: str) -> None:
-    all_reduce(comm, torch.ones(ELEMENTS, device=device), algorithm="blockwise")
+    all_reduce(comm, torch.ones(ELEMENTS["all_servers"], device=device), algorithm="blockwise")
 
 
 def ping_pong(comm: Communicator, device: str) -> float:
@@ -78,7 +82,6 @@ def ping_pong(comm: Communicator, device: str) -> float:
 
 
 ALGORITHMS: dict[str, Callable[[Communicator, str], None]] = {"ring": ring, "one_server": one_server, "all_servers": all_servers}
-REPEATED = {"ring": 5, "one_server": 1, "all_servers": 3}
 
 
 def job(rank: int, size: int, host: str) -> dict[str, float]:
@@ -164,7 +167,7 @@ def measure(hosts: list[str]) -> list[dict[str, float]]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without names: no news
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=250)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

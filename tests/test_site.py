@@ -93,7 +93,7 @@ def test_a_request_to_elsewhere_fails_and_is_a_fault(context: "playwright.Browse
     faults = watch(page, address)
     for url in ("https://example.org/x.png", "http://192.0.2.1/y.png"):  # names and numbers kept for examples
         page.set_content(f'<img src="{url}">')
-        page.wait_for_function("document.querySelector('img').complete", timeout=5 * SECONDS)
+        page.wait_for_function("document.querySelector('img').complete", timeout=30 * SECONDS)
         assert {f"elsewhere: {url}", f"not loaded: {url}"} <= set(faults)
     page.close()
 
@@ -125,7 +125,7 @@ def drawing(widget: "playwright.Locator") -> str:
 def wait_for(page: "playwright.Page", widget: "playwright.Locator", what: str, picture: str) -> None:
     """Wait until the widget's picture is ("==") or is not ("!=") the given one."""
     code = f"([widget, picture]) => widget.querySelector('svg').outerHTML {what}= picture"
-    page.wait_for_function(code, arg=[widget.element_handle(), picture], timeout=5 * SECONDS)
+    page.wait_for_function(code, arg=[widget.element_handle(), picture], timeout=30 * SECONDS)
 
 
 def settle(widget: "playwright.Locator") -> str:
@@ -140,11 +140,11 @@ def settle(widget: "playwright.Locator") -> str:
 def open_widgets(page: "playwright.Page", url: str, name: str) -> list["playwright.Locator"]:
     """Load a page, unfold its solutions as a reader would, wait until all its widgets have drawn; return them."""
     page.goto(url)
-    page.wait_for_function("!document.querySelector('.solution.dropdown:not(.toggle)')", timeout=15 * SECONDS)
+    page.wait_for_function("!document.querySelector('.solution.dropdown:not(.toggle)')", timeout=30 * SECONDS)
     page.evaluate("document.querySelectorAll('.toggle-hidden button.toggle-button').forEach(button => button.click())")
     found, expected = page.locator(", ".join(SELECTORS.values())), widgets(name)
     for index, kind in enumerate(expected):
-        found.nth(index).locator("svg :is(path, rect)").first.wait_for(state="attached", timeout=15 * SECONDS)
+        found.nth(index).locator("svg :is(path, rect)").first.wait_for(state="attached", timeout=30 * SECONDS)
         assert f" {SELECTORS[kind][1:]} " in f" {found.nth(index).get_attribute('class')} "
     assert found.count() == len(expected)
     return found.all()

@@ -71,7 +71,7 @@ def picture(page: Any) -> str:
 def until(page: Any, picture: str, same: bool = False) -> None:
     """Wait until the widget's picture has become another, or this one again."""
     code = "([picture, same]) => (document.querySelector('.d2lps svg').outerHTML === picture) === same"
-    page.wait_for_function(code, arg=[picture, same], timeout=5000)
+    page.wait_for_function(code, arg=[picture, same], timeout=30_000)
 
 
 def middle(path: Any) -> tuple[float, float]:

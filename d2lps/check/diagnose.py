@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from d2lps.check.values import common_place, counts, origin
+from d2lps.check.values import common_element, counts, origin
 from d2lps.trace import Origins, Trace
 from d2lps.trace.origins import Piece
 
@@ -17,7 +17,7 @@ def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, pa
     def how(element: int) -> object:
         """Whose addends, from which part, and from how far away."""
         value = int(got[element])
-        part, came_from = common_place(value, parts, len(got)) or (None, element)
+        part, came_from = common_element(value, parts, len(got)) or (None, element)
         return counts(value, ranks), part, came_from - element
 
     first, last = _wrong_run(got, wanted, how)
@@ -41,8 +41,8 @@ def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, pa
 
 
 def _displaced(value: int, parts: int, elements: int, length: int) -> str:
-    """Every rank has been added as often as it should, but not in this place; `length` elements in a row."""
-    found = common_place(value, parts, elements)
+    """Every rank has been added as often as it should, but not with this element; `length` elements in a row."""
+    found = common_element(value, parts, elements)
     if found is None:
         return "every rank is in the sum, but not with the same element"
     part, from_ = found
@@ -66,8 +66,8 @@ def wrong_copy(rank: int, name: str, got: torch.Tensor, wanted: torch.Tensor) ->
 
 
 def _spelled(source: tuple[int, int, int]) -> str:
-    rank, part, place = source
-    return f"element {place} of part {part} of rank {rank}" if part else f"element {place} of rank {rank}"
+    rank, part, element = source
+    return f"element {element} of part {part} of rank {rank}" if part else f"element {element} of rank {rank}"
 
 
 def _wrong_run(got: torch.Tensor, wanted: torch.Tensor, how: Callable[[int], object]) -> tuple[int, int]:

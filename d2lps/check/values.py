@@ -2,8 +2,8 @@
 
 Where tensors are added, an element of rank r is 16**r: in a sum the r-th hexadecimal digit counts how often rank r was
 added; 0x0211 is rank 0 once, rank 1 once, rank 2 twice, rank 3 never. Above the digits stands a random number that is
-the same for this place on all ranks, so that a sum also shows from which place its addends came. Where nothing is added,
-an element is its rank, its part and its place. Everything is int64: digits of 8 ranks, and random numbers of 24 bits.
+the same for this element on all ranks, so that a sum also shows of which element its addends were. Where nothing is added,
+an element is its rank, its part and its number. Everything is int64: digits of 8 ranks, and random numbers of 24 bits.
 """
 
 import torch
@@ -11,16 +11,16 @@ import torch
 BASE = 16
 MOST = 8  # ranks
 _ABOVE = BASE**MOST  # where the random numbers begin
-_PART, _PLACE = 1000, 1000  # up to as many parts of a list, and elements of a tensor
+_PARTS, _ELEMENTS = 1000, 1000  # up to as many parts of a list, and elements of a tensor
 
 
 def countable(rank: int, elements: int, part: int = 0) -> torch.Tensor:
-    """`countable(2, 3) % 16**8` is tensor([256, 256, 256]); what stands above is another number at each place."""
+    """`countable(2, 3) % 16**8` is tensor([256, 256, 256]); what stands above is another number for each element."""
     return BASE**rank + _ABOVE * _marks(part, elements)
 
 
 def _marks(part: int, elements: int) -> torch.Tensor:
-    """The random numbers of one part's places."""
+    """The random numbers of one part's elements."""
     return torch.randint(1, 2**24, (elements,), generator=torch.Generator().manual_seed(part))
 
 
@@ -35,10 +35,10 @@ def counts(value: int, ranks: int) -> list[int] | None:
     return [value // BASE**rank % BASE for rank in range(ranks)]
 
 
-def common_place(value: int, parts: int, elements: int) -> tuple[int, int] | None:
-    """(part, element) of the place from which all addends of a sum came; None if they came from several.
+def common_element(value: int, parts: int, elements: int) -> tuple[int, int] | None:
+    """(part, element) of which all addends of a sum were; None if they were not all of one.
 
-    >>> common_place(int((countable(0, 5) + countable(1, 5))[3]), 1, 5)
+    >>> common_element(int((countable(0, 5) + countable(1, 5))[3]), 1, 5)
     (0, 3)
     """
     addends = sum(counts(value, MOST) or [])
@@ -50,15 +50,15 @@ def common_place(value: int, parts: int, elements: int) -> tuple[int, int] | Non
 
 
 def labelled(rank: int, part: int, elements: int) -> torch.Tensor:
-    """Elements that name their rank, their part of its list, and their place in it, never 0."""
-    return (1 + rank) * _PART * _PLACE + part * _PLACE + torch.arange(elements)
+    """Elements that name their rank, their part of its list, and their number in it, never 0."""
+    return (1 + rank) * _PARTS * _ELEMENTS + part * _ELEMENTS + torch.arange(elements)
 
 
 def origin(value: int) -> tuple[int, int, int] | None:
-    """(rank, part, place) of a labelled element; None for a value that is none.
+    """(rank, part, element) of a labelled element; None for a value that is none.
 
     >>> origin(int(labelled(2, 1, 5)[4]))
     (2, 1, 4)
     """
-    rank, rest = divmod(value, _PART * _PLACE)
-    return (rank - 1, *divmod(rest, _PLACE)) if rank > 0 else None
+    rank, rest = divmod(value, _PARTS * _ELEMENTS)
+    return (rank - 1, *divmod(rest, _ELEMENTS)) if rank > 0 else None

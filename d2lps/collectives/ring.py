@@ -46,8 +46,11 @@ def reduce_scatter_steps(comm: Communicator, ring: Ring, op: ReduceOp, keep: boo
         mine = passing[step]
         incoming = torch.empty_like(mine) if keep else room[mine.numel()]
         yield passing[step - 1], right, incoming, left
-        passing[step], other = (incoming, mine) if keep else (mine, incoming)
-        comm.combine(passing[step], other, op)
+        if keep:
+            comm.combine(incoming, mine, op)
+            passing[step] = incoming
+        else:
+            comm.combine(mine, incoming, op)
 
 
 def all_gather_steps(ring: Ring) -> Iterator[Step]:

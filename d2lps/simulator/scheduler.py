@@ -91,9 +91,11 @@ class Scheduler:
             try:
                 with torch.inference_mode(False):  # gradients are on, whoever waits in whatever mode meanwhile
                     task.result = function()
+            except GreenletExit:  # it was ended where it stood
+                pass
             except BaseException as error:
                 task.error = error
-                self.failed |= ended is None and not isinstance(error, GreenletExit)
+                self.failed |= ended is None
             task.ended = self.network.now
             if ended is not None:
                 ended()

@@ -186,7 +186,7 @@ class _Simulation:
     def _raise_first(self) -> None:
         tasks, now = self.world.scheduler.tasks, self.world.network.now
         for task in tasks:
-            if task.error is not None and task.rank not in self.world.mailbox.dead:
+            if task.error is not None:
                 task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, at {now:.6g} s of virtual time")
                 raise task.error
         if any(task.ended is None for task in tasks):

@@ -119,28 +119,18 @@ def _row(groups: Sequence[Sequence[Node]]) -> dict[Node, Point]:
 # ---- a DGX-1 ----------------------------------------------------------------------------------------------------------
 
 # Two quads, mirrored: the links between them are straight for the inner four, and go round for the outer.
-_DGX1: dict[Node, Point] = {
-    "gpu0": (0.29, 0.8),
-    "gpu1": (0.43, 0.8),
-    "gpu2": (0.29, 0.34),
-    "gpu3": (0.43, 0.34),
-    "gpu5": (0.57, 0.8),
-    "gpu4": (0.71, 0.8),
-    "gpu7": (0.57, 0.34),
-    "gpu6": (0.71, 0.34),
-    "pcie0": (0.12, 0.8),
-    "pcie1": (0.16, 0.34),
-    "pcie2": (0.88, 0.8),
-    "pcie3": (0.84, 0.34),
-    "cpu0": (0.05, 0.06),
-    "cpu1": (0.95, 0.06),
+_DGX1_ROWS = {
+    0.8: {"pcie0": 0.12, "gpu0": 0.29, "gpu1": 0.43, "gpu5": 0.57, "gpu4": 0.71, "pcie2": 0.88},
+    0.34: {"pcie1": 0.16, "gpu2": 0.29, "gpu3": 0.43, "gpu7": 0.57, "gpu6": 0.71, "pcie3": 0.84},
+    0.06: {"cpu0": 0.05, "cpu1": 0.95},
 }
 _DGX1_BENDS: dict[tuple[Node, Node], float] = {("gpu0", "gpu4"): 0.1, ("gpu2", "gpu6"): -0.1}
 _DGX1_BENDS |= {("gpu1", "pcie0"): 0.06, ("gpu5", "pcie2"): 0.06, ("gpu3", "pcie1"): -0.06, ("gpu7", "pcie3"): -0.06}
 
 
 def _dgx1(graph: nx.DiGraph) -> Layout:
-    return Layout(dict(_DGX1), 0.6, bends=dict(_DGX1_BENDS))
+    positions: dict[Node, Point] = {node: (x, y) for y, row in _DGX1_ROWS.items() for node, x in row.items()}
+    return Layout(positions, 0.6, bends=dict(_DGX1_BENDS))
 
 
 # ---- many machines ----------------------------------------------------------------------------------------------------

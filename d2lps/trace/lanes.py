@@ -3,16 +3,11 @@
 Lane 0 is a rank's own thread of control; in lanes 1, 2, ... runs what `Communicator.start` has set going beside it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from d2lps.trace.columns import Tables
+from d2lps.trace.columns import Columns, Tables
 
-Bars = dict[str, np.ndarray]  # columns: rank, lane, start, end (seconds), label
+Bars = Columns  # rank, lane, start, end (seconds), label
 
 
 def lanes(trace: Tables) -> np.ndarray:

@@ -4,21 +4,17 @@ The format is a list of small dictionaries, times in microseconds:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from d2lps.trace.columns import Columns, Tables
 from d2lps.trace.lanes import lanes
 from d2lps.trace.recorder import ACTIONS
-
-if TYPE_CHECKING:
-    from d2lps.trace.columns import Tables
 
 Event = dict[str, Any]
 Bar = tuple[int, int, str, float, float, Event]  # rank, lane, name, start, end (s), and what else is known
@@ -53,7 +49,7 @@ def _slice(track: int, name: str, start: float, end: float, args: Event) -> Even
     return {"ph": "X", "pid": 0, "tid": track, "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def _rows(table: dict[str, np.ndarray], *columns: str) -> Iterator[tuple[Any, ...]]:
+def _rows(table: Columns, *columns: str) -> Iterator[tuple[Any, ...]]:
     return zip(*(table[name].tolist() for name in columns), strict=True)
 
 

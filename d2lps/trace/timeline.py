@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from d2lps.trace.columns import Tables
 from d2lps.trace.lanes import Bars, bars, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from d2lps.trace.columns import Tables
 
 COLORS = {"computing": "#82d9b5", "sleeping": "#f3e4b5", "waiting": "#d9d9d9", "combining": "#0072b2", "copying": "#56b4e9"}
 COLORS |= {"moving": "#d55e00"}  # a message on its way

@@ -22,7 +22,7 @@ State = list[dict[str, Any] | None]
 def picture(scene: dict[str, Any], trace: Trace | None = None) -> Figure:
     """A few steps side by side, below them the timeline of a trace."""
     columns, rows = _chosen(scene["stops"]), scene["rows"]
-    heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace else [])]
+    heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
     drawn = figure(1.3 * len(columns) + 0.9, sum(heights))
     grid = drawn.add_gridspec(len(heights), len(columns), height_ratios=heights)
     axes = [drawn.add_subplot(grid[0, k]) for k in range(len(columns))]
@@ -30,7 +30,7 @@ def picture(scene: dict[str, Any], trace: Trace | None = None) -> Figure:
         _column(ax, scene, _state_at(scene, stop["t"]), stop["label"])
     names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
     axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
-    if trace:
+    if trace is not None:
         trace.timeline(drawn.add_subplot(grid[1, :]))
     drawn.suptitle(scene["title"], fontsize=9)
     return drawn

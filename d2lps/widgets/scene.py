@@ -35,7 +35,7 @@ class Scene:
         totals = np.cumsum(np.bincount(rounds, minlength=1))
         self.last_round = max(1, int(np.searchsorted(totals, _MOST_MESSAGES, side="right")) - 1)
         # Not in the order of the clock, which differs from run to run.
-        order = np.lexsort((m["src_seq"], m["src_lane"], m["src"], rounds))
+        order = np.lexsort((m["src_seq"], m["src_thread"], m["src"], rounds))
         self.shown = order[rounds[order] <= self.last_round]
 
     # ---- what the ranks hold ----------------------------------------------------------------------------------------
