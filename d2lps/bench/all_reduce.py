@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from d2lps import sharedmemory
-from d2lps.bench.turns import LOOPBACK, Arena, Operation, Plan, Rival, Row, answer, arena, in_turn, row, text
+from d2lps.bench.turns import LOOPBACK, Operation, Plan, Rival, Row, answer, in_turn, present, row, text
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.launch import run
@@ -28,13 +28,13 @@ COLUMNS |= {"algbw": "{algbw:.2f}", "busbw": "{busbw:.2f}", "x gloo": "{ratio:.2
 def measure(rounds: int = 11, sizes: tuple[int, ...] = SIZES) -> list[Row]:
     """A row for each way and size (see `turns.row`), in microseconds, with "algbw" and "busbw" in GB/s; the peer is gloo."""
     rows = []
-    with arena() as place:
-        rivals = _rivals(place)
+    rivals = _rivals()
+    with present(list(dict.fromkeys(rivals.values()))):
         for nbytes in sizes:
             repeats = max(1, min(30, 20_000_000 // nbytes))
-            orders = {way: (rival, (way, nbytes, repeats)) for way, rival in rivals.items()}
-            times = {way: [each / repeats for each in seconds] for way, seconds in in_turn(orders, rounds).items()}
-            rows += [_row(way, nbytes, seconds, times[GLOO]) for way, seconds in times.items()]
+            times = in_turn({way: partial(rival.time, (way, nbytes, repeats)) for way, rival in rivals.items()}, rounds)
+            each = {way: [second / repeats for second in seconds] for way, seconds in times.items()}
+            rows += [_row(way, nbytes, seconds, each[GLOO]) for way, seconds in each.items()]
     return rows
 
 
@@ -60,17 +60,12 @@ def _row(way: str, nbytes: int, seconds: list[float], gloo: list[float]) -> Row:
 # ---- the rivals -----------------------------------------------------------------------------------------------------
 
 
-def _rivals(place: Arena) -> dict[str, Rival]:
+def _rivals() -> dict[str, Rival]:
     """By way; all of ours are the same processes."""
-    rivals = {}
-    if not sharedmemory.missing():
-        ours = place.ours("ours", RANKS, lambda door: run(_ours, RANKS, door, timeout=600.0))
-        rivals = {way: ours for way in OURS}
-    rivals[GLOO] = place.program(GLOO, RANKS, "all_reduce", GLOO)
-    if _has_mpi():
-        before = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS)]
-        rivals[MPI] = place.program(MPI, RANKS, "all_reduce", MPI, before)
-    return rivals
+    launcher = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS))
+    rivals = {} if sharedmemory.missing() else dict.fromkeys(OURS, Rival("ours", __name__, RANKS))
+    rivals[GLOO] = Rival(GLOO, __name__, RANKS)
+    return rivals | ({MPI: Rival(MPI, __name__, RANKS, launcher)} if _has_mpi() else {})
 
 
 def _has_mpi() -> bool:
@@ -101,12 +96,14 @@ def _ordinary(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes // 4).fill_(0)
 
 
-def start(door: str, how: str) -> None:
+def start(door: str, name: str) -> None:
     """Gloo as in PyTorch's tutorial "Writing Distributed Applications"; one of mpirun's ranks as in mpi4py's."""
-    if how == GLOO:
+    if name == GLOO:
         mp.spawn(_gloo, (door,), RANKS)
-    else:
+    elif name == MPI:
         _mpi(door)
+    else:
+        run(_ours, RANKS, door, timeout=600.0)
 
 
 def _gloo(rank: int, door: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from d2lps import backend
-from d2lps.bench.turns import LOOPBACK, Plan, Row, answer, arena, in_turn, row, text
+from d2lps.bench.turns import LOOPBACK, Plan, Rival, Row, answer, in_turn, present, row, text
 
 RANKS = (2, 4)
 WIDTHS = {128: 20, 1024: 2}  # four layers: 264 KB and 16.8 MB of gradients; steps at a time
@@ -26,10 +26,10 @@ def measure(rounds: int = 11) -> list[Row]:
     """A row for each way, number of ranks and model (see `turns.row`), in milliseconds; the peer is gloo."""
     rows = []
     for ranks in RANKS:
-        with arena() as place:
-            rivals = {way: place.program(way, ranks, "ddp", f"{way}:{ranks}") for way in (*OURS, GLOO)}
+        rivals = {way: Rival(f"{way}:{ranks}", __name__, ranks) for way in (*OURS, GLOO)}
+        with present(list(rivals.values())):
             for width, steps in WIDTHS.items():
-                times = in_turn({way: (rival, width) for way, rival in rivals.items()}, rounds)
+                times = in_turn({way: partial(rival.time, width) for way, rival in rivals.items()}, rounds)
                 nbytes = 4 * 4 * (width * width + width)
                 more = {"ranks": ranks, "bytes": nbytes}
                 each = {way: [second / steps for second in seconds] for way, seconds in times.items()}

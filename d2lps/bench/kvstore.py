@@ -14,7 +14,7 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 from d2lps import kvstore
-from d2lps.bench.turns import LOOPBACK, Plan, Row, answer, arena, in_turn, row, text
+from d2lps.bench.turns import LOOPBACK, Operation, Plan, Rival, Row, answer, in_turn, present, row, text
 
 WORKERS, SERVERS = 2, 2
 SIZES = {4_000_000: 16, 1_000: 200}  # bytes of a key: how many keys
@@ -37,12 +37,10 @@ def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[Row]:
     directions counted. "messages": in a second.
     """
     rows = []
-    with arena() as place:
-        rivals = {way: place.ours(way, WORKERS, partial(_run, *OURS[way])) for way in ways}
-        # Idle, RPC's processes look for messages all the time: they are stopped while it is not their turn.
-        rivals[RPC] = place.program(RPC, WORKERS + SERVERS, "kvstore", RPC, asleep=True)
+    rivals = [*(Rival(way, __name__, WORKERS) for way in ways), Rival(RPC, __name__, WORKERS + SERVERS, sleepless=True)]
+    with present(rivals):
         for nbytes in SIZES:
-            times = in_turn({way: (rival, nbytes) for way, rival in rivals.items()}, rounds)
+            times = in_turn({rival.name: partial(rival.time, nbytes) for rival in rivals}, rounds)
             rows += [_row(way, nbytes, seconds, times[RPC]) for way, seconds in times.items()]
     return rows
 
@@ -62,47 +60,40 @@ def _row(way: str, nbytes: int, seconds: list[float], rpcs: list[float]) -> Row:
     return figures | speeds | {"messages": messages / figures["median"]}
 
 
-# ---- ours -----------------------------------------------------------------------------------------------------------------
-
-Call = Callable[[int, torch.Tensor], Any]  # key, tensor -> something that has a wait()
+# ---- the workers ----------------------------------------------------------------------------------------------------------
 
 
-def _run(durability: str, shared: bool, door: str) -> None:
-    kvstore.run(_ours, WORKERS, SERVERS, door, shared, consistency="asp", durability=durability, timeout=600.0)
+def start(door: str, way: str) -> None:
+    """RPC as in PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework"."""
+    if way == RPC:
+        mp.spawn(_rank, (door,), WORKERS + SERVERS)
+    else:
+        durability, shared = OURS[way]
+        kvstore.run(_ours, WORKERS, SERVERS, door, shared, consistency="asp", durability=durability, timeout=600.0)
 
 
 def _ours(kv: kvstore.KVWorker, door: str, shared: bool) -> None:
-    def init(values: dict[int, torch.Tensor]) -> None:
-        for key, value in values.items():
-            kv.init(key, value)
-
-    answer(door, _plans(init, kv.push, kv.pull, kv.comm.barrier, kv.empty if shared else torch.empty))
+    _work(door, kv, kv.comm.barrier, kv.empty if shared else torch.empty)
 
 
-def _plans(
-    init: Callable[[dict[int, torch.Tensor]], None],
-    push: Call,
-    pull: Call,
-    barrier: Callable[[], Any],
-    empty: Callable[[int], torch.Tensor] = torch.empty,
-) -> Callable[[int], Plan]:
-    """For an order, a key's bytes: the same for ours and for RPC."""
+def _work(door: str, kv: Any, barrier: Operation, empty: Callable[[int], torch.Tensor] = torch.empty) -> None:
+    """A worker of ours, or of RPC: `kv` has init, push and pull. An order is the bytes of a key."""
     kept: dict[int, dict[int, torch.Tensor]] = {}
+
+    def push_and_pull(values: dict[int, torch.Tensor]) -> None:
+        for call in (kv.push, kv.pull):
+            for work in [call(key, value) for key, value in values.items()]:
+                work.wait()
 
     def prepare(nbytes: int) -> Plan:
         if nbytes not in kept:
             kept[nbytes] = {nbytes + key: empty(nbytes // 4).fill_(1.0) for key in range(SIZES[nbytes])}
-            init(kept[nbytes])
+            for key, value in kept[nbytes].items():
+                kv.init(key, value)
             barrier()
-        return partial(_push_and_pull, push, pull, kept[nbytes]), barrier, 1
+        return partial(push_and_pull, kept[nbytes]), barrier, 1
 
-    return prepare
-
-
-def _push_and_pull(push: Call, pull: Call, values: dict[int, torch.Tensor]) -> None:
-    for call in (push, pull):
-        for work in [call(key, value) for key, value in values.items()]:
-            work.wait()
+    answer(door, prepare)
 
 
 # ---- torch RPC ------------------------------------------------------------------------------------------------------------
@@ -122,48 +113,31 @@ def _pull(key: int) -> torch.Tensor:
     return _store[key]
 
 
-class _Filled:
-    """A pulled tensor is copied to where the worker wants it, as ours is."""
+class _Remote:
+    """The worker's side; each key lives on one server whole."""
 
-    def __init__(self, future: Any, out: torch.Tensor) -> None:
-        self.future, self.out = future, out
+    def init(self, key: int, value: torch.Tensor) -> None:
+        self._call(_init, key, value).wait()
 
-    def wait(self) -> None:
-        self.out.copy_(self.future.wait())
+    def push(self, key: int, value: torch.Tensor) -> Any:
+        return self._call(_push, key, value)
+
+    def pull(self, key: int, out: torch.Tensor) -> Any:
+        """Copied, when it has come, to where the worker wants it, as ours is."""
+        return self._call(_pull, key).then(lambda pulled: out.copy_(pulled.value()))
+
+    def _call(self, function: Callable[..., Any], key: int, *args: torch.Tensor) -> Any:
+        return rpc.rpc_async(str(WORKERS + key % SERVERS), function, args=(key, *args))
 
 
-def start(door: str, _: str) -> None:
-    """As in PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework"."""
-    mp.spawn(_remote, (door,), WORKERS + SERVERS)
-
-
-def _remote(rank: int, door: str) -> None:
-    """Ranks 0 and 1 are workers, the others servers; each key lives on one server whole."""
+def _rank(rank: int, door: str) -> None:
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     warnings.simplefilter("ignore")
-    store, ranks = dist.FileStore(f"{door}.barrier", WORKERS), WORKERS + SERVERS
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{door}.store", rpc_timeout=600)
-    rpc.init_rpc(str(rank), rank=rank, world_size=ranks, rpc_backend_options=options)
+    rpc.init_rpc(str(rank), rank=rank, world_size=WORKERS + SERVERS, rpc_backend_options=options)
     if rank < WORKERS:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)
-        answer(door, _plans(_remote_init, _remote_push, _remote_pull, dist.barrier))
+        dist.init_process_group("gloo", init_method=f"file://{door}.barrier", rank=rank, world_size=WORKERS)
+        _work(door, _Remote(), dist.barrier)
     else:
         answer(door, lambda nbytes: (time.time, time.time, 0))
     rpc.shutdown()
-
-
-def _server(key: int) -> str:
-    return str(WORKERS + key % SERVERS)
-
-
-def _remote_init(values: dict[int, torch.Tensor]) -> None:
-    for key, value in values.items():
-        rpc.rpc_sync(_server(key), _init, args=(key, value))
-
-
-def _remote_push(key: int, value: torch.Tensor) -> Any:
-    return rpc.rpc_async(_server(key), _push, args=(key, value))
-
-
-def _remote_pull(key: int, out: torch.Tensor) -> Any:
-    return _Filled(rpc.rpc_async(_server(key), _pull, args=(key,)), out)

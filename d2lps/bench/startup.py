@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from d2lps.bench import starters
-from d2lps.bench.turns import Row, row, text
+from d2lps.bench.turns import Row, in_turn, row, text
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.launch import run
@@ -30,12 +31,9 @@ def measure(rounds: int = 5) -> list[Row]:
     """
     with _python(starters.__file__) as pytorch, _python("-m", __name__) as ours:
         ways = {way: (pytorch, method) for way, method in PYTORCH.items()} | {OURS: (ours, "")}
-        first = {way: [_seconds(*how)] for way, how in ways.items()}
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(rounds):
-            for way, how in ways.items():
-                times[way].append(_seconds(*how))
-    begun = {f"{way}, the first": first[way] for way in ways if way.endswith(("forkserver", OURS))}
+        acts = {way: partial(_seconds, *how) for way, how in ways.items()}
+        begun = {f"{way}, the first": [acts[way]()] for way in ways if way.endswith(("forkserver", OURS))}
+        times = in_turn(acts, rounds)
     return [row(way, seconds, times[SPAWN]) for way, seconds in (begun | times).items()]
 
 

@@ -1,7 +1,7 @@
-"""Rivals in turn: what is ours, and what isn't, waits in processes of its own until it is called, is practised, and is timed.
+"""Rivals in turn: each waits in a program of its own until it is called, practises, and is timed.
 
-A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns TABLE HOW DOOR` calls
-`start` of the table's file, which spawns its processes itself (or is one of mpirun's). Nothing of ours works in them: no
+A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns MODULE NAME DOOR` calls
+`start` of a table's module, which spawns its processes itself (or is one of mpirun's). Nothing of ours works in them: no
 launcher, no communicator, no fork server. Each process goes to the door, a socket, and does what it is told there.
 """
 
@@ -13,12 +13,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 Operation = Callable[[], object]
 Plan = tuple[Operation, Operation, int]  # what to do, where to meet before, how often (0: this process only serves the others)
@@ -50,88 +50,93 @@ def _timed(operation: Operation, meet: Operation, repeats: int) -> tuple[float, 
     return (start, time.monotonic()) if repeats else NEVER
 
 
-class Rival(NamedTuple):
-    """Processes of one world, and what may be ordered of them."""
+@dataclass(eq=False)
+class Rival:
+    """A program, and its processes' lines to the one who calls them in turn."""
 
     name: str
-    lines: list[Connection]
-    pids: list[int]
-    asleep: bool  # they are stopped while it is not their turn
-
-    def time(self, order: Any) -> float:
-        """Seconds from the first process's start to the last one's end."""
-        if self.asleep:
-            self.signal(signal.SIGCONT)
-        for line in self.lines:
-            line.send(order)
-        spans = [_heard(self.name, line) for line in self.lines]
-        if self.asleep:
-            self.signal(signal.SIGSTOP)
-        return float(max(end for _, end in spans) - min(start for start, _ in spans))
-
-    def signal(self, number: int) -> None:
-        for pid in self.pids:
-            os.kill(pid, number)
-
-
-class Arena:
-    """Where rivals come in, each by its own door; at the end all are sent home."""
-
-    def __init__(self, folder: str, stack: ExitStack) -> None:
-        self.folder, self.stack = folder, stack
-
-    def ours(self, name: str, processes: int, start: Callable[[str], object]) -> Rival:
-        """`start(door)` runs processes of ours, and returns when they have ended."""
-        with self._door() as (door, listener):
-            thread = threading.Thread(target=start, args=(door,), daemon=True)
-            thread.start()
-            self.stack.callback(thread.join, PATIENCE)
-            return self._come_in(name, listener, processes)
-
-    def program(
-        self, name: str, processes: int, table: str, how: str, launcher: Sequence[str] = (), asleep: bool = False
-    ) -> Rival:
-        """A program of its own: the table's `start(door, how)` in a new Python, or in several that a launcher starts."""
-        with self._door() as (door, listener):
-            command = [*launcher, sys.executable, "-m", __name__, table, how, door]
-            environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # PyTorch's tensors on huge pages, as ours and NumPy's are
-            process = subprocess.Popen(command, env=environment)
-            self.stack.callback(_ended, process)
-            return self._come_in(name, listener, processes, asleep)
+    module: str
+    processes: int
+    launcher: Sequence[str] = ()  # as mpirun, which starts several Pythons
+    sleepless: bool = False  # its processes look for messages all the time, and are stopped while it is not their turn
+    lines: list[Connection] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
 
     @contextmanager
-    def _door(self) -> Iterator[tuple[str, socket.socket]]:
-        door = os.path.join(self.folder, str(len(os.listdir(self.folder))))
+    def present(self, door: str) -> Iterator[None]:
+        """Its processes have come to the door, and at the end are sent home."""
+        command = [*self.launcher, sys.executable, "-m", __name__, self.module, self.name, door]
+        environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # PyTorch's tensors on huge pages, as ours and NumPy's are
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(door)
             listener.listen(64)
-            listener.settimeout(PATIENCE)
-            yield door, listener
+            program = subprocess.Popen(command, env=environment)
+            try:
+                self._come_in(listener, program)
+                yield
+            finally:
+                self._go_home(program)
 
-    def _come_in(self, name: str, listener: socket.socket, processes: int, asleep: bool = False) -> Rival:
-        rival = Rival(name, [], [], asleep)
-        self.stack.callback(_send_home, rival)
-        for _ in range(processes):
-            rival.lines.append(Connection(listener.accept()[0].detach()))
-            rival.pids.append(_heard(name, rival.lines[-1]))
-        return rival
+    def time(self, order: Any) -> float:
+        """Seconds from the first process's start to the last one's end."""
+        self._signal(signal.SIGCONT)
+        for line in self.lines:
+            line.send(order)
+        spans = [self._heard(line) for line in self.lines]
+        self._signal(signal.SIGSTOP)
+        return float(max(end for _, end in spans) - min(start for start, _ in spans))
+
+    def _come_in(self, listener: socket.socket, program: "subprocess.Popen[bytes]") -> None:
+        listener.settimeout(0.5)
+        deadline = time.monotonic() + PATIENCE
+        while len(self.lines) < self.processes:
+            with suppress(TimeoutError):
+                self.lines.append(Connection(listener.accept()[0].detach()))
+            if program.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name}: {len(self.lines)} of {self.processes} came; what they printed says why")
+        self.pids = [self._heard(line) for line in self.lines]
+
+    def _heard(self, line: Connection) -> Any:
+        if not line.poll(PATIENCE):
+            raise TimeoutError(f"{self.name}: nothing heard for {PATIENCE:g} s")
+        try:
+            return line.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name}: a process has ended without an answer; what it printed says why") from None
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids if self.sleepless else []:
+            os.kill(pid, number)
+
+    def _go_home(self, program: "subprocess.Popen[bytes]") -> None:
+        with suppress(OSError):  # if one has failed, that has been said
+            self._signal(signal.SIGCONT)
+            for line in self.lines:
+                line.send(None)
+        for line in self.lines:
+            line.close()
+        try:
+            program.wait(PATIENCE)
+        finally:
+            program.kill()
 
 
 @contextmanager
-def arena() -> Iterator[Arena]:
+def present(rivals: Sequence[Rival]) -> Iterator[None]:
+    """All of them, one after the other."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        yield Arena(folder, stack)
+        for number, rival in enumerate(rivals):
+            stack.enter_context(rival.present(os.path.join(folder, str(number))))
+        yield
 
 
-def in_turn(orders: dict[str, tuple[Rival, Any]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each way, by name and round; a round before the first is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in orders}
-    for number in range(rounds + 1):
-        for name, (rival, order) in orders.items():
-            seconds = rival.time(order)
-            if number:
-                times[name].append(seconds)
-    return times
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds that each way says it took, by name and round; a round before the first is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, act in ways.items():
+            times[name].append(act())
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def row(way: str, seconds: Sequence[float], peer: Sequence[float], unit: float = 1.0, **more: Any) -> Row:
@@ -155,30 +160,6 @@ def text(heading: str, columns: dict[str, str], rows: Sequence[Row], *notes: str
     return "\n".join([*texts, *filter(None, notes)])
 
 
-def _heard(name: str, line: Connection) -> Any:
-    if not line.poll(PATIENCE):
-        raise TimeoutError(f"{name}: nothing heard for {PATIENCE:g} s")
-    try:
-        return line.recv()
-    except EOFError:
-        raise RuntimeError(f"{name}: a process has ended without an answer; what it printed says why") from None
-
-
-def _send_home(rival: Rival) -> None:
-    if rival.asleep:
-        rival.signal(signal.SIGCONT)
-    for line in rival.lines:
-        line.send(None)
-        line.close()
-
-
-def _ended(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(PATIENCE)
-    finally:
-        process.kill()
-
-
 if __name__ == "__main__":
-    table, how, door = sys.argv[1:]
-    importlib.import_module(f"d2lps.bench.{table}").start(door, how)
+    module, how, door = sys.argv[1:]
+    importlib.import_module(module).start(door, how)

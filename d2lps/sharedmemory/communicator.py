@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import socket
@@ -44,17 +43,6 @@ class Rank:
         self.waiting = Waiting(self.arena, timeout, numbers)
         self.mailbox = Mailbox(self.arena, self.waiting)
         self.stage, self.places = Stage(self.arena), Places(self.arena)
-        self._idle = list[Stage]()  # stages that were used beside the rank's own thread, and can be again
-
-    def beside(self) -> Rank:
-        """The same for a function that goes on at the same time: it needs a stage of its own."""
-        other = copy.copy(self)
-        other.stage = self._idle.pop() if self._idle else Stage(self.arena)
-        return other
-
-    def end(self) -> None:
-        """What `beside` gave is free again."""
-        self._idle.append(self.stage)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -169,7 +157,7 @@ class SharedMemoryCommunicator(Communicator):
         self.mine.places.enter(self.meeting)
 
     def _beside(self, name: str) -> SharedMemoryCommunicator:
-        return SharedMemoryCommunicator(self.mine.beside(), self.members, -1, name)
+        return SharedMemoryCommunicator(self.mine, self.members, -1, name)
 
     def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
         def work(comm: SharedMemoryCommunicator, *args: Any) -> None:
@@ -179,7 +167,6 @@ class SharedMemoryCommunicator(Communicator):
                 function(comm, *args)
             finally:
                 del comm.meeting  # its place is free when the last rank has left it
-                comm.mine.end()
 
         return InThread(beside, work, args)
 
