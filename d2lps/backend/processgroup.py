@@ -136,8 +136,7 @@ class BookProcessGroup(Operations, _Base):
     def getBackendName(self) -> str:
         return "d2lps"
 
-    def name(self) -> str:
-        return "d2lps"
+    name = getBackendName
 
     def _set_group_name(self, name: str) -> None:
         self.group_name = name
