@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 from d2lps import aggregate, check, collectives, cost, kvstore, topology
-from d2lps.comm import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung, ReduceOp, Work
+from d2lps.comm import Communicator, Deadlock, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.launch import run
 from d2lps.result import Run
 from d2lps.simulator import Model, simulate
@@ -22,6 +22,7 @@ __all__ = [
     "Deadlock",
     "Mismatch",
     "Model",
+    "OutOfMemory",
     "RankDied",
     "RankFailed",
     "RankHung",

@@ -12,15 +12,15 @@ Every rank ends with the sum. With 4 devices, 16 GB/s and 160 MB they take 60, 8
 """
 
 import torch
+from torch import Tensor
 
 from d2lps.collectives.all_reduce import all_reduce
 from d2lps.collectives.arguments import check_rank, check_tensor, collective
-from d2lps.collectives.exchange import exchange
 from d2lps.comm import Communicator, ReduceOp, flat
 
 
 @collective("tensor", "root")
-def on_device(comm: Communicator, tensor: torch.Tensor, root: int = 0) -> None:
+def on_device(comm: Communicator, tensor: Tensor, root: int = 0) -> None:
     """All send to `root` at once, which adds up and sends the sum to all at once.
 
     2 steps; root receives and sends (p - 1) n bytes, and needs room for as much. Time: 2 alpha + 2(p - 1) n beta.
@@ -29,7 +29,7 @@ def on_device(comm: Communicator, tensor: torch.Tensor, root: int = 0) -> None:
 
 
 @collective("tensor", "host")
-def on_host(comm: Communicator, tensor: torch.Tensor, host: int) -> None:
+def on_host(comm: Communicator, tensor: Tensor, host: int) -> None:
     """The same by a rank that lives on the CPU and has no gradient of its own: what its tensor holds does not count.
 
     2 steps; for p devices, host receives and sends p n bytes. Time: 2 alpha + 2 p n beta.
@@ -39,12 +39,12 @@ def on_host(comm: Communicator, tensor: torch.Tensor, host: int) -> None:
     _by_one(comm, tensor, "host", host, own=False)
 
 
-def blockwise(comm: Communicator, tensor: torch.Tensor) -> None:
+def blockwise(comm: Communicator, tensor: Tensor) -> None:
     """Each rank adds up one block: 2 steps, each rank sends 2(p - 1)/p n bytes. Time: 2 alpha + 2(p - 1)/p n beta."""
     all_reduce(comm, tensor, algorithm="blockwise")
 
 
-def _by_one(comm: Communicator, tensor: torch.Tensor, name: str, root: int, own: bool) -> None:
+def _by_one(comm: Communicator, tensor: Tensor, name: str, root: int, own: bool) -> None:
     check_tensor("tensor", tensor)
     check_rank(comm, name, root)
     with flat(tensor) as data:
@@ -57,15 +57,15 @@ def _by_one(comm: Communicator, tensor: torch.Tensor, name: str, root: int, own:
         comm.recv(data, root)
 
 
-def _add_up(comm: Communicator, data: torch.Tensor, own: bool) -> None:
+def _add_up(comm: Communicator, data: Tensor, own: bool) -> None:
     """Take in all, add, and hand out; `own`: whether `data` is part of the sum."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     incoming = [torch.empty_like(data) for _ in others]
     if others and not own:
         incoming[0] = data  # the first to come in is what the others are added to
     comm.step("to the one that adds")
-    exchange(comm, [], zip(incoming, others, strict=True))
+    comm.exchange([], zip(incoming, others, strict=True))
     for part in incoming[0 if own else 1 :]:
         comm.combine(data, part, ReduceOp.SUM)
     comm.step("back")
-    exchange(comm, [(data, rank) for rank in others], [])
+    comm.exchange([(data, rank) for rank in others], [])

@@ -7,7 +7,7 @@ them the book's vocabulary; every byte is moved by torch's own engine.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
+from d2lps.comm.started import InThread
 from d2lps.comm.work import Transfer
-from d2lps.signatures import Signatures, by_statement, fixed
+from d2lps.signatures import Signatures, by_statement, fixed, own_connection
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -39,7 +40,8 @@ class ProcessGroupCommunicator(Communicator):
         backend: str = "",
         signatures: Signatures | None = None,
     ) -> None:
-        group = group if group is not None else dist.group.WORLD
+        if group is None and not backend:  # with a backend, and without a group, it is connected later
+            group = dist.group.WORLD
         super().__init__(members or range(group.size()), rank if rank >= 0 else group.rank(), name)
         self.group: Any = group
         self.device, self.node, self.timeout = torch.device(device), socket.gethostname(), timeout
@@ -49,6 +51,7 @@ class ProcessGroupCommunicator(Communicator):
         self.signatures = signatures or Signatures(self.store)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         self._splits = 0
+        self._ended: list[tuple[Any, Any]] = []  # engines of what was started and is done here, perhaps not on every rank
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -103,9 +106,12 @@ class ProcessGroupCommunicator(Communicator):
     # ---- together -------------------------------------------------------------------------------------------------
 
     def _barrier(self) -> None:
+        self.group.barrier(self._barrier_options()).wait()
+
+    def _barrier_options(self) -> Any:
         options = dist.BarrierOptions()
         options.device = self._wire()
-        self.group.barrier(options).wait()
+        return options
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         options = dist.AllreduceOptions()
@@ -126,16 +132,41 @@ class ProcessGroupCommunicator(Communicator):
         if color is None:
             return None
         chosen = [(int(row[2]), rank) for rank, row in enumerate(rows) if row[0] and row[1] == color]
-        return self._among([rank for _, rank in sorted(chosen)], f"{self.name}/{self._splits}.{color}", self.store)
+        child = self._child([rank for _, rank in sorted(chosen)], f"{self.name}/{self._splits}.{color}")
+        child.connect()
+        return child
 
-    def _among(self, ranks: list[int], name: str, store: dist.Store) -> ProcessGroupCommunicator:
-        """A communicator of some of these ranks over an engine of their own, which each of them makes."""
-        rank, timeout = ranks.index(self.rank), timedelta(seconds=self.timeout)
-        group = connect(self.backend, dist.PrefixStore(f"engine of {name}", store), rank, len(ranks), timeout)
-        members = [self.members[each] for each in ranks]
+    def _child(self, ranks: Sequence[int], name: str) -> ProcessGroupCommunicator:
+        """A communicator of some of these ranks, yet to be connected."""
+        members, rank = [self.members[each] for each in ranks], ranks.index(self.rank)
         return ProcessGroupCommunicator(
-            group, self.device, members, name, self.timeout, store, rank, self.backend, self.signatures
+            None, self.device, members, name, self.timeout, self.store, rank, self.backend, self.signatures
         )
+
+    def connect(self) -> None:
+        """Make the engine, as every rank of the group does."""
+        store = dist.PrefixStore(f"engine of {self.name}", self.store)
+        self.group = connect(self.backend, store, self.rank, self.size, timedelta(seconds=self.timeout))
+
+    def _beside(self, name: str) -> ProcessGroupCommunicator:
+        return self._child(range(self.size), name)
+
+    def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
+        def work(comm: ProcessGroupCommunicator, *args: Any) -> None:
+            comm.store = own_connection(self.store)  # while one start waits there for the other ranks, another one may
+            with comm.standing("start"):
+                comm.connect()
+            try:
+                function(comm, *args)
+            finally:
+                self._ended.append((comm.group, comm.group.barrier(comm._barrier_options())))
+                comm.group = None
+
+        # Sockets are closed with the last reference, and who still talks to others would take that for a rank's death.
+        for ended in [ended for ended in self._ended if ended[1].is_completed()]:
+            self._ended.remove(ended)
+
+        return InThread(beside, work, args)
 
 
 def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -306,10 +306,10 @@ def told(*programs: str) -> Trace:
     >>> told("send 1; recv 1", "recv 0; send 0")
     <Trace: 2 ranks, 2 messages, 32 bytes>
     """
-    return merge([_tell(rank, program) for rank, program in enumerate(programs)], len(programs))
+    return merge([log for rank, program in enumerate(programs) for log in _tell(rank, program)], len(programs))
 
 
-def _tell(rank: int, program: str) -> Log:
+def _tell(rank: int, program: str) -> list[Log]:
     clock = count()
     recorder = Recorder(rank, lambda: float(next(clock)))
     tensors: dict[str, torch.Tensor] = {}
@@ -332,14 +332,14 @@ def _tell(rank: int, program: str) -> Log:
             case ["barrier", *group]:
                 recorder.waited("barrier", *group or ["world"], -1, 0, 0, recorder.now())
             case ["copy" | "add" as how, into, other]:
-                recorder.local("COPY" if how == "copy" else "SUM", part(into), part(other), recorder.now())
-    for buffer, name in zip(recorder.buffers.seen, _in_order_of_use(recorder, tensors), strict=True):
+                recorder.local("COPY" if how == "copy" else "SUM", part(into), part(other), recorder.now(), recorder.now())
+    for buffer, name in zip(recorder.vocabulary.buffers.seen, _in_order_of_use(recorder, tensors), strict=True):
         buffer.name, buffer.scratch = name, False
-    return recorder.log(0.0, recorder.now())
+    return recorder.logs(0.0, recorder.now())
 
 
 def _in_order_of_use(recorder: Recorder, tensors: dict[str, torch.Tensor]) -> list[str]:
-    return sorted(tensors, key=lambda name: recorder.buffers.part(tensors[name])[0])
+    return sorted(tensors, key=lambda name: recorder.vocabulary.buffers.part(recorder.rank, tensors[name])[0])
 
 
 # ---- what there is to learn --------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from d2lps import Communicator, aggregate, collectives, cost
-from d2lps.collectives.exchange import exchange
 from d2lps.cost.choice import CANDIDATES
 from d2lps.simulator import Model, simulate
 from d2lps.topology import pcie_tree, star
@@ -109,10 +108,10 @@ def test_in_switch_reduction_is_a_rank_on_the_switch_that_works_in_p_chunks(rank
         for turn in range(len(chunks) + 1):
             fresh, done = chunks[turn : turn + 1], chunks[turn - 1 : turn] if turn else ()
             if comm.rank < switch:
-                exchange(comm, [(chunk, switch) for chunk in fresh], [(chunk, switch) for chunk in done])
+                comm.exchange([(chunk, switch) for chunk in fresh], [(chunk, switch) for chunk in done])
                 continue
             sends = [(chunk, rank) for chunk in done for rank in range(switch)]
-            exchange(comm, sends, [(room, rank) for _ in fresh for rank, room in enumerate(rooms)])
+            comm.exchange(sends, [(room, rank) for _ in fresh for rank, room in enumerate(rooms)])
 
     cluster = star(ranks, BANDWIDTH, 0)
     simulated = simulate(work, cluster, ranks=cluster.devices + cluster.switches, device="meta", trace=False).time
@@ -242,12 +241,12 @@ def push_and_pull(workers: int, servers: int) -> Callable[[Communicator], None]:
         if comm.rank < workers:
             parts = empty(comm).tensor_split(servers)
             there = list(zip(parts, ranks[workers:], strict=True))
-            exchange(comm, there, [])
-            exchange(comm, [], there)
+            comm.exchange(there, [])
+            comm.exchange([], there)
         else:
             rooms = [(empty(comm, servers), worker) for worker in ranks[:workers]]
-            exchange(comm, [], rooms)
-            exchange(comm, rooms, [])
+            comm.exchange([], rooms)
+            comm.exchange(rooms, [])
 
     return work
 

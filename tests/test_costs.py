@@ -4,6 +4,7 @@ p ranks, n bytes of the whole tensor, L = ceil(log2 p): the letters of the docst
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2
@@ -115,7 +116,10 @@ def only(trace: Trace, group: str) -> Trace:
 
     messages, waits = (chosen(table, table["group"] == number) for table in (trace.messages, trace.waits))
     nothing = chosen(trace.locals, np.zeros(0, dtype=int))
-    return Trace(trace.ranks, messages, nothing, waits, trace.buffers, trace.steps, trace.groups, trace.ops)
+    alone = copy(trace)
+    vars(alone).update(messages=messages, locals=nothing, waits=waits)
+    vars(alone).pop("replay", None)
+    return alone
 
 
 @pytest.mark.parametrize("p", RANKS)

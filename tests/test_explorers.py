@@ -14,7 +14,7 @@ from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.topology import Topology, pcie_tree, ring, star
 from d2lps.widgets import Race, Sweep, TopologyExplorer
-from d2lps.widgets.progress import progress
+from d2lps.widgets.race import progress
 
 
 def tree_of_mine(comm: Communicator, tensor: torch.Tensor) -> None:

@@ -1,10 +1,11 @@
 """The shape of the library: imports only point down, and files and functions stay small enough to read at one sitting."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -40,23 +41,21 @@ def part_of(module: str) -> str:
 MODULES = {name_of(file): file for file in FILES}
 
 
-def nodes(tree: ast.AST, at_run_time: bool) -> Iterator[ast.AST]:
-    """All nodes; at run time those under `if TYPE_CHECKING:` and inside functions do not count."""
-    for node in ast.iter_child_nodes(tree):
-        if at_run_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from (later for part in node.orelse for later in [part, *nodes(part, at_run_time)])
-            continue
-        yield node
-        yield from nodes(node, at_run_time)
+# Circles that are still there: the files of each. They shall become fewer; none may join them.
+KNOWN_CIRCLES = [
+    # The server's state, and what it does with an event, in four files that know one another.
+    {"d2lps.kvstore.server", "d2lps.kvstore.operations", "d2lps.kvstore.refusals", "d2lps.kvstore.snapshot"},
+]
 
 
 @cache
-def imports(module: str, at_run_time: bool = False) -> set[str]:
-    """The modules of d2lps that a module imports, types alone left out."""
+def imports(module: str) -> set[str]:
+    """The modules of d2lps that a module knows: an import inside a function or for types alone is one too.
+
+    It would only hide that two files can't be understood one after the other.
+    """
     found = set()
-    for node in nodes(ast.parse(MODULES[module].read_text()), at_run_time):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -87,25 +86,22 @@ def test_imports_only_point_down(module: str) -> None:
         assert below == part or below in ONLY.get(part, {below}), f"{module} imports {other}; {part} may import {ONLY[part]}"
 
 
-def test_no_two_parts_import_each_other() -> None:
-    edges = {(part_of(module), part_of(other)) for module in MODULES for other in imports(module, at_run_time=True)}
-    both = {(a, b) for a, b in edges if (b, a) in edges and a < b and a}
-    assert not both
+def circles(edges: Iterable[tuple[str, str]]) -> list[set[str]]:
+    """The largest sets in which each knows each, if only through others; the smallest such set is two that know each other."""
+    return [part for part in nx.strongly_connected_components(nx.DiGraph(edges)) if len(part) > 1]
 
 
-def test_no_module_imports_itself_round_a_circle() -> None:
-    def circle(path: list[str]) -> list[str]:
-        for other in sorted(imports(path[-1], at_run_time=True)):
-            if other in path:
-                return [*path[path.index(other) :], other]
-            if other not in harmless and (found := circle([*path, other])):
-                return found
-        harmless.add(path[-1])
-        return []
+def test_no_two_parts_know_each_other() -> None:
+    edges = {(part_of(module), part_of(other)) for module in MODULES for other in imports(module)}
+    assert not circles((part, other) for part, other in edges if part and part != other)
 
-    harmless: set[str] = set()
-    for module in MODULES:
-        assert not (found := circle([module])), " -> ".join(found)
+
+def test_no_files_know_each_other_round_a_circle() -> None:
+    found = circles((module, other) for module in MODULES for other in imports(module))
+    new = [sorted(circle) for circle in found if circle not in KNOWN_CIRCLES]
+    assert not new, f"these know one another, if only through one another: {new}"
+    gone = [sorted(circle) for circle in KNOWN_CIRCLES if circle not in found]
+    assert not gone, f"no circle any more: strike it off KNOWN_CIRCLES: {gone}"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from beside import beside
 from widget_page import chromium, needs_chromium, picture, shown, until
 
 import d2lps
@@ -15,12 +16,16 @@ from d2lps.comm import Communicator
 from d2lps.topology import ring, star
 from d2lps.trace import Trace
 from d2lps.widgets import Player
-from d2lps.widgets.scene import circle, scene
+from d2lps.widgets.player import circle
 
 
 def sum_up(comm: Communicator, numel: int = 4) -> None:
     x = torch.ones(numel, device=comm.device)
     all_reduce(comm, x, algorithm="ring")
+
+
+def scene(trace: Trace, **options: Any) -> dict[str, Any]:
+    return Player(trace, **options).scene
 
 
 def two_ranks() -> Trace:
@@ -129,6 +134,63 @@ def test_a_sentence_and_a_picture_stand_in() -> None:
     assert player._still() == player._still()
 
 
+# ---- the strip ----------------------------------------------------------------------------------------------------------
+
+
+def under_a_backward_pass() -> Trace:
+    """The ring of two beside ranks that compute, rank 1 with a sleep in between and for longer than messages move."""
+    blocks = [(0, "compute", "backward", 0.0, 1.5), (1, "compute", "backward", 0.0, 1.0), (1, "sleep", "", 1.0, 1.5)]
+    return beside(two_ranks(), *blocks, (1, "compute", "optimizer", 2.0, 4.0), (0, "memory", "activations", 0.0, 9.0, 64.0))
+
+
+def test_a_strip_tells_what_each_lane_does_when() -> None:
+    drawn = scene(under_a_backward_pass(), clock="time")
+    found = [(lane["rank"], {(bar["kind"], bar["label"]): bar["times"] for bar in lane["bars"]}) for lane in drawn["strip"]]
+    collective = {("waiting", ""): "0 1 1 2", ("moving", ""): "0 1 1 2"}
+    assert found == [
+        (0, {("computing", "backward"): "0 1.5"}),
+        (0, collective),
+        (1, {("computing", "backward"): "0 1", ("sleeping", ""): "1 1.5", ("computing", "optimizer"): "2 4"}),
+        (1, collective),
+    ]
+    assert (drawn["end"], drawn["stops"][-1]["t"]) == (4, 2)  # to the end of the optimizer's step
+
+
+def test_where_nothing_is_computed_or_beside_or_where_rounds_count_there_is_no_strip() -> None:
+    assert "strip" not in scene(two_ranks(), clock="time")
+    assert "strip" not in scene(under_a_backward_pass())
+    assert "strip" in scene(beside(two_ranks()), clock="time")  # nothing computes, but all happens beside
+    assert "strip" in scene(beside(two_ranks(), (0, "sleep", "", 0.0, 1.0), lane=0), clock="time")
+
+
+def test_a_strip_of_many_short_bars_is_as_fine_as_a_picture_and_no_finer() -> None:
+    blocks = [(0, "compute", "step", t / 10_000, (t + 0.5) / 10_000) for t in range(20_000)]
+    strip = scene(beside(two_ranks(), *blocks, (0, "compute", "last", 2.0, 2.5)), clock="time")["strip"]
+    assert [(bar["label"], bar["times"]) for bar in strip[0]["bars"]] == [("step", "0 1.99995"), ("last", "2 2.5")]
+
+
+def test_a_strip_of_a_shortened_run_ends_with_what_is_drawn() -> None:
+    trace = d2lps.simulate(sum_up, star(40, bandwidth=8.0), 400).trace
+    drawn = scene(beside(trace, (0, "compute", "long", 0.0, 1000.0)), clock="time")
+    assert drawn["end"] == drawn["stops"][-1]["t"] < 1000
+    assert drawn["strip"][0]["bars"][0]["times"] == f"0 {drawn['end']:.6g}"
+
+
+def test_on_a_real_clock_two_collectives_that_ran_beside_have_steps_of_their_own() -> None:
+    """A second ring of two, ten seconds later: no message of it has waited for one of the first."""
+
+    def work(comm: Communicator) -> None:
+        pair = comm.split(comm.rank // 2)
+        comm.sleep(10 * (comm.rank // 2))
+        sum_up(pair)
+
+    trace = beside(d2lps.simulate(work, star(4, bandwidth=8.0)).trace)
+    drawn = scene(trace, clock="time")
+    assert [stop["t"] for stop in drawn["stops"]] == [0, 1, 2, 11, 12]
+    assert [stop["text"].count("→") for stop in drawn["stops"]] == [0, 2, 2, 2, 2]
+    assert [stop["t"] for stop in scene(trace)["stops"]] == [0, 1, 2]
+
+
 # ---- the page -----------------------------------------------------------------------------------------------------------
 
 
@@ -190,3 +252,33 @@ def test_it_plays_to_the_end_and_pauses(browser: Any) -> None:
         page.wait_for_function("model.get('t') === 2")
         assert play.get_attribute("aria-label") == "Play"
         assert page.locator("g.complete").count() == 4
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [760, 390])
+def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(browser: Any, width: int) -> None:
+    with shown(browser, Player(under_a_backward_pass(), clock="time"), width, reduced_motion="reduce") as page:
+        strip, now = page.locator(".strip svg"), page.locator(".strip .now")
+        assert strip.get_attribute("aria-label") == "What every rank does over time, backward, optimizer"
+        assert page.locator(".strip .rank").all_text_contents() == ["rank 0", "rank 1"]
+        assert page.locator(".strip rect.computing").count() == 3
+        assert page.locator(".strip .d2lps-legend span").all_inner_texts() == ["computing", "sleeping", "waiting", "messages"]
+        titles = page.locator(".strip title").all_text_contents()
+        assert "optimizer: 2\u00a0s to 4\u00a0s" in titles and "sleeping: 1\u00a0s to 1.5\u00a0s" in titles
+        places = [now.get_attribute("d")]
+        for key in ("ArrowRight", "ArrowRight", "ArrowRight", "Home"):
+            page.locator(".d2lps").focus()
+            page.keyboard.press(key)
+            places.append(now.get_attribute("d"))
+        assert len(set(places)) == 4 and places[0] == places[-1]
+        strip.scroll_into_view_if_needed()
+        box = page.locator(".strip .bed").first.bounding_box()
+        page.mouse.click(box["x"] + box["width"] / 4, box["y"] + 5)
+        assert page.evaluate("model.get('t')") == pytest.approx(1, abs=0.02)
+        assert page.locator(".d2lps-counter").inner_text().startswith("step 1 of 2")
+
+
+@needs_chromium
+def test_without_a_strip_a_player_has_one_picture(browser: Any) -> None:
+    with shown(browser, Player(two_ranks(), clock="time")) as page:
+        assert page.locator(".d2lps svg").count() == 1

@@ -34,7 +34,7 @@ run = functools.partial(d2lps.run, backend="shm", timeout=20)
 
 SOAK = bool(os.environ.get("D2LPS_SOAK"))
 RANKS = [1, 2, 3, 5, 8]
-SIZES = [0, 1, 7, 1000, 16_384, 16_385, 100_003, 1_000_000]  # elements: some fit into a slot, some need many pieces
+SIZES = [0, 1, 7, 1000, 16_384, 16_385, 100_003, 1_000_000, 1_100_003]  # elements: some fit into a slot, some are read
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint8, torch.int32, torch.int64]
 OPS = {"SUM": np.add, "PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
 
@@ -72,7 +72,7 @@ def test_sums_are_those_of_the_ranks_in_order_to_the_bit(ranks: int, place: str)
 
 
 @pytest.mark.parametrize("size", [33, 70_001])
-@pytest.mark.parametrize("place", ["shared", "ordinary"])
+@pytest.mark.parametrize("place", ["shared", "ordinary", "read"])
 def test_every_dtype_and_operation(size: int, place: str) -> None:
     kernels = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 
@@ -81,6 +81,8 @@ def test_every_dtype_and_operation(size: int, place: str) -> None:
 
     def work(comm: Communicator) -> list[torch.Tensor]:
         results = []
+        if place == "read":
+            sharedmemory.all_reduce.BIG = 0
         for op, dtype in calls():
             tensor = comm.empty(size, dtype) if place == "shared" else torch.empty(size, dtype=dtype)
             tensor.copy_(given(comm.rank, size, dtype))
@@ -109,6 +111,59 @@ def test_averages_bits_strides_and_parts_of_shared_tensors() -> None:
     assert run(work, 3) == [[[1.0], [7, 7, 7], rows, [40_000.0, 120_000.0, 40_000.0]]] * 3
 
 
+def refusing(comm: Communicator) -> None:
+    """The kernel refuses rank 1, and no other."""
+    if comm.rank == 1:
+
+        def refuse(*_: Any) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        sharedmemory.all_reduce.read = refuse
+
+
+def debarred(comm: Communicator) -> None:
+    """Who has given up root's rights cannot be read any more, not even by processes of the same user."""
+    os.setresgid(65_534, 65_534, 65_534)
+    os.setresuid(65_534, 65_534, 65_534)
+
+
+def pinned(comm: Communicator) -> None:
+    """What a GPU's driver owns cannot be read by other processes."""
+    torch.Tensor.is_pinned = lambda tensor: True
+    sharedmemory.all_reduce.read = None  # not even tried
+
+
+@pytest.mark.parametrize(
+    "hinder, reason", [(refusing, "Operation not permitted"), (debarred, "Operation not permitted"), (pinned, None)]
+)
+def test_where_memory_cannot_be_read_a_copy_is_laid_out(hinder: Callable[[Communicator], None], reason: str | None) -> None:
+    if hinder is debarred and os.getuid():
+        pytest.skip("only root can become somebody else")
+
+    def work(comm: Communicator) -> tuple[str | None, bool]:
+        hinder(comm)
+        good = True
+        for size in (2_000_003, 5_000_000):  # pieces
+            tensor = given(comm.rank, size)
+            all_reduce(comm, tensor, algorithm="native")
+            good &= torch.equal(tensor, in_order(comm.size, size, torch.float32))
+        return comm.unreadable, good
+
+    assert run(work, 3) == [(reason, True)] * 3
+
+
+def test_big_tensors_are_read_where_they_lie() -> None:
+    def work(comm: Communicator) -> tuple[str | None, int]:
+        tensor = torch.ones(2_000_000)
+        all_reduce(comm, tensor, algorithm="native")
+        return comm.unreadable, sum(tensor.unique().tolist())
+
+    for reason, total in run(work, 3):
+        if reason:
+            pytest.skip(f"not on this machine: {reason}")
+        assert total == 3
+
+
 def test_calls_that_do_not_fit_are_named_on_every_rank() -> None:
     def work(comm: Communicator) -> str:
         with pytest.raises(Mismatch) as caught:
@@ -127,7 +182,7 @@ def test_any_order_of_calls_in_any_groups() -> None:
         groups = [comm, comm.split(comm.rank % 2), comm.split(0, key=-comm.rank)]
         chance, errors = random.Random(seed), 0
         for _ in range(150):
-            group, size = groups[chance.randrange(3)], chance.choice([1, 100, 20_000, 600_000])
+            group, size = groups[chance.randrange(3)], chance.choice([1, 100, 20_000, 600_000, 1_200_000])
             shared, pause = chance.random() < 0.5, chance.randrange(4)
             tensor = (group.empty(size) if shared else torch.empty(size)).fill_(1.0 + comm.rank)
             if pause == comm.rank:
@@ -327,7 +382,7 @@ def test_a_rank_that_dies_somewhere_wakes_the_others(seed: int) -> None:
         ready.wait(20)
         try:
             for k in range(1_000_000):
-                tensor = torch.ones([1, 5_000, 200_000][k % 3])
+                tensor = torch.ones([1, 5_000, 200_000, 5_000, 1_500_000, 200_000][k % 6])
                 all_reduce(comm, tensor, algorithm=["native", "ring"][k % 2])
         except RankDied as error:
             said.put((comm.rank, str(error)))

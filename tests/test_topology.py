@@ -1,5 +1,6 @@
 """Described machines and networks: what the presets have, which way messages take, and how they are drawn."""
 
+import pickle
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -9,9 +10,25 @@ import networkx as nx
 import pytest
 from matplotlib import pyplot as plt
 
-from d2lps.topology import Topology, dgx1, dgx1_rings, dgx2, fat_tree, hgx_h100, multi_node, pcie_tree, ring, spine_leaf, star
-from d2lps.topology.drawing import positions
+from d2lps.topology import (
+    Device,
+    Topology,
+    dgx1,
+    dgx1_rings,
+    dgx2,
+    dgx_a100,
+    dgx_a100_pod,
+    dgx_h100_pod,
+    fat_tree,
+    hgx_h100,
+    multi_node,
+    pcie_tree,
+    ring,
+    spine_leaf,
+    star,
+)
 from d2lps.topology.graph import connect
+from d2lps.topology.layout import layout
 
 matplotlib.use("Agg")
 GB = 1e9
@@ -101,6 +118,67 @@ def test_machines_in_a_network_keep_their_insides() -> None:
     assert cluster.devices[:2] == ["node0/gpu0", "node0/gpu1"] and len(cluster.devices) == 16
     assert cluster.graph.edges["node1/gpu0", "node1/gpu3"]["bandwidth"] == 50 * GB
     assert cluster.graph.edges["node1/gpu0", "network"]["bandwidth"] == 12.5 * GB
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_machines_have_the_devices_of_their_data_sheets() -> None:
+    def device(topology: Topology) -> Device:
+        [found] = {topology.device(node) for node in topology.devices}
+        assert found is not None and not any(topology.device(node) for node in topology.switches + topology.hosts)
+        return found
+
+    assert device(dgx1()) == Device(flops=125e12, memory=16e9, memory_bandwidth=900e9)
+    assert device(dgx2()) == Device(flops=125e12, memory=32e9, memory_bandwidth=900e9)
+    assert device(dgx_a100()) == device(dgx_a100_pod(2)) == Device(flops=312e12, memory=80e9, memory_bandwidth=2039e9)
+    assert device(hgx_h100(3)) == device(dgx_h100_pod(2)) == Device(flops=989e12, memory=80e9, memory_bandwidth=3350e9)
+
+
+SMALL = Device(flops=1e12, memory=1e9, memory_bandwidth=1e11, efficiency=0.5, launch=1e-6)
+WITH_SMALL: list[Topology] = [star(3, 1e9, device=SMALL), ring(3, 1e9, device=SMALL), pcie_tree(3, device=SMALL)]
+WITH_SMALL += [dgx1(device=SMALL), dgx2(device=SMALL), dgx_a100(device=SMALL), hgx_h100(device=SMALL)]
+WITH_SMALL += [fat_tree(4, device=SMALL), spine_leaf(2, 2, device=SMALL), dgx_a100_pod(2, SMALL), dgx_h100_pod(2, SMALL)]
+
+
+@pytest.mark.parametrize("topology", WITH_SMALL, ids=lambda topology: topology.name)
+def test_a_device_survives_whatever_is_made_of_its_topology(topology: Topology) -> None:
+    first, link = topology.devices[0], topology.links[-1]
+    graph = topology.graph.copy()
+    graph.add_node("more", kind="device")
+    larger = Topology(graph)
+    copies = [larger, topology.without(link), topology.slowed(link, 2), topology.straggler(first, 2), topology.without(first)]
+    for copy in [topology, pickle.loads(pickle.dumps(topology)), *copies]:
+        assert {copy.device(node) for node in copy.devices if node != "more"} == {SMALL}
+    assert larger.device("more") is None
+    for ports in ("device", "node"):
+        machines = multi_node(topology, 2, ports=ports)
+        assert {machines.device(node) for node in machines.devices} == {SMALL}
+
+
+def test_a_node_has_no_device_unless_somebody_says_so() -> None:
+    assert [star(1, 1e9).device(node) for node in ("gpu0", "switch")] == [None, None]
+    graph = star(1, 1e9).graph.copy()
+    graph.nodes["switch"]["device"] = SMALL  # a switch that adds up
+    assert Topology(graph).device("switch") == SMALL
+
+
+def test_the_roofline() -> None:
+    balance = 0.5e12 / 1e11  # operations for each byte at which neither waits for the other
+    for nbytes in (0, 1e6, 1e9):
+        assert SMALL.time_of(balance * nbytes, nbytes, 3) == pytest.approx(3e-6 + nbytes / 1e11)
+        assert SMALL.time_of(2 * balance * nbytes, nbytes) == pytest.approx(1e-6 + 2 * nbytes / 1e11)  # computing is longer
+        assert SMALL.time_of(balance * nbytes / 2, nbytes) == pytest.approx(1e-6 + nbytes / 1e11)  # moving is
+    assert SMALL.time_of(0, 0) == 1e-6 and SMALL.time_of(0, 0, operations=0) == 0
+
+
+def test_a_pod_has_a_port_for_each_device_on_a_network_that_does_not_block() -> None:
+    for pod, inside, port in ((dgx_a100_pod(3), 300 * GB, 25 * GB), (dgx_h100_pod(3), 450 * GB, 50 * GB)):
+        assert counts(pod) == (24, 0, 4, 2 * 48)
+        assert pod.route("node0/gpu0", "node0/gpu7").bandwidth == inside
+        assert pod.route("node0/gpu0", "node1/gpu0").bandwidth == port
+        used = load(pod, [(pod.devices[i], pod.devices[(i + 8) % 24]) for i in range(24)])
+        assert set(used.values()) == {1}
 
 
 # ---- the DGX-1 --------------------------------------------------------------------------------------------------------
@@ -276,6 +354,20 @@ def graph_of(**link: Any) -> nx.DiGraph:
         (lambda: spine_leaf(2, 2, oversubscription=0.5), "oversubscription=0.5 is below 1"),
         (lambda: spine_leaf(2, 0), "per_rack=0 is not a whole number"),
         (lambda: multi_node(star(2, 1.0), 2, ports="rack"), "ports='rack' is unknown: choose 'device' or 'node'"),
+        (lambda: Device(0, 1, 1), "flops=0 is not a number above 0"),
+        (lambda: Device(1, -80e9, 1), "memory=-80000000000.0 is not a number above 0"),
+        (lambda: Device(1, 1, float("nan")), "memory_bandwidth=nan is not a number above 0"),
+        (lambda: Device(float("inf"), 1, 1), "flops=inf is not a number above 0"),
+        (lambda: Device("fast", 1, 1), "flops='fast' is not a number above 0"),  # type: ignore[arg-type]
+        (lambda: Device(True, 1, 1), "flops=True is not a number above 0"),
+        (lambda: Device(1, 1, 1, efficiency=0), "efficiency=0 is not a number above 0"),
+        (lambda: Device(1, 1, 1, efficiency=1.5), "efficiency=1.5 is above 1: it is a share of flops=1"),
+        (lambda: Device(1, 1, 1, launch=-1e-6), "launch=-1e-06 is not a number from 0 up"),
+        (lambda: SMALL.time_of(-1, 0), "flops=-1 is not a number from 0 up"),
+        (lambda: SMALL.time_of(0, float("nan")), "bytes=nan is not a number from 0 up"),
+        (lambda: SMALL.time_of(0, 0, -1), "operations=-1 is not a number from 0 up"),
+        (lambda: star(2, 1.0).device("gpu7"), "'gpu7' is not a node of star(2); it has 'gpu0', 'gpu1', 'switch'"),
+        (lambda: dgx_h100_pod(0), "nodes=0 is not a whole number from 1 up"),
         (lambda: star(2, 1.0).without("gpu7"), "'gpu7' is neither a node nor a link of star(2)"),
         (lambda: star(2, 1.0).without(("gpu0", "gpu1")), "('gpu0', 'gpu1') is neither a node nor a link of star(2)"),
         (lambda: star(2, 1.0).slowed(("gpu0", "switch"), 0), "factor=0 is not above 0"),
@@ -298,6 +390,11 @@ def test_a_mistake_is_named(make: Any, message: str) -> None:
 def test_an_undirected_graph_is_refused() -> None:
     with pytest.raises(TypeError, match=r"a topology is a networkx.DiGraph, not a Graph"):
         Topology(nx.Graph())  # type: ignore[arg-type]
+
+
+def test_what_is_no_device_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"node 'gpu0' has device='H100', which is no Device"):
+        star(2, 1.0, device="H100")  # type: ignore[arg-type]
 
 
 # ---- drawings -----------------------------------------------------------------------------------------------------------
@@ -331,8 +428,8 @@ def no_figure_stays_open() -> Any:
 
 @pytest.mark.parametrize("topology", DRAWN, ids=lambda topology: topology.name)
 def test_every_node_has_a_place_of_its_own(topology: Topology) -> None:
-    places = positions(topology)
-    assert list(places) == topology.nodes and places == positions(Topology(topology.graph.copy()))
+    places = layout(topology.graph).positions
+    assert list(places) == topology.nodes and places == layout(topology.graph.copy()).positions
     assert all(0 <= x <= 1 and 0 <= y <= 1 for x, y in places.values())
     assert len({(round(x, 3), round(y, 3)) for x, y in places.values()}) == len(places)
 

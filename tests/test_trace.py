@@ -3,13 +3,13 @@
 import json
 import time
 from collections import Counter, defaultdict, deque
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
+from beside import beside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import told
@@ -88,16 +88,16 @@ def test_names_are_the_variables_of_the_reader() -> None:
 
 def test_two_tensors_at_the_same_address_one_after_another_are_two_buffers() -> None:
     recorder = Recorder(0, lambda: 0.0)
-    numbers = [recorder.buffers.part(torch.zeros(1000))[0] for _ in range(5)]  # each freed before the next is made
+    numbers = [recorder.vocabulary.buffers.part(0, torch.zeros(1000))[0] for _ in range(5)]  # each freed before the next is made
     assert numbers == [0, 1, 2, 3, 4]
 
 
 def test_a_strided_part_is_the_bytes_that_it_spans() -> None:
     matrix = torch.zeros(3, 4)
-    buffers = Recorder(0, lambda: 0.0).buffers
-    assert buffers.part(matrix) == (0, 0, 48)
-    assert buffers.part(matrix[:, 1]) == (0, 4, 36)  # from element 1 to element 9
-    assert buffers.part(matrix[1:1]) == (0, 16, 0)
+    buffers = Recorder(0, lambda: 0.0).vocabulary.buffers
+    assert buffers.part(0, matrix) == (0, 0, 48)
+    assert buffers.part(0, matrix[:, 1]) == (0, 4, 36)  # from element 1 to element 9
+    assert buffers.part(0, matrix[1:1]) == (0, 16, 0)
 
 
 # ---- which send met which receive -------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_large_tags_do_not_mix_up_streams() -> None:
             for _ in range(1024 if group == "0" else 1):
                 recorder.message(action, tensor[: 1 + (group == "8")], group, peer, 0)()
         recorder.message(action, tensor, "8", peer, 2**31 - 1)()
-        return recorder.log(0.0, 0.0)
+        return recorder.logs()[0]
 
     trace = merge([log(0), log(1)], 1024)
     assert len(trace) == 1024 + 8 + 1 and trace.unmatched == 0
@@ -186,9 +186,9 @@ def test_any_streams_are_matched_as_queues_would(
             message, action = messages[end // 2], ("send", "recv")[end % 2]
             src, dst, group, tag = message
             if rank == (src, dst)[end % 2]:
-                queues[action, message].append(recorder._seq + 1)
+                queues[action, message].append(recorder.seq + 1)
                 recorder.message(action, tensor, group, (dst, src)[end % 2], tag)()
-    trace = merge([recorder.log(0.0, 0.0) for recorder in recorders], ranks)
+    trace = merge([log for recorder in recorders for log in recorder.logs()], ranks)
     m = trace.messages
     wanted = Counter()
     for message in set(messages):
@@ -214,12 +214,10 @@ def test_a_message_starts_when_both_ends_are_ready_and_ends_later(trace: Trace) 
 
 
 def test_the_clock_starts_when_the_first_rank_of_a_machine_does() -> None:
-    log = Recorder(0, lambda: 0.0).log(0.0, 0.0)
-    wait = {"seq": 1, "action": 2, "peer": -1, "tag": 0, "group": 0, "nbytes": 0, "step": 0, "start": 0.0, "end": 0.0}
-
     def at(rank: int, machine: str, started: float, waited: float) -> Log:
-        row = {name: np.array([value]) for name, value in (wait | {"start": waited, "end": waited + 1}).items()}
-        return replace(log, rank=rank, machine=machine, started=started, waits=row, groups=["world"], steps=[""])
+        recorder = Recorder(rank, lambda: waited + 1)
+        recorder.waited("barrier", "world", -1, 0, 0, waited)
+        return recorder.logs(started, started, machine)[0]
 
     trace = merge([at(0, "a", 100.0, 102.0), at(1, "a", 101.0, 102.0), at(2, "b", 7.0, 7.5)], 3)
     assert trace.waits["start"].tolist() == [2.0, 2.0, 0.5]
@@ -340,20 +338,61 @@ def test_a_timeline_of_little_is_drawn_all_the_same(programs: list[str]) -> None
     assert len(ax.get_yticks()) == 2
 
 
+# ---- lanes, and what is computed in them --------------------------------------------------------------------------------
+
+
+def overlapping() -> Trace:
+    """A message beside rank 0's two blocks and a sleep; of the memory that rank 0 holds it never gives the last back."""
+    held = [("weights", 0.0, 2.0, 8.0), ("activations", 1.0, 2.0, 4.0), ("batch", 2.0, np.nan, 2.0)]
+    blocks = [("compute", "backward", 0.0, 1.0), ("compute", "a block with a long name", 1.0, 1.1), ("sleep", "", 2.0, 2.5)]
+    spans = [(0, *block) for block in blocks] + [(0, "memory", *taken) for taken in held]
+    return beside(told("send 1", "recv 0; add x y"), *spans)
+
+
+def test_a_timeline_draws_each_lane_in_its_ranks_row() -> None:
+    ax = overlapping().timeline()
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1"]
+    bars = {bar.get_label(): bar.patches for bar in ax.containers}
+    drawn = {kind: [(bar.get_x(), bar.get_width(), bar.get_center()[1]) for bar in found] for kind, found in bars.items()}
+    assert drawn.keys() == {"computing", "sleeping", "combining"}
+    assert drawn["computing"] == [(0, 1, pytest.approx(-0.2)), (1, pytest.approx(0.1), pytest.approx(-0.2))]
+    assert drawn["sleeping"] == [(2, 0.5, pytest.approx(-0.2))] and drawn["combining"][0][2] == pytest.approx(1.2)
+    arrow = next(text for text in ax.texts if text.arrow_patch)
+    assert (arrow.xyann[1], arrow.xy[1]) == pytest.approx((0.2, 1.2))  # from lane 1 to lane 1
+    assert [text.get_text() for text in ax.texts if not text.arrow_patch] == ["backward"]  # the long name has no room
+
+
+def test_perfetto_has_a_track_for_each_lane_blocks_as_slices_and_memory_as_a_curve() -> None:
+    events = json.loads(json.dumps(overlapping().perfetto(), allow_nan=False))["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {0: "rank 0", 1: "rank 0, beside: 1", 2: "rank 1", 3: "rank 1, beside: 1"}
+    slices = {event["name"]: (event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"}
+    assert slices["backward"] == (0, 0, 1e6) and slices["sleep"] == (0, 2e6, 0.5e6) and slices["sum"][0] == 3
+    assert {event["ph"]: event["tid"] for event in events if event["ph"] in "sf"} == {"s": 1, "f": 3}
+    held = [(event["name"], event["ts"], event["args"]["bytes"]) for event in events if event["ph"] == "C"]
+    assert held == [("memory of rank 0", t * 1e6, nbytes) for t, nbytes in ((0, 8), (1, 12), (2, 4), (2, 0), (2, 2))]
+
+
+def test_a_block_tells_what_it_computed_where_that_is_known() -> None:
+    trace = beside(told("", ""), (0, "compute", "known", 0.0, 1.0, 16.0), (1, "compute", "unknown", 0.0, 1.0))
+    args = {event["name"]: event["args"] for event in trace.perfetto()["traceEvents"] if event["ph"] == "X"}
+    assert args == {"known": {"bytes": 16}, "unknown": {}}
+
+
 # ---- a hundred thousand messages --------------------------------------------------------------------------------------
 
 
 def ring_log(rank: int, ranks: int, messages: int) -> Log:
     """What a rank of a ring writes down that sends `messages` times to its right and receives as often from its left."""
-    k = np.arange(messages)
-    zero = np.zeros_like(k)
-    column = {"tag": zero, "group": zero, "nbytes": zero + 8, "step": zero, "buffer": zero, "offset": 8 * k, "length": zero + 8}
-    column |= {"posted": k / 1e6, "done": k / 1e6}
-    recvs = column | {"seq": 4 * k + 1, "done_seq": 4 * k + 3, "peer": zero + (rank - 1) % ranks}
-    sends = column | {"seq": 4 * k + 2, "done_seq": 4 * k + 4, "peer": zero + (rank + 1) % ranks}
-    empty = Recorder(rank, lambda: 0.0)
-    empty.buffers.part(torch.zeros(2 * messages))
-    return replace(empty.log(0.0, 1.0), sends=sends, recvs=recvs, steps=[""], groups=["world"])
+    recorder = Recorder(rank, lambda: 0.0)
+    recorder.vocabulary.steps.number(())
+    recorder.vocabulary.groups.number(("world",))
+    recorder.vocabulary.buffers.part(rank, torch.zeros(2 * messages))
+    for k in range(messages):
+        posted = done = k / 1e6
+        recorder.recvs.append(4 * k + 1, 4 * k + 3, 0, (rank - 1) % ranks, 0, 8, 0, 8 * k, 8, 0, posted, done)
+        recorder.sends.append(4 * k + 2, 4 * k + 4, 0, (rank + 1) % ranks, 0, 8, 0, 8 * k, 8, 0, posted, done)
+    return recorder.logs(0.0, 1.0)[0]
 
 
 def test_a_hundred_thousand_messages_are_merged_at_once_and_stay_small() -> None:

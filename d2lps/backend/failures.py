@@ -11,7 +11,7 @@ import torch
 
 from d2lps.comm import Communicator, RankDied, RankFailed, RankHung
 from d2lps.comm.explain import State, describe_state
-from d2lps.comm.work import Transfer
+from d2lps.comm.work import Work
 from d2lps.launch.lastnote import meaning
 
 
@@ -24,9 +24,9 @@ class Noticing(Communicator):
         self.touched = True
         return super().standing(action, peer, tag, nbytes)
 
-    def _posted(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
+    def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self.touched = True
-        return super()._posted(action, tensor, staged, peer, tag)
+        return super()._posted(action, tensor, peer, tag)
 
 
 def explained(error: BaseException, comm: Any, name: str, numbers: Sequence[int]) -> BaseException:

@@ -33,7 +33,6 @@ class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[mi
             self.mine.waiting.give_up()
         super().leave()
         self.mine.waiting.noting(None)
-        self.meeting._await.clear()
 
 
 # ---- how ranks that somebody else started come to share it ------------------------------------------------------------

@@ -135,8 +135,7 @@ class MessageWork(BookWork):
         return True
 
     def is_completed(self) -> bool:
-        transfer: Any = self.message._transfer
-        return transfer is None or transfer.is_done()
+        return bool(self.message.is_done())
 
     def source_rank(self) -> int:
         return self.peer

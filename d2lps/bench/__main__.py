@@ -1,28 +1,30 @@
 """The command line: `python -m d2lps.bench [all_reduce] [startup] [simulator] [kvstore] [ddp] [--json FILE]`."""
 
 import argparse
+import json
+from pathlib import Path
 
-from d2lps.bench import all_reduce, ddp, figures, kvstore, simulator, startup
+from d2lps.bench import all_reduce, ddp, kvstore, simulator, startup
 
-TABLES = {"all_reduce": all_reduce.table, "startup": startup.table, "simulator": simulator.table, "kvstore": kvstore.table}
-TABLES["ddp"] = ddp.table
+TABLES = {table.__name__.rpartition(".")[2]: table.table for table in (all_reduce, startup, simulator, kvstore, ddp)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m d2lps.bench", description=__doc__)
     parser.add_argument("tables", nargs="*", metavar="table", help=f"one or more of {', '.join(TABLES)}; by default all")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures of all_reduce to a file")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to a file, by table")
     arguments = parser.parse_args()
     names = arguments.tables or list(TABLES)
     unknown = [name for name in names if name not in TABLES]
     if unknown:
         parser.error(f"there is no table {', '.join(unknown)}; choose from {', '.join(TABLES)}")
+    figures = {}
     for name in names:
-        print(TABLES[name](), end="\n\n", flush=True)
+        text, figures[name] = TABLES[name]()
+        print(text, end="\n\n", flush=True)
     if arguments.json:
-        figures.write(arguments.json)
+        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
 
 
-# The spawned ranks of a table import this file again, under another name.
 if __name__ == "__main__":
     main()

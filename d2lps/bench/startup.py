@@ -1,36 +1,64 @@
-"""From the call to the end of the first all-reduce, of four ranks: `d2lps.run` beside torch.multiprocessing.spawn."""
+"""From the call to the end of the first all-reduce, of four ranks: `d2lps.run` beside what PyTorch has for starting processes.
 
-import os
-import socket
-import statistics
+Each side has a Python of its own, in which nothing else happens: this file is the program of ours, `starters.py` of PyTorch's.
+"""
+
+import subprocess
+import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from d2lps.bench import starters
+from d2lps.bench.turns import Row, row, text
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.launch import run
 
-RANKS = 4
+SPAWN = "torch.multiprocessing.spawn"
+PYTORCH = {SPAWN: "spawn", "start_processes, fork": "fork", "start_processes, forkserver": "forkserver"}
+OURS = "d2lps.run"
+COLUMNS = {"s": "{median:.3f}", "from": "{least:.3f}", "to": "{most:.3f}", "x spawn": "{ratio:.1f}"}
 
 
-def table(repeats: int = 5) -> str:
-    """Medians, the two in turn, and their ratio; the first call of `d2lps.run` starts the fork server and stands apart."""
-    first = _ours()
-    ours, spawned = [], []
-    for _ in range(repeats):
-        ours.append(_ours())
-        spawned.append(_spawned())
-    fast, slow = statistics.median(ours), statistics.median(spawned)
-    lines = [f"first all-reduce of {RANKS} ranks, seconds from the call (median of {repeats}, and the range)"]
-    lines.append(f"{'torch.multiprocessing.spawn':34}{slow:8.3f}   {min(spawned):.3f} to {max(spawned):.3f}")
-    lines.append(f"{'d2lps.run, the first':34}{first:8.3f}")
-    lines.append(f"{'d2lps.run, from the second on':34}{fast:8.3f}   {min(ours):.3f} to {max(ours):.3f}")
-    lines.append(f"ratio {slow / fast:.1f}")
-    return "\n".join(lines)
+def measure(rounds: int = 5) -> list[Row]:
+    """A row for each way (see `turns.row`); the peer is spawn.
+
+    A fork server's first call loads PyTorch: a row of its own, of one sample.
+    """
+    with _python(starters.__file__) as pytorch, _python("-m", __name__) as ours:
+        ways = {way: (pytorch, method) for way, method in PYTORCH.items()} | {OURS: (ours, "")}
+        first = {way: [_seconds(*how)] for way, how in ways.items()}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, how in ways.items():
+                times[way].append(_seconds(*how))
+    begun = {f"{way}, the first": first[way] for way in ways if way.endswith(("forkserver", OURS))}
+    return [row(way, seconds, times[SPAWN]) for way, seconds in (begun | times).items()]
+
+
+def table(rounds: int = 5) -> tuple[str, list[Row]]:
+    """Medians and ranges, and the ratio to spawn."""
+    rows, note = measure(rounds), f"medians of {rounds} rounds, in which all ways take turns, after the first of each"
+    left_out = "left out: torchrun, which starts an agent first"
+    return text(f"first all-reduce of {starters.RANKS} ranks", COLUMNS, rows, note, left_out), rows
+
+
+@contextmanager
+def _python(*what: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, *what]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()  # which ends it
+
+
+def _seconds(process: "subprocess.Popen[str]", method: str) -> float:
+    assert process.stdin and process.stdout
+    print(method, file=process.stdin, flush=True)
+    return float(process.stdout.readline())
 
 
 def _reduced(comm: Communicator) -> float:
@@ -38,24 +66,11 @@ def _reduced(comm: Communicator) -> float:
     return time.monotonic()
 
 
-def _ours() -> float:
-    start = time.monotonic()
-    return float(max(run(_reduced, RANKS, backend="gloo"))) - start
+def main() -> None:
+    for _ in sys.stdin:
+        start = time.monotonic()
+        print(float(max(run(_reduced, starters.RANKS))) - start, flush=True)
 
 
-def _spawned() -> float:
-    """The clock is the machine's, so the moment at which the last rank had the sum can be read in another process."""
-    ends = mp.get_context("spawn").SimpleQueue()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    start = time.monotonic()
-    mp.spawn(_spawned_rank, (port, ends), RANKS)
-    return max(ends.get() for _ in range(RANKS)) - start
-
-
-def _spawned_rank(rank: int, port: int, ends: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    dist.all_reduce(torch.ones(1))
-    ends.put(time.monotonic())
-    dist.destroy_process_group()
+if __name__ == "__main__":
+    main()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from d2lps.check.exercise import Verdict
 from d2lps.check.exercises import all_reduce as check_all_reduce
-from d2lps.check.verdict import Verdict
 from d2lps.collectives import all_reduce
 from d2lps.simulator import simulate
 from d2lps.topology import Topology

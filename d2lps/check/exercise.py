@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from d2lps.check.verdict import Verdict
+from d2lps.check.diagnose import wrong_copy, wrong_sum
 from d2lps.comm import RankHung
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import star
+from d2lps.trace import Trace
 
 RANKS = (1, 2, 3, 4, 5, 8)
 SIZES = (8, 7, 1, 0)  # elements: divisible by few, by none, fewer than ranks, none at all
@@ -20,68 +21,103 @@ _BANDWIDTH, _LATENCY = 1e9, 0.5e-6  # of each link of the star; two links make a
 _TIMED = 100_000  # elements of the run whose time is shown
 _SMALL, _SMALLER = 1_000, 100  # the same where a tensor is cut into pieces of a fixed size: there would be too many
 
-Prepare = Callable[[int, int, int], tuple[Any, ...]]
-Judge = Callable[[int, int, int, tuple[Any, ...], Run], str]
+
+@dataclass(frozen=True)
+class Verdict:
+    """True if the function passed; its text, shown as the result of a cell, says how well, or what is wrong and where."""
+
+    passed: bool
+    text: str
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        return f"{'passed' if self.passed else 'not yet'}: {self.text}"
 
 
-@dataclass
-class Exercise:
-    """
-    name: of the function that the reader writes. prepare(rank, ranks, size): the arguments after comm.
-    judge(rank, ranks, size, arguments as they were left, run): what is wrong, "" if nothing.
-    least_bytes(ranks, nbytes): what some rank must send, whatever the algorithm.
-    """
+class Left(NamedTuple):
+    """A tensor as a rank left it, beside what should be in it."""
 
-    name: str
-    prepare: Prepare
-    judge: Judge
-    least_bytes: Callable[[int, int], float]
+    got: torch.Tensor
+    wanted: torch.Tensor
+    name: str = "tensor"
+    parts: int = 0  # of a sum: how many parts the list had that each rank gave; 0 where nothing is added
+    only: str = ""  # where it should be as it was: which one should not
 
-    def check(self, function: Callable[..., Any], ranks: tuple[int, ...] = RANKS, sizes: tuple[int, ...] = SIZES) -> Verdict:
-        if not callable(function):
-            raise TypeError(f"check.{self.name} needs your function, not {function!r}")
-        for p in ranks:
-            for size in sizes:
-                trouble = self._trouble(function, p, size)
-                if trouble:
-                    return Verdict(False, f"with {p} rank{'s' if p > 1 else ''} and {size} elements, {trouble}")
-        cases = f"{len(ranks) * len(sizes)} cases, {min(ranks)} to {max(ranks)} ranks"
-        return Verdict(True, self._praise(function, max(ranks), cases))
 
-    def _run(self, function: Callable[..., Any], p: int, size: int) -> Run:
-        prepare = self.prepare
+# What one rank gets, after comm, and a function that tells afterwards what it has left.
+Case = tuple[list[Any], Callable[[], list[Left]]]
+Cases = Callable[[int, int, int], Case]  # the case of (rank, ranks, size)
+Function = Callable[..., Any]  # a reader's, to be checked
+LeastBytes = Callable[[int, float], float]  # of (ranks, bytes): what some rank must send, whatever the algorithm
 
-        def work(comm: Any) -> Any:
-            arguments = prepare(comm.rank, comm.size, size)
-            function(comm, *arguments)
-            return arguments
 
-        return simulate(work, star(p, _BANDWIDTH, _LATENCY))
+def exercise(least_bytes: LeastBytes) -> Callable[[Cases], Callable[[Function], Verdict]]:
+    """Make a check of readers' functions from an exercise's cases; it has their name and docstring."""
 
-    def _trouble(self, function: Callable[..., Any], p: int, size: int) -> str:
-        """The first thing wrong in one case; what a rank raised, or a deadlock, first of all."""
-        try:
-            run = self._run(function, p, size)
-        except RankHung as error:
-            return str(error)
-        except Exception as error:
-            note = next(iter(getattr(error, "__notes__", [])), "")
-            return f"{type(error).__name__}: {error}" + (f" ({note})" if note else "")
-        for rank, arguments in enumerate(run):
-            if problem := self.judge(rank, p, size, arguments, run):
-                return problem
-        if run.trace.unmatched:
-            return f"{run.trace.unmatched} messages were sent and never received, or awaited and never sent"
-        return ""
+    def make(case: Cases) -> Callable[[Function], Verdict]:
+        def check(function: Function) -> Verdict:
+            if not callable(function):
+                raise TypeError(f"check.{case.__name__} needs your function, not {function!r}")
+            for p in RANKS:
+                for size in SIZES:
+                    if trouble := _trouble(case, function, p, size):
+                        return Verdict(False, f"with {p} rank{'s' if p > 1 else ''} and {size} elements, {trouble}")
+            return Verdict(True, _praise(case, function, max(RANKS), least_bytes))
 
-    def _praise(self, function: Callable[..., Any], p: int, cases: str) -> str:
-        few, run = (self._run(function, p, size) for size in (_SMALLER, _SMALL))
-        size = _SMALL
-        if len(run.trace) < 5 * len(few.trace):  # messages grow in length rather than in number
-            size, run = _TIMED, self._run(function, p, _TIMED)
-        trace, nbytes = run.trace, size * torch.int64.itemsize
-        sent, least = int(trace.bytes_sent().max(initial=0)), self.least_bytes(p, nbytes)
-        return (
-            f"{cases}. With {p} ranks and tensors of n = {nbytes / 1e6:g} MB: {trace.rounds} steps, the busiest rank sends "
-            f"{sent / nbytes:.2f} n (no algorithm gets below {least / nbytes:.2f} n), {run.time * 1e3:.3f} ms at 1 GB/s"
-        )
+        check.__name__, check.__qualname__, check.__doc__ = case.__name__, case.__name__, case.__doc__
+        return check
+
+    return make
+
+
+def _run(case: Cases, function: Function, p: int, size: int) -> Run:
+    """Each rank's result tells what it has left."""
+
+    def work(comm: Any) -> Callable[[], list[Left]]:
+        arguments, tell = case(comm.rank, comm.size, size)
+        function(comm, *arguments)
+        return tell
+
+    return simulate(work, star(p, _BANDWIDTH, _LATENCY))
+
+
+def _trouble(case: Cases, function: Function, p: int, size: int) -> str:
+    """The first thing wrong in one run; what a rank raised, or a deadlock, first of all."""
+    try:
+        run = _run(case, function, p, size)
+    except RankHung as error:
+        return str(error)
+    except Exception as error:
+        note = next(iter(getattr(error, "__notes__", [])), "")
+        return f"{type(error).__name__}: {error}" + (f" ({note})" if note else "")
+    for rank, tell in enumerate(run):
+        for left in tell():
+            if not torch.equal(left.got, left.wanted):
+                return _wrong(rank, p, left, run.trace)
+    if run.trace.unmatched:
+        return f"{run.trace.unmatched} messages were sent and never received, or awaited and never sent"
+    return ""
+
+
+def _wrong(rank: int, p: int, left: Left, trace: Trace) -> str:
+    if left.only:
+        return f"rank {rank}'s {left.name} was changed; only {left.only} should be"
+    if left.parts:
+        return wrong_sum(rank, left.got, left.wanted, p, left.parts, trace)
+    return wrong_copy(rank, left.name, left.got, left.wanted)
+
+
+def _praise(case: Cases, function: Function, p: int, least_bytes: LeastBytes) -> str:
+    few, run = (_run(case, function, p, size) for size in (_SMALLER, _SMALL))
+    size = _SMALL
+    if len(run.trace) < 5 * len(few.trace):  # messages grow in length rather than in number
+        size, run = _TIMED, _run(case, function, p, _TIMED)
+    nbytes = size * torch.int64.itemsize
+    sent, least = int(run.trace.bytes_sent().max(initial=0)), least_bytes(p, nbytes)
+    return (
+        f"{len(RANKS) * len(SIZES)} cases, {min(RANKS)} to {max(RANKS)} ranks. With {p} ranks and tensors of "
+        f"n = {nbytes / 1e6:g} MB: {run.trace.rounds} steps, the busiest rank sends {sent / nbytes:.2f} n "
+        f"(no algorithm gets below {least / nbytes:.2f} n), {run.time * 1e3:.3f} ms at 1 GB/s"
+    )

@@ -1,17 +1,17 @@
-"""The exercises: what a function gets, what it must leave, and the least it could do it with."""
+"""The exercises: what a function gets, what it must leave, and the least it could do it with.
+
+>>> def lazy(comm, tensor):
+...     pass
+>>> all_reduce(lazy)
+not yet: with 2 ranks and 8 elements, rank 0, elements 0 to 7: rank 1 is missing (no message brought rank 0 this element)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from d2lps.check.diagnose import wrong_copy, wrong_sum
-from d2lps.check.exercise import Exercise
+from d2lps.check.exercise import Case, Left, exercise
 from d2lps.check.values import countable, labelled
-from d2lps.check.verdict import Verdict
-from d2lps.result import Run
 
 _ROOT = 0
 
@@ -21,124 +21,73 @@ def _blank(size: int) -> torch.Tensor:
     return torch.full((size,), -1, dtype=torch.int64)
 
 
-def _expect_copies(expected: Callable[[int, int, int, tuple[Any, ...]], list[tuple[str, torch.Tensor, torch.Tensor]]]) -> Any:
-    """A judge that compares (name, what is there, what should be) pair by pair."""
-
-    def judge(rank: int, p: int, size: int, arguments: tuple[Any, ...], run: Run) -> str:
-        for name, got, wanted in expected(rank, p, size, arguments):
-            if not torch.equal(got, wanted):
-                return wrong_copy(rank, name, got, wanted)
-        return ""
-
-    return judge
-
-
 def _total(p: int, size: int, part: int = 0) -> torch.Tensor:
     return sum((countable(rank, size, part) for rank in range(p)), start=torch.zeros(size, dtype=torch.int64))
 
 
-def _judge_sum(rank: int, p: int, size: int, arguments: tuple[Any, ...], run: Run) -> str:
-    got, wanted = arguments[0], _total(p, size)
-    return "" if torch.equal(got, wanted) else wrong_sum(rank, got, wanted, p, 1, run.trace)
+def _once(p: int, nbytes: float) -> float:
+    return nbytes if p > 1 else 0
 
 
-def _judge_part(rank: int, p: int, size: int, arguments: tuple[Any, ...], run: Run) -> str:
-    got, wanted = arguments[0], _total(p, size, rank)
-    return "" if torch.equal(got, wanted) else wrong_sum(rank, got, wanted, p, p, run.trace)
+def _to_all_others(p: int, nbytes: float) -> float:
+    return (p - 1) * nbytes
 
 
-def _judge_root_sum(rank: int, p: int, size: int, arguments: tuple[Any, ...], run: Run) -> str:
-    got, wanted = arguments[0], _total(p, size) if rank == _ROOT else countable(rank, size)
-    if torch.equal(got, wanted):
-        return ""
-    if rank != _ROOT:
-        return f"rank {rank}'s tensor was changed; only that of rank {_ROOT} should be"
-    return wrong_sum(rank, got, wanted, p, 1, run.trace)
+@exercise(least_bytes=lambda p, nbytes: 2 * (p - 1) / p * nbytes)
+def all_reduce(rank: int, p: int, size: int) -> Case:
+    """Check `function(comm, tensor)`: every rank's tensor ends as the sum of all."""
+    tensor = countable(rank, size)
+    return [tensor], lambda: [Left(tensor, _total(p, size), parts=1)]
 
 
-def all_reduce(function: Callable[..., Any]) -> Verdict:
-    """Check `function(comm, tensor)`: every rank's tensor ends as the sum of all.
-
-    >>> def lazy(comm, tensor):
-    ...     pass
-    >>> all_reduce(lazy)
-    not yet: with 2 ranks and 8 elements, rank 0, elements 0 to 7: rank 1 is missing (no message brought rank 0 this element)
-    """
-    return Exercise(
-        "all_reduce",
-        lambda rank, p, size: (countable(rank, size),),
-        _judge_sum,
-        lambda p, n: 2 * (p - 1) / p * n,
-    ).check(function)
-
-
-def reduce(function: Callable[..., Any]) -> Verdict:
+@exercise(least_bytes=_once)
+def reduce(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, dst)`: the tensor of dst ends as the sum of all, the others as they were."""
-    return Exercise(
-        "reduce",
-        lambda rank, p, size: (countable(rank, size), _ROOT),
-        _judge_root_sum,
-        lambda p, n: n if p > 1 else 0,
-    ).check(function)
+    tensor = countable(rank, size)
+    if rank == _ROOT:
+        return [tensor, _ROOT], lambda: [Left(tensor, _total(p, size), parts=1)]
+    return [tensor, _ROOT], lambda: [Left(tensor, countable(rank, size), only=f"that of rank {_ROOT}")]
 
 
-def broadcast(function: Callable[..., Any]) -> Verdict:
+@exercise(least_bytes=_once)
+def broadcast(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, src)`: every rank's tensor ends as that of src."""
-    return Exercise(
-        "broadcast",
-        lambda rank, p, size: (labelled(rank, 0, size), p - 1),
-        _expect_copies(lambda rank, p, size, a: [("tensor", a[0], labelled(p - 1, 0, size))]),
-        lambda p, n: n if p > 1 else 0,
-    ).check(function)
+    tensor, src = labelled(rank, 0, size), p - 1
+    return [tensor, src], lambda: [Left(tensor, labelled(src, 0, size))]
 
 
-def scatter(function: Callable[..., Any]) -> Verdict:
+@exercise(least_bytes=_to_all_others)
+def scatter(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, scatter_list, src)`: rank r's tensor ends as scatter_list[r] of src."""
-    return Exercise(
-        "scatter",
-        lambda rank, p, size: (_blank(size), [labelled(0, r, size) for r in range(p)] if rank == _ROOT else None, _ROOT),
-        _expect_copies(lambda rank, p, size, a: [("tensor", a[0], labelled(0, rank, size))]),
-        lambda p, n: (p - 1) * n,
-    ).check(function)
+    tensor, parts = _blank(size), [labelled(_ROOT, r, size) for r in range(p)]
+    return [tensor, parts if rank == _ROOT else None, _ROOT], lambda: [Left(tensor, labelled(_ROOT, rank, size))]
 
 
-def gather(function: Callable[..., Any]) -> Verdict:
+@exercise(least_bytes=_once)
+def gather(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, gather_list, dst)`: gather_list[r] of dst ends as rank r's tensor."""
-    return Exercise(
-        "gather",
-        lambda rank, p, size: (labelled(rank, 0, size), [_blank(size) for _ in range(p)] if rank == _ROOT else None, _ROOT),
-        _expect_copies(
-            lambda rank, p, size, a: [(f"gather_list[{r}]", a[1][r], labelled(r, 0, size)) for r in range(p) if rank == _ROOT]
-        ),
-        lambda p, n: n if p > 1 else 0,
-    ).check(function)
+    tensor, room = labelled(rank, 0, size), [_blank(size) for _ in range(p)]
+    if rank != _ROOT:
+        return [tensor, None, _ROOT], lambda: []
+    return [tensor, room, _ROOT], lambda: [Left(room[r], labelled(r, 0, size), f"gather_list[{r}]") for r in range(p)]
 
 
-def all_gather(function: Callable[..., Any]) -> Verdict:
+@exercise(least_bytes=_to_all_others)
+def all_gather(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor_list, tensor)`: tensor_list[r] of every rank ends as rank r's tensor."""
-    return Exercise(
-        "all_gather",
-        lambda rank, p, size: ([_blank(size) for _ in range(p)], labelled(rank, 0, size)),
-        _expect_copies(lambda rank, p, size, a: [(f"tensor_list[{r}]", a[0][r], labelled(r, 0, size)) for r in range(p)]),
-        lambda p, n: (p - 1) * n,
-    ).check(function)
+    room, tensor = [_blank(size) for _ in range(p)], labelled(rank, 0, size)
+    return [room, tensor], lambda: [Left(room[r], labelled(r, 0, size), f"tensor_list[{r}]") for r in range(p)]
 
 
-def reduce_scatter(function: Callable[..., Any]) -> Verdict:
+@exercise(least_bytes=_to_all_others)
+def reduce_scatter(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, output, input_list)`: output of rank r ends as the sum of all ranks' input_list[r]."""
-    return Exercise(
-        "reduce_scatter",
-        lambda rank, p, size: (_blank(size), [countable(rank, size, part) for part in range(p)]),
-        _judge_part,
-        lambda p, n: (p - 1) * n,
-    ).check(function)
+    output, parts = _blank(size), [countable(rank, size, part) for part in range(p)]
+    return [output, parts], lambda: [Left(output, _total(p, size, rank), parts=p)]
 
 
-def all_to_all(function: Callable[..., Any]) -> Verdict:
+@exercise(least_bytes=_to_all_others)
+def all_to_all(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, output_list, input_list)`: output_list[i] of rank j ends as input_list[j] of rank i."""
-    return Exercise(
-        "all_to_all",
-        lambda rank, p, size: ([_blank(size) for _ in range(p)], [labelled(rank, r, size) for r in range(p)]),
-        _expect_copies(lambda rank, p, size, a: [(f"output_list[{r}]", a[0][r], labelled(r, rank, size)) for r in range(p)]),
-        lambda p, n: (p - 1) * n,
-    ).check(function)
+    room, parts = [_blank(size) for _ in range(p)], [labelled(rank, r, size) for r in range(p)]
+    return [room, parts], lambda: [Left(room[r], labelled(r, rank, size), f"output_list[{r}]") for r in range(p)]

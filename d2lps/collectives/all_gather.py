@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
+from torch import Tensor
 
-from d2lps.collectives.arguments import check_fits, check_list, check_tensor, choose, collective
+from d2lps.collectives.arguments import check_fits, check_list, check_tensor, collective, doublings
+from d2lps.collectives.ring import Ring, all_gather_steps, play
 from d2lps.comm import Communicator, flat
+from d2lps.cost.numbers import named
 
 
 @collective("tensor_list", "algorithm")
-def all_gather(
-    comm: Communicator, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, algorithm: str = "ring"
-) -> None:
+def all_gather(comm: Communicator, tensor_list: Sequence[Tensor], tensor: Tensor, algorithm: str = "ring") -> None:
     """Copy `tensor` of rank r into `tensor_list[r]` of every rank.
 
     >>> room = [torch.empty(1) for _ in range(3)]                                   # doctest: +SKIP
@@ -26,11 +26,11 @@ def all_gather(
     check_list(comm, "tensor_list", tensor_list)
     check_tensor("tensor", tensor)
     check_fits("tensor", tensor, f"tensor_list[{comm.rank}]", tensor_list[comm.rank])
-    choose(algorithm, {"ring": _ring, "bruck": _bruck})(comm, tensor_list, tensor)
+    named("algorithm", algorithm, {"ring": _ring, "bruck": _bruck})(comm, tensor_list, tensor)
 
 
 @collective("output", "algorithm")
-def all_gather_into_tensor(comm: Communicator, output: torch.Tensor, input: torch.Tensor, algorithm: str = "ring") -> None:
+def all_gather_into_tensor(comm: Communicator, output: Tensor, input: Tensor, algorithm: str = "ring") -> None:
     """All-gather into one tensor: the ranks' inputs one after another; steps and bytes as in `all_gather`.
 
     >>> all_gather_into_tensor(comm, output, torch.tensor([float(comm.rank)]))      # doctest: +SKIP
@@ -44,17 +44,14 @@ def all_gather_into_tensor(comm: Communicator, output: torch.Tensor, input: torc
         all_gather(comm, data.view(comm.size, -1).unbind() if input.numel() else [data] * comm.size, input, algorithm)
 
 
-def _ring(comm: Communicator, room: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+def _ring(comm: Communicator, room: Sequence[Tensor], tensor: Tensor) -> None:
     """Every rank passes to its right what it got last from its left, and begins with its own."""
     comm.copy(room[comm.rank], tensor)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for step in range(1, comm.size):
-        comm.step(f"all-gather {step}/{comm.size - 1}")
-        outgoing, incoming = (comm.rank - step + 1) % comm.size, (comm.rank - step) % comm.size
-        comm.sendrecv(room[outgoing], right, room[incoming], left)
+    chunks = [room[-1], *room[:-1]]  # of a ring, rank r begins with chunk r + 1: let that be part r
+    play(comm, "all-gather", comm.size, all_gather_steps(Ring.of(comm.rank, range(comm.size), chunks)))
 
 
-def _bruck(comm: Communicator, room: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+def _bruck(comm: Communicator, room: Sequence[Tensor], tensor: Tensor) -> None:
     """Every rank holds a run of parts that doubles: 1, 2, 4, ... from its own on; each step fetches as many again.
 
     Kept in that order, own part first, so that what is sent lies side by side; put in place by ranks at the end.
@@ -63,16 +60,10 @@ def _bruck(comm: Communicator, room: Sequence[torch.Tensor], tensor: torch.Tenso
     begin = [0, *accumulate(sizes)]  # part k, counted from this rank, lies in held[begin[k] : begin[k + 1]]
     held = tensor.new_empty(begin[-1])
     comm.copy(held[: sizes[0]], tensor)
-    count, step = 1, 1
-    while count < comm.size:
-        comm.step(f"all-gather {step}")
+    for step, count in enumerate(doublings(comm.size), 1):
+        comm.step("all-gather {}", step)
         more = min(count, comm.size - count)
-        comm.sendrecv(
-            held[: begin[more]],
-            (comm.rank - count) % comm.size,
-            held[begin[count] : begin[count + more]],
-            (comm.rank + count) % comm.size,
-        )
-        count, step = count + more, step + 1
+        fetched, dst, src = held[begin[count] : begin[count + more]], comm.rank - count, comm.rank + count
+        comm.sendrecv(held[: begin[more]], dst % comm.size, fetched, src % comm.size)
     for k in range(comm.size):
         comm.copy(room[(comm.rank + k) % comm.size], held[begin[k] : begin[k + 1]])

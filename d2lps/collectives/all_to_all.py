@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
-from d2lps.collectives.arguments import check_fits, check_list, choose, collective
-from d2lps.collectives.exchange import exchange
+from d2lps.collectives.arguments import check_fits, check_list, collective
 from d2lps.comm import Communicator
+from d2lps.cost.numbers import named
 
 
 @collective("algorithm")
 def all_to_all(
-    comm: Communicator,
-    output_list: Sequence[torch.Tensor],
-    input_list: Sequence[torch.Tensor],
-    algorithm: str = "pairwise",
+    comm: Communicator, output_list: Sequence[Tensor], input_list: Sequence[Tensor], algorithm: str = "pairwise"
 ) -> None:
     """Copy `input_list[j]` of rank i into `output_list[i]` of rank j: a transpose across ranks.
 
@@ -31,21 +28,21 @@ def all_to_all(
     if output_list[0].dtype != input_list[0].dtype:
         raise ValueError(f"output_list is of {output_list[0].dtype}, input_list of {input_list[0].dtype}: they must be alike")
     check_fits(f"output_list[{comm.rank}]", output_list[comm.rank], f"input_list[{comm.rank}]", input_list[comm.rank])
-    exchange = choose(algorithm, {"direct": _direct, "pairwise": _pairwise})
+    chosen = named("algorithm", algorithm, {"direct": _direct, "pairwise": _pairwise})
     comm.copy(output_list[comm.rank], input_list[comm.rank])
-    exchange(comm, output_list, input_list)
+    chosen(comm, output_list, input_list)
 
 
-def _direct(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+def _direct(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Post everything, then wait for everything."""
     comm.step("all-to-all")
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
-    exchange(comm, [(inputs[dst], dst) for dst in others], [(outputs[src], src) for src in others])
+    comm.exchange([(inputs[dst], dst) for dst in others], [(outputs[src], src) for src in others])
 
 
-def _pairwise(comm: Communicator, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """In step k, send to the rank k places to the right and receive from the one k places to the left."""
+def _pairwise(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """In step k, send to the k-th rank to the right and receive from the k-th to the left."""
     for step in range(1, comm.size):
-        comm.step(f"all-to-all {step}/{comm.size - 1}")
+        comm.step("all-to-all {}/{}", step, comm.size - 1)
         dst, src = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
         comm.sendrecv(inputs[dst], dst, outputs[src], src)

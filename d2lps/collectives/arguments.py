@@ -2,14 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from torch import Tensor
 
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.comm.communicator import describe
-from d2lps.comm.ops import check_op, op_name
+from d2lps.comm.ops import op_name
+from d2lps.comm.rank import describe
 
 Collective = TypeVar("Collective", bound=Callable[..., None])
 
@@ -36,32 +36,21 @@ def collective(*alike: str) -> Callable[[Collective], Collective]:
 
 
 def _spell(argument: Any) -> str:
-    if isinstance(argument, torch.Tensor):
+    if isinstance(argument, Tensor):
         return describe(argument)
     if isinstance(argument, list | tuple):
         return "[" + ", ".join(map(_spell, argument)) + "]"
     return op_name(argument) if isinstance(argument, ReduceOp) else str(argument)
 
 
-def choose(algorithm: str, algorithms: dict[str, Callable[..., None]]) -> Callable[..., None]:
-    """The algorithm of that name; an unknown one is named, beside those there are."""
-    if algorithm not in algorithms:
-        raise ValueError(f"algorithm={algorithm!r} is unknown: choose one of {', '.join(map(repr, algorithms))}")
-    return algorithms[algorithm]
-
-
 def check_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}: {tensor!r}")
 
 
 def check_rank(comm: Communicator, name: str, rank: Any) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.size:
         raise ValueError(f"{name}={rank!r} is not a rank of this group of {comm.size} (0 to {comm.size - 1})")
-
-
-def check_reduction(tensor: torch.Tensor, op: ReduceOp) -> None:
-    check_op(op, tensor.dtype)
 
 
 def check_list(comm: Communicator, name: str, tensors: Any) -> None:
@@ -76,29 +65,30 @@ def check_list(comm: Communicator, name: str, tensors: Any) -> None:
             raise ValueError(f"{name}[{index}] is {tensor.dtype}, {name}[0] is {tensors[0].dtype}: they must be alike")
 
 
-def check_fits(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+def check_fits(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Two tensors between which elements will be copied: as many, of the same dtype."""
     if tensor.dtype != other.dtype or tensor.numel() != other.numel():
         raise ValueError(f"{name} is {describe(tensor)} but {other_name} is {describe(other)}: they must hold the same")
 
 
-def check_equal(name: str, tensors: Sequence[torch.Tensor], like_name: str, like: torch.Tensor) -> None:
-    for index, tensor in enumerate(tensors):
-        check_fits(f"{name}[{index}]", tensor, like_name, like)
-
-
-def check_root_list(comm: Communicator, name: str, tensors: Any, root_name: str, root: int, tensor: torch.Tensor) -> None:
+def check_root_list(comm: Communicator, name: str, tensors: Any, root_name: str, root: int, tensor: Tensor) -> None:
     """The list of scatter and gather: the root gives one, of tensors like the others' own; nobody else does."""
     check_tensor("tensor", tensor)
     check_rank(comm, root_name, root)
     if comm.rank == root:
         check_list(comm, name, tensors)
-        check_equal(name, tensors, "tensor", tensor)
+        for index, part in enumerate(tensors):
+            check_fits(f"{name}[{index}]", part, "tensor", tensor)
     elif tensors is not None and (not isinstance(tensors, list | tuple) or tensors):
         raise ValueError(f"{name} was given on rank {comm.rank}, but only the rank {root_name}={root} has one")
 
 
-def divide(tensor: torch.Tensor, op: ReduceOp, ranks: int) -> None:
+def divide(tensor: Tensor, op: ReduceOp, ranks: int) -> None:
     """The last step of an average: the sum of all ranks, divided once."""
     if op == ReduceOp.AVG and not tensor.is_meta:
         tensor.detach().div_(ranks)
+
+
+def doublings(size: int) -> list[int]:
+    """The distances of a tree's steps: `doublings(5) == [1, 2, 4]`, one for each doubling that it takes to reach `size`."""
+    return [1 << step for step in range((size - 1).bit_length())]

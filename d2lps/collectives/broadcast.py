@@ -1,13 +1,14 @@
 """Broadcast: one rank's tensor, on every rank."""
 
-import torch
+from torch import Tensor
 
-from d2lps.collectives.arguments import check_rank, check_tensor, choose, collective
+from d2lps.collectives.arguments import check_rank, check_tensor, collective, doublings
 from d2lps.comm import Communicator, flat
+from d2lps.cost.numbers import named
 
 
 @collective("tensor", "src", "algorithm")
-def broadcast(comm: Communicator, tensor: torch.Tensor, src: int = 0, algorithm: str = "tree") -> None:
+def broadcast(comm: Communicator, tensor: Tensor, src: int = 0, algorithm: str = "tree") -> None:
     """Copy `tensor` of rank `src` into `tensor` of every other rank.
 
     >>> tensor = torch.tensor([float(comm.rank)])       # [0.], [1.], [2.]     # doctest: +SKIP
@@ -20,33 +21,29 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, src: int = 0, algorithm:
     check_tensor("tensor", tensor)
     check_rank(comm, "src", src)
     with flat(tensor) as data:
-        choose(algorithm, {"flat": _flat, "tree": _tree})(comm, data, src)
+        named("algorithm", algorithm, {"flat": _flat, "tree": _tree})(comm, data, src)
 
 
-def _flat(comm: Communicator, data: torch.Tensor, src: int) -> None:
+def _flat(comm: Communicator, data: Tensor, src: int) -> None:
     """The source sends to one rank after another."""
     if comm.rank != src:
         comm.recv(data, src)
         return
     for dst in range(comm.size):
         if dst != src:
-            comm.step(f"broadcast to {dst}")
+            comm.step("broadcast to {}", dst)
             comm.send(data, dst)
 
 
-def _tree(comm: Communicator, data: torch.Tensor, src: int) -> None:
+def _tree(comm: Communicator, data: Tensor, src: int) -> None:
     """Every rank that has the data sends it on: 1, 2, 4, 8, ... ranks have it.
 
     Ranks are counted from the source: position 0 is src. In the step of distance d, positions below d send to d + own.
     """
     position = (comm.rank - src) % comm.size
-    distance, step = 1, 1
-    while distance < comm.size:
-        comm.step(f"broadcast {step}")
-        partner = position + distance if position < distance else position - distance
-        peer = (partner + src) % comm.size
-        if position < distance and partner < comm.size:
-            comm.send(data, peer)
+    for step, distance in enumerate(doublings(comm.size), 1):
+        comm.step("broadcast {}", step)
+        if position < distance and position + distance < comm.size:
+            comm.send(data, (comm.rank + distance) % comm.size)
         elif distance <= position < 2 * distance:
-            comm.recv(data, peer)
-        distance, step = 2 * distance, step + 1
+            comm.recv(data, (comm.rank - distance) % comm.size)

@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
-from d2lps.collectives.arguments import check_root_list, choose, collective
+from d2lps.collectives.arguments import check_root_list, collective, doublings
 from d2lps.comm import Communicator
 from d2lps.comm.staging import stage
+from d2lps.cost.numbers import named
 
 
 @collective("tensor", "dst", "algorithm")
 def gather(
-    comm: Communicator,
-    tensor: torch.Tensor,
-    gather_list: Sequence[torch.Tensor] | None = None,
-    dst: int = 0,
-    algorithm: str = "tree",
+    comm: Communicator, tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, algorithm: str = "tree"
 ) -> None:
     """Copy `tensor` of rank r into `gather_list[r]` of rank `dst`.
 
@@ -28,42 +25,38 @@ def gather(
     the tree the others pass on what is not theirs. Source: Thakur, Rabenseifner, Gropp 2005 (binomial tree).
     """
     check_root_list(comm, "gather_list", gather_list, "dst", dst, tensor)
-    choose(algorithm, {"linear": _linear, "tree": _tree})(comm, tensor, gather_list or [], dst)
+    named("algorithm", algorithm, {"linear": _linear, "tree": _tree})(comm, tensor, gather_list or [], dst)
 
 
-def _linear(comm: Communicator, tensor: torch.Tensor, room: Sequence[torch.Tensor], dst: int) -> None:
+def _linear(comm: Communicator, tensor: Tensor, room: Sequence[Tensor], dst: int) -> None:
     """The destination takes in one rank after another."""
     if comm.rank != dst:
         comm.send(tensor, dst)
         return
     for src in range(comm.size):
-        comm.step(f"gather from {src}")
+        comm.step("gather from {}", src)
         if src == dst:
             comm.copy(room[src], tensor)
         else:
             comm.recv(room[src], src)
 
 
-def _tree(comm: Communicator, tensor: torch.Tensor, room: Sequence[torch.Tensor], dst: int) -> None:
+def _tree(comm: Communicator, tensor: Tensor, room: Sequence[Tensor], dst: int) -> None:
     """Scatter's tree run backwards: neighbours join what they hold, then neighbours of neighbours.
 
     Ranks are counted from the destination. A rank holds the parts of positions own .. own + count - 1.
     """
     position, length = (comm.rank - dst) % comm.size, tensor.numel()
-    reach = 1  # how many positions, from its own on, a rank will ever hold
-    while position % (2 * reach) == 0 and reach < comm.size:
-        reach *= 2
-    held = tensor.new_empty(min(reach, comm.size - position) * length)
+    most = position & -position or comm.size  # how many it will ever hold: the lowest bit of a position is when it sends
+    held = tensor.new_empty(min(most, comm.size - position) * length)
     comm.copy(held[:length], stage(tensor))
-    half, step = 1, 1
-    while half < comm.size:
-        comm.step(f"gather {step}")
-        if position % (2 * half) == half:
-            comm.send(held, (position - half + dst) % comm.size)
-        elif position % (2 * half) == 0 and position + half < comm.size:
-            count = min(half, comm.size - position - half)
-            comm.recv(held[half * length : (half + count) * length], (position + half + dst) % comm.size)
-        half, step = 2 * half, step + 1
+    for step, half in enumerate(doublings(comm.size), 1):
+        comm.step("gather {}", step)
+        if position & half:
+            comm.send(held, (comm.rank - half) % comm.size)
+            return
+        if position + half < comm.size:
+            comm.recv(held[half * length : 2 * half * length], (comm.rank + half) % comm.size)
     for index, part in enumerate(room):
-        place = (index - dst) % comm.size
-        comm.copy(part, held[place * length : (place + 1) * length])
+        begin = (index - dst) % comm.size * length
+        comm.copy(part, held[begin : begin + length])

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from d2lps.collectives.arguments import check_fits, check_list, check_reduction, check_tensor, choose, collective, divide
+from d2lps.collectives.arguments import check_fits, check_list, check_tensor, collective, divide
+from d2lps.collectives.ring import Ring, play, reduce_scatter_steps
 from d2lps.comm import Communicator, ReduceOp, flat
+from d2lps.comm.ops import check_op
 from d2lps.comm.staging import stage
+from d2lps.cost.numbers import named
 
 
 @collective("input_list", "op", "algorithm")
 def reduce_scatter(
-    comm: Communicator,
-    output: torch.Tensor,
-    input_list: Sequence[torch.Tensor],
-    op: ReduceOp = ReduceOp.SUM,
-    algorithm: str = "ring",
+    comm: Communicator, output: Tensor, input_list: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring"
 ) -> None:
     """Combine `input_list[r]` of all ranks by `op` into `output` of rank r; the inputs stay as they were.
 
@@ -29,15 +29,16 @@ def reduce_scatter(
     check_list(comm, "input_list", input_list)
     check_tensor("output", output)
     check_fits("output", output, f"input_list[{comm.rank}]", input_list[comm.rank])
-    check_reduction(output, op)
+    check_op(op, output.dtype)
     with flat(output) as data:
-        choose(algorithm, {"ring": _ring, "pairwise": _pairwise})(comm, data, [stage(part) for part in input_list], op)
+        chosen = named("algorithm", algorithm, {"ring": _ring, "pairwise": _pairwise})
+        chosen(comm, data, [stage(part) for part in input_list], op)
         divide(data, op, comm.size)
 
 
 @collective("input", "op", "algorithm")
 def reduce_scatter_tensor(
-    comm: Communicator, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring"
+    comm: Communicator, output: Tensor, input: Tensor, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring"
 ) -> None:
     """Reduce-scatter of one tensor that is cut into p equal parts; steps and bytes as in `reduce_scatter`.
 
@@ -51,26 +52,20 @@ def reduce_scatter_tensor(
     reduce_scatter(comm, output, data.view(comm.size, -1).unbind() if data.numel() else [data] * comm.size, op, algorithm)
 
 
-def _ring(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
+def _ring(comm: Communicator, data: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
     """Each part travels once round the ring and is added to on its way; it ends at the rank that it belongs to."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    outgoing = parts[left]
-    for step in range(1, comm.size):
-        comm.step(f"reduce-scatter {step}/{comm.size - 1}")
-        place = (comm.rank - 1 - step) % comm.size
-        incoming = torch.empty_like(parts[place])
-        comm.sendrecv(outgoing, right, incoming, left)
-        comm.combine(incoming, parts[place], op)
-        outgoing = incoming
-    comm.copy(data, outgoing)  # not earlier: `data` may be part of the input, as in torch
+    chunks = [parts[-1], *parts[:-1]]  # a ring leaves chunk r + 1 with rank r: let that be part r
+    ring = Ring.of(comm.rank, range(comm.size), chunks)
+    play(comm, "reduce-scatter", comm.size, reduce_scatter_steps(comm, ring, op, keep=True))
+    comm.copy(data, ring.passing[-1])  # not earlier: `data` may be part of the input, as in torch
 
 
-def _pairwise(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Each rank hands every other one its share directly: in step k, to the rank k places to the right."""
+def _pairwise(comm: Communicator, data: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
+    """Each rank hands every other one its share directly: in step k, to the rank k to the right."""
     comm.copy(data, parts[comm.rank])
     scratch = torch.empty_like(data)
     for step in range(1, comm.size):
-        comm.step(f"reduce-scatter {step}/{comm.size - 1}")
+        comm.step("reduce-scatter {}/{}", step, comm.size - 1)
         dst, src = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
         comm.sendrecv(parts[dst], dst, scratch, src)
         comm.combine(data, scratch, op)

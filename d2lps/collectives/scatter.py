@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
-from d2lps.collectives.arguments import check_root_list, choose, collective
+from d2lps.collectives.arguments import check_root_list, collective, doublings
 from d2lps.comm import Communicator, flat
+from d2lps.cost.numbers import named
 
 
 @collective("tensor", "src", "algorithm")
 def scatter(
-    comm: Communicator,
-    tensor: torch.Tensor,
-    scatter_list: Sequence[torch.Tensor] | None = None,
-    src: int = 0,
-    algorithm: str = "tree",
+    comm: Communicator, tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, algorithm: str = "tree"
 ) -> None:
     """Copy `scatter_list[r]` of rank `src` into `tensor` of rank r.
 
@@ -27,44 +24,39 @@ def scatter(
     """
     check_root_list(comm, "scatter_list", scatter_list, "src", src, tensor)
     with flat(tensor) as data:
-        choose(algorithm, {"linear": _linear, "tree": _tree})(comm, data, scatter_list or [], src)
+        named("algorithm", algorithm, {"linear": _linear, "tree": _tree})(comm, data, scatter_list or [], src)
 
 
-def _linear(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor], src: int) -> None:
+def _linear(comm: Communicator, data: Tensor, parts: Sequence[Tensor], src: int) -> None:
     """The source sends to one rank after another."""
     if comm.rank != src:
         comm.recv(data, src)
         return
     for dst in range(comm.size):
-        comm.step(f"scatter to {dst}")
+        comm.step("scatter to {}", dst)
         if dst == src:
             comm.copy(data, parts[dst])
         else:
             comm.send(parts[dst], dst)
 
 
-def _tree(comm: Communicator, data: torch.Tensor, parts: Sequence[torch.Tensor], src: int) -> None:
+def _tree(comm: Communicator, data: Tensor, parts: Sequence[Tensor], src: int) -> None:
     """The source gives half of the parts to a rank half way round, and both go on with their halves.
 
     Ranks are counted from the source. A rank that holds `count` parts holds those of positions own .. own + count - 1.
     """
     position, length = (comm.rank - src) % comm.size, data.numel()
-    span = 1
-    while span < comm.size:
-        span *= 2
-    held, step = data.new_empty(0), 0
     if position == 0:
         held = data.new_empty(comm.size * length)
-        for index in range(comm.size):
-            comm.copy(held[index * length : (index + 1) * length], parts[(index + src) % comm.size])
-    while span > 1:
-        half, step = span // 2, step + 1
-        comm.step(f"scatter {step}")
-        if position % span == 0 and position + half < comm.size:
-            comm.send(held[half * length :], (position + half + src) % comm.size)
-            held = held[: half * length]
-        elif position % span == half:
+        for index, part in enumerate(parts):
+            begin = (index - src) % comm.size * length
+            comm.copy(held[begin : begin + length], part)
+    for step, half in enumerate(reversed(doublings(comm.size)), 1):
+        comm.step("scatter {}", step)
+        if position % (2 * half) == half:
             held = data.new_empty(min(half, comm.size - position) * length)
-            comm.recv(held, (position - half + src) % comm.size)
-        span = half
+            comm.recv(held, (comm.rank - half) % comm.size)
+        elif position % (2 * half) == 0 and position + half < comm.size:
+            comm.send(held[half * length :], (comm.rank + half) % comm.size)
+            held = held[: half * length]
     comm.copy(data, held[:length])

@@ -1,7 +1,7 @@
 """One rank's end of a group of ranks: the calls that every algorithm of the book is written in.
 
-A world (processes on this machine, several machines, a simulated cluster) supplies six small methods, marked abstract
-at the end of the class. The rules are the same in all of them:
+A world (processes on this machine, several machines, a simulated cluster) supplies some small methods, which stand at the
+end of the class. The rules are the same in all of them:
 
 - Messages from one rank to another with the same tag arrive in the order in which they were sent; what is received
   must have the length and dtype of what was sent.
@@ -11,27 +11,23 @@ at the end of the class. The rules are the same in all of them:
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from d2lps.comm import ops
 from d2lps.comm.ops import ReduceOp
+from d2lps.comm.rank import Rank
 from d2lps.comm.staging import check_writable, stage, unstage
-from d2lps.comm.standing import Board, NoBoard, Standing, callers_line
+from d2lps.comm.started import InThread, Started
 from d2lps.comm.work import Transfer, Work
-from d2lps.trace.recorder import Recorder
 
-# With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
-# own numbers come from `comm.generator`.
-SEED = 0
+Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
-class Communicator(ABC):
+class Communicator(Rank):
     """
     >>> def hello(comm):
     ...     if comm.rank == 0:
@@ -43,55 +39,49 @@ class Communicator(ABC):
     Run([None, 3.0])
     """
 
-    rank: int  #: this rank's number in the group, 0 .. size - 1
-    size: int  #: how many ranks the group has
-    device: torch.device  #: where this rank's tensors should live
-    node: Any  #: the machine, or the node of the topology, that this rank lives on
-    topology: Any = None  #: the described cluster, in a simulation
-    generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
-    debug: bool = False  #: whether ranks compare what they are about to do
-
-    def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
-        self.rank, self.size, self.name = rank, len(members), name
-        self.members = list(members)  # members[r] is rank r's number in the whole run
-        self.recorder: Recorder | None = None
-        self.board: Board = NoBoard()
-        self._collective = ""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}: rank {self.rank} of {self.size}>"
-
     # ---- messages -------------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Give `tensor` to rank `dst`; return when it has been delivered."""
-        self.isend(tensor, dst, tag).wait()
+        self.exchange(((tensor, dst),), (), tag)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> None:
         """Fill `tensor` with what rank `src` sends; return when it is there."""
-        self.irecv(tensor, src, tag).wait()
+        self.exchange((), ((tensor, src),), tag)
+
+    def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
+        """Send and receive at the same time, so that a ring of ranks that all send first does not deadlock."""
+        self.exchange(((tensor, dst),), ((into, src),), tag)
+
+    def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
+        """Post several messages at once, then wait for all: none waits for another, and they share the links.
+
+        >>> comm.exchange(sends=[(mine, 1), (mine, 2)], receives=[(room[1], 1), (room[2], 2)])       # doctest: +SKIP
+
+        Two messages to one rank must stand in the order in which that rank receives them.
+        """
+        sends, receives = list(sends), list(receives)
+        for tensor, dst in sends:
+            self._check_message(tensor, "dst", dst, tag)
+        for tensor, src in receives:
+            self._check_message(tensor, "src", src, tag)
+            check_writable(tensor)
+        with self.together():
+            posted = [self._posted("recv", tensor, src, tag) for tensor, src in receives]
+            posted += [self._posted("send", tensor, dst, tag) for tensor, dst in sends]
+        for work in posted:
+            work.wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send; the message is delivered when the returned `Work` has been waited for."""
         self._check_message(tensor, "dst", dst, tag)
-        return self._work("send", tensor, dst, tag)
+        return self._posted("send", tensor, dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
         """Say where a message from `src` shall go; it is there when the returned `Work` has been waited for."""
         self._check_message(tensor, "src", src, tag)
         check_writable(tensor)
-        return self._work("recv", tensor, src, tag)
-
-    def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
-        """Send and receive at the same time, so that a ring of ranks that all send first does not deadlock."""
-        self._check_message(tensor, "dst", dst, tag)
-        self._check_message(into, "src", src, tag)
-        check_writable(into)
-        with self.together():
-            received = self._work("recv", into, src, tag)
-            sent = self._work("send", tensor, dst, tag)
-        received.wait()
-        sent.wait()
+        return self._posted("recv", tensor, src, tag)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -109,41 +99,6 @@ class Communicator(ABC):
         with self.standing("barrier"):
             self._barrier()
 
-    # ---- arithmetic that the trace can see ------------------------------------------------------------------------
-
-    def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        """`into = op(into, other)`: on received data, arithmetic goes through here to be traced and priced.
-
-        >>> comm.combine(chunk, incoming, ReduceOp.SUM)     # chunk += incoming   # doctest: +SKIP
-        """
-        self._check_pair("combine", into, other)
-        start = self.now()
-        if not into.is_meta:
-            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
-        if self.recorder:
-            self.recorder.local(ops.op_name(op), into, other, start)
-
-    def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
-        """`into[:] = other`, within this rank, where the trace can see it."""
-        self._check_pair("copy", into, other)
-        start = self.now()
-        into.detach().copy_(other.detach().reshape(into.shape))
-        if self.recorder:
-            self.recorder.local("COPY", into, other, start)
-
-    def step(self, label: str) -> None:
-        """Name what follows, in traces and pictures: `comm.step("reduce-scatter 1/3")`."""
-        if self.recorder:
-            self.recorder.step = label
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
-        """A flat tensor as `parts` views of nearly equal lengths, the longer ones first, as `torch.tensor_split` cuts it."""
-        return tensor.tensor_split(parts)
-
     # ---- groups and time ------------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
@@ -157,49 +112,51 @@ class Communicator(ABC):
         with self.standing("split"):
             child = self._split(color, self.rank if key is None else key)
         if child is not None:
-            child.recorder, child.board, child.debug = self.recorder, self.board, self.debug
-            child.device, child.node, child.generator = self.device, self.node, self.generator
-            child.topology = self.topology
+            self._hand_down(child)
         return child
 
-    def now(self) -> float:
-        """Seconds on this rank's clock, of which differences mean something; virtual ones, from 0, in a simulation."""
-        return time.monotonic()
+    def start(self, function: Callable[..., Any], *args: Any) -> Work:
+        """Let `function(comm', *args)` go on beside what this rank does next: a collective under a backward pass.
 
-    def sleep(self, seconds: float) -> None:
-        """Let this rank's time pass."""
-        time.sleep(seconds)
+        >>> work = comm.start(all_reduce, gradient)         # doctest: +SKIP
+        >>> compute_the_next_gradient()                     # doctest: +SKIP
+        >>> work.wait()                                     # now `gradient` is the sum     # doctest: +SKIP
 
-    # ---- notes: for the message that explains a hang --------------------------------------------------------------
-
-    @contextmanager
-    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
-        """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
-        peer = self.members[peer] if peer >= 0 else -1
-        start = self.now()
-        file, line, function = callers_line()
-        self.board.write(
-            Standing(action, peer, tag, nbytes, self._collective, self.members, file, line, function, time.monotonic())
-        )
-        yield
-        # Not taken down when the wait fails: the note then says where the rank stood as it failed.
-        self.board.write(None)
+        comm' has the same ranks, and messages of its own: they meet none of this communicator's. The nth start on each rank of
+        a communicator belong together. `wait` raises what the function raised, and so does the end of the rank's own
+        function if nobody has waited. In the trace it has a lane of its own. Costs a thread (a greenlet in a simulation), and
+        over torch.distributed a process group.
+        """
+        if not callable(function):
+            raise TypeError(f"start needs a function of a communicator, not {function!r}")
+        self._starts += 1
+        beside = self._beside(f"{self.name}/start{self._starts}")
+        self._hand_down(beside)
+        busy = {started.comm.lane for started in self.started if not started.is_done()}
+        beside.lane = next(lane for lane in range(1, len(busy) + 2) if lane not in busy)
         if self.recorder:
-            self.recorder.waited(action, self.name, peer, tag, nbytes, start)
+            beside.recorder = self.recorder.beside(beside.lane, getattr(function, "__name__", "function"))
+        started = self._start(beside, function, args)
+        self.started.append(started)
+        return Work(lambda: self._join(started), started.is_done)
 
-    @contextmanager
-    def inside(self, collective: str) -> Iterator[bool]:
-        """Say that the messages of this block belong to a collective; True for the outermost one."""
-        outermost = not self._collective
-        label = self.recorder.step if self.recorder else ""
-        if outermost:
-            self._collective = collective
-        try:
-            yield outermost
-        finally:
-            if outermost:
-                self._collective = ""
-            self.step(label)
+    def _join(self, started: Started) -> None:
+        if started in self.started:  # and has not been waited for at the end of the rank's function
+            with self.standing("join", tag=started.comm.recorder.thread if self.recorder else 0):
+                started.wait()
+            self.started.remove(started)
+            started.raise_its_error()
+
+    def finish(self) -> None:
+        """Wait for what was started and not yet waited for; called by the world when the rank's function has returned."""
+        while self.started:
+            self._join(self.started[0])
+
+    def _hand_down(self, child: Communicator) -> None:
+        """What a communicator made from this one has from it."""
+        child.recorder, child.board, child.debug, child.lane = self.recorder, self.board, self.debug, self.lane
+        child.device, child.node, child.generator = self.device, self.node, self.generator
+        child.topology, child.started, child._memory = self.topology, self.started, self._memory
 
     # ---- checks and glue ------------------------------------------------------------------------------------------
 
@@ -213,26 +170,24 @@ class Communicator(ABC):
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 2**31:
             raise ValueError(f"tag={tag!r} is not an integer from 0 to 2**31 - 1")
 
-    def _check_pair(self, call: str, into: torch.Tensor, other: torch.Tensor) -> None:
-        if into.dtype != other.dtype or into.numel() != other.numel():
-            raise ValueError(f"{call} needs two tensors alike, not {describe(into)} and {describe(other)}")
-
-    def _work(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+    def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a message, and say what its completion entails."""
         staged = stage(tensor, self._wire())
-        recorder = self.recorder
+        recorder, nbytes = self.recorder, tensor.numel() * tensor.element_size()
         recorded = recorder.message(action, tensor, self.name, self.members[peer], tag) if recorder else None
-        transfer = self._posted(action, tensor, staged, peer, tag)
+        transfer = self._post(action, tensor, staged, peer, tag)
 
         def finish() -> None:
+            with self.standing(action, peer, tag, nbytes):
+                transfer.wait()
             if action == "recv":
                 unstage(staged, tensor)
             if recorded:
                 recorded()
 
-        return Work(self, transfer, action, peer, tag, tensor.numel() * tensor.element_size(), finish)
+        return Work(finish, transfer.is_done)
 
-    def _posted(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
+    def _post(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Hand a message to the world."""
         return (self._post_send if action == "send" else self._post_recv)(staged, peer, tag)
 
@@ -240,13 +195,16 @@ class Communicator(ABC):
         """The device that the transport reads from; None where any will do."""
         return None
 
+    def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
+        return InThread(beside, function, args)
+
     # ---- what a world supplies ------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer: ...
+    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
+        raise NotImplementedError  # in a simulation, which has a way of its own from `exchange` to the network
 
-    @abstractmethod
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer: ...
+    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
+        raise NotImplementedError
 
     @abstractmethod
     def _barrier(self) -> None: ...
@@ -255,14 +213,13 @@ class Communicator(ABC):
     def _split(self, color: int | None, key: int) -> Communicator | None: ...
 
     @abstractmethod
+    def _beside(self, name: str) -> Communicator:
+        """A communicator of the same ranks whose messages meet none of this one's; must not wait for the other ranks."""
+
+    @abstractmethod
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """The world's own all-reduce, to compare ours with."""
 
     @abstractmethod
     def agree(self, statement: str) -> None:
         """Raise Mismatch on every rank unless all ranks make the same statement; outside the trace."""
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """`describe(torch.zeros(2, 3)) == "float32[2, 3]"`: for messages about tensors that do not fit."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

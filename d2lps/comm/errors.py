@@ -19,3 +19,7 @@ class RankHung(TimeoutError):
 
 class Deadlock(RankHung):
     """Ranks wait for one another in a circle: no amount of time would help."""
+
+
+class OutOfMemory(MemoryError):
+    """More memory was to be held than the device has; the text says who holds how much of it."""

@@ -107,6 +107,7 @@ def describe_state(state: State, ranks: int = 0) -> str:
         "native": f"waits in the world's own all-reduce{of}",
         "agree": f"waits to compare its call with the others'{of}",
         "split": f"waits for the others{of} to call split",
+        "join": "waits for what it has started",
         "answer": "waits for a parameter server's answer",
         "serve": "serves, and has nothing to answer",
     }[standing.action]

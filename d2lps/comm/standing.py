@@ -23,7 +23,7 @@ IN_VAIN = -math.inf
 class Standing:
     """What one rank waits for, since when, and which line of the reader's code brought it there."""
 
-    action: str  # "send", "recv", "barrier", "agree", "native", "split", "answer"
+    action: str  # "send", "recv", "barrier", "agree", "native", "split", "answer", "join"
     peer: int  # the rank of the world that it waits for; -1 for everyone
     tag: int
     nbytes: int
@@ -36,11 +36,14 @@ class Standing:
 
 
 class Board(Protocol):
-    """Where notes are left. `write(None)` takes the note down: the rank runs again. watched: somebody reads them meanwhile."""
+    """Where notes are left, one for each lane of the rank. `write(None)` takes the note down: that lane runs again.
+
+    watched: somebody reads them meanwhile.
+    """
 
     watched: bool
 
-    def write(self, standing: Standing | None) -> None: ...
+    def write(self, standing: Standing | None, lane: int = 0) -> None: ...
 
 
 class NoBoard:
@@ -48,7 +51,7 @@ class NoBoard:
 
     watched = False
 
-    def write(self, standing: Standing | None) -> None:
+    def write(self, standing: Standing | None, lane: int = 0) -> None:
         pass
 
 
@@ -61,12 +64,22 @@ class SharedBoard:
     def __init__(self, descriptor: int, rank: int) -> None:
         self.memory = mmap.mmap(descriptor, 0)
         self.start = rank * self.SLOT
+        self._lanes: dict[int, Standing] = {}
 
     @classmethod
     def bytes_for(cls, ranks: int) -> int:
         return ranks * cls.SLOT
 
-    def write(self, standing: Standing | None) -> None:
+    def write(self, standing: Standing | None, lane: int = 0) -> None:
+        """Of several lanes that wait, the board shows the one that has waited longest for another rank."""
+        if standing is None:
+            self._lanes.pop(lane, None)
+        else:
+            self._lanes[lane] = standing
+        waiting = sorted(self._lanes.values(), key=lambda note: (note.action == "join", note.since))
+        self._show(waiting[0] if waiting else None)
+
+    def _show(self, standing: Standing | None) -> None:
         # The length is cleared first and set last, so a reader sees a whole note or none.
         self.memory[self.start : self.start + 4] = b"\0\0\0\0"
         if standing is not None:
@@ -86,7 +99,11 @@ class SharedBoard:
 
 def callers_line() -> tuple[str, int, str]:
     """File, line and function of the innermost frame outside this library: the line that a reader wrote."""
-    frame: FrameType | None = sys._getframe(1)
+    return readers_line(sys._getframe(1))
+
+
+def readers_line(frame: FrameType | None) -> tuple[str, int, str]:
+    """The same for a frame that is not running: `("lesson.py", 3, "work")`; `("", 0, "")` where all is the library's."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_READERS):
         frame = frame.f_back
     if frame is None:

@@ -1,46 +1,48 @@
-"""A message under way."""
+"""What goes on while its caller does something else: a message under way, or a function that was started."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from d2lps.comm.communicator import Communicator
+from typing import Protocol
 
 
 class Transfer(Protocol):
     """What a world gives for a posted message."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Return when the message has been delivered (send), or has arrived (recv)."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
 
 
 class Work:
-    """What `isend` and `irecv` return: the message is complete once `wait` has returned.
+    """What `isend`, `irecv` and `start` return: it is complete once `wait` has returned, or `test` has said so.
 
-    Until then the tensor belongs to the communicator: don't write what is being sent, don't read what is to arrive.
+    Until then a message's tensor belongs to the communicator: don't write what is being sent, don't read what is to arrive.
 
     >>> work = comm.isend(tensor, dst=1)     # doctest: +SKIP
     >>> work.wait()                          # now `tensor` may be changed   # doctest: +SKIP
     """
 
-    def __init__(
-        self, comm: Communicator, transfer: Transfer, action: str, peer: int, tag: int, nbytes: int, finish: Callable[[], None]
-    ) -> None:
-        self._comm = comm
-        self._transfer: Transfer | None = transfer
-        self._what = (action, peer, tag, nbytes)
-        self._finish = finish
+    def __init__(self, finish: Callable[[], None], is_done: Callable[[], bool]) -> None:
+        self._finish, self._ready = finish, is_done
+        self._complete = False
 
     def wait(self) -> None:
-        """Return when the message has been delivered (send) or has arrived (recv). A second wait returns at once."""
-        if self._transfer is None:
-            return
-        transfer, self._transfer = self._transfer, None
-        with self._comm.standing(*self._what):
-            transfer.wait()
-        self._finish()
+        """Return when it is complete; raise what went wrong in it. A second wait returns at once."""
+        if not self._complete:
+            self._complete = True
+            self._finish()
 
-    def is_completed(self) -> bool:
-        """True once `wait` has returned."""
-        return self._transfer is None
+    def test(self) -> bool:
+        """Whether it is complete, without waiting for it; from then on it is as if it had been waited for."""
+        if self.is_done():
+            self.wait()
+        return self._complete
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._complete or self._ready()
+
+    is_completed = test  # torch's name for it

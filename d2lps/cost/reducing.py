@@ -4,7 +4,7 @@ The worked values are for D2L's machine without its latency: n = 160 MB, 4 ranks
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from d2lps.cost.numbers import check, log2_up, named
@@ -165,17 +165,6 @@ def in_switch(nbytes: float, ranks: int, alpha: float, beta: float) -> float:
     return alpha + nbytes * (1 + 1 / ranks) * beta if ranks > 1 else 0.0
 
 
-FORMULAS = {
-    "flat": flat,
-    "flat_together": flat_together,
-    "through_host": through_host,
-    "tree": tree,
-    "double_tree": double_tree,
-    "recursive_doubling": recursive_doubling,
-    "halving_doubling": halving_doubling,
-    "ring": ring,
-    "two_rings": two_rings,
-    "blockwise": blockwise,
-    "hierarchical": hierarchical,
-    "in_switch": in_switch,
-}
+_FORMULAS: list[Callable[..., float]] = [flat, flat_together, through_host, tree, double_tree, recursive_doubling]
+_FORMULAS += [halving_doubling, ring, two_rings, blockwise, hierarchical, in_switch]
+FORMULAS = {formula.__name__: formula for formula in _FORMULAS}

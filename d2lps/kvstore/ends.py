@@ -78,7 +78,7 @@ class _End:
         mine, theirs = self.comm.recorder, self.comm.mailbox.ends[dst].comm.recorder
         if mine is None or theirs is None or record.op == "leave":
             return (lambda: None,) * 2
-        given, mine.step = mine.step, mine.step or label
+        given, mine.step = mine.step, mine.step or (label,)
         sent = mine.message("send", self._source(record), "kvstore", dst, 0)
         noted = sent, theirs.message("recv", landing, "kvstore", self.comm.rank, 0)
         mine.step = given
@@ -95,12 +95,16 @@ class SimulatedAnswer:
     def arrived(self, reply: Reply) -> None:
         self.reply = reply
         if self.waits:
-            self.comm.mailbox.scheduler.happened(self.comm.task)
+            self.comm.world.scheduler.happened(self.comm.task)
+
+    def is_done(self) -> bool:
+        self.comm.catch_up()
+        return self.reply is not None
 
     def wait(self) -> Reply:
         if self.reply is None:
             self.waits = True
-            self.comm.mailbox.scheduler.block(self.comm.task, 1, ("answer",))
+            self.comm.world.scheduler.block(self.comm.task, "answer")
         assert self.reply is not None
         return self.reply
 
@@ -194,9 +198,9 @@ class ServerNode(_End):
     def goodbye(self, worker: int) -> None:
         self.left.add(worker)
         if len(self.left) == self.setup.workers:
-            self.comm.mailbox.scheduler.happened(self.comm.task)
+            self.comm.world.scheduler.happened(self.comm.task)
 
     def serve(self) -> ServerReport:
         """Return when the last worker has left; meanwhile arrivals do the work."""
-        self.comm.mailbox.scheduler.block(self.comm.task, 1, ("serve",))
+        self.comm.world.scheduler.block(self.comm.task, "serve")
         return self.report.closed(self.server)

@@ -37,7 +37,8 @@ class Notes:
         if key in self.versions or self.recorder is None:
             return
         self.versions[key] = 0
-        buffer = self.recorder.buffers.seen[self.recorder.buffers.part(self.server.entries[key].value)[0]]
+        buffers = self.recorder.vocabulary.buffers
+        buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].value)[0]]
         buffer.name, buffer.scratch = key.partition("[")[0], False
 
     def _changed(self, key: str) -> None:
@@ -49,5 +50,6 @@ class Notes:
             if id(value) in waiting:
                 self.pushed[key].append(value)
             elif self.recorder is not None:
-                self.recorder.local(op, entry.value, value, self.recorder.now())
+                now = self.recorder.now()
+                self.recorder.local(op, entry.value, value, now, now)
         self.versions[key] = entry.version

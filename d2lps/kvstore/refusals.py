@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from d2lps.comm.communicator import describe
+from d2lps.comm.rank import describe
 from d2lps.kvstore.events import OPS, READS, Request
 from d2lps.kvstore.optimizers import make_optimizer
 from d2lps.kvstore.tiers import Tiers

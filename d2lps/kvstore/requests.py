@@ -50,6 +50,9 @@ class SocketAnswer:
         assert self.reply is not None
         return self.reply
 
+    def is_done(self) -> bool:
+        return self.there.is_set()
+
     def _long_wait(self) -> None:
         comm = self.comm
         comm.board.write(Standing("answer", -1, 0, 0, "", comm.members, *callers_line(), time.monotonic()))

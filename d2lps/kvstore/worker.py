@@ -22,6 +22,8 @@ class Answer(Protocol):
 
     def wait(self) -> Reply: ...
 
+    def is_done(self) -> bool: ...
+
 
 class Transport(Protocol):
     """Carries requests to servers, each client's to each server in order, as often as it takes: see `Session`."""
@@ -39,6 +41,9 @@ class _Answers:
     def __init__(self, what: str, answers: Sequence[Answer]) -> None:
         self.what, self.answers = what, answers
         self.replies: list[Reply] = []
+
+    def is_done(self) -> bool:
+        return all(answer.is_done() for answer in self.answers)
 
     def wait(self) -> None:
         self.replies = [answer.wait() for answer in self.answers]
@@ -245,7 +250,13 @@ class KVWorker:
         stamped = [(part.server, replace(request, clock=self.iteration)) for part, request in requests]
         what = f"kv.{op}({repr(key) if key != '' else ''})"
         answers = _Answers(what, [self.transport.request(server, request) for server, request in stamped])
-        return Work(self.comm, answers, "answer", -1, 0, nbytes, lambda: place(answers.replies))
+
+        def finish() -> None:
+            with self.comm.standing("answer", nbytes=nbytes):
+                answers.wait()
+            place(answers.replies)
+
+        return Work(finish, answers.is_done)
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

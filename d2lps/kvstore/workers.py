@@ -68,6 +68,6 @@ class Workers(Group):
     def _lose(self, rank: int, death: RankDied) -> None:
         self.lost[rank] = str(death)
         warnings.warn(f"{death}; the others go on without it", stacklevel=2)
-        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0, None)
+        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0, [])
         self.coordinator.say(str(death).splitlines()[0])
         self.coordinator.lose(rank)

@@ -104,7 +104,9 @@ def _running() -> socket.socket:
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
-    environment = clean_environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    settings["THP_MEM_ALLOC_ENABLE"] = "1"  # PyTorch's: big tensors on huge pages, which are faster to get and to read
+    environment = clean_environment() | settings
     return subprocess.Popen(
         [sys.executable, "-m", "d2lps.launch.forkserver", str(descriptor)],
         pass_fds=[descriptor],

@@ -49,7 +49,8 @@ def _fork_rank(rank: int, files: list[int], caller: socket.socket) -> int:
     pid = os.fork()
     if pid == 0:
         caller.close()
-        os.setsid()  # a session of its own: whatever the rank starts can be ended with it
+        os.setpgid(0, 0)  # a group of its own: whatever the rank starts can be ended with it. Not a session of its own: Linux
+        # shares out the cores among sessions, and a rank that offers its core would not offer it to the other ranks
         die_with_parent()
         live(main, rank, *files)
     for file in files:

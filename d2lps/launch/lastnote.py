@@ -18,7 +18,7 @@ class LastNote:
     standing: Standing | None = None
     watched = False
 
-    def write(self, standing: Standing | None) -> None:
+    def write(self, standing: Standing | None, lane: int = 0) -> None:
         self.standing = standing
 
 

@@ -59,7 +59,7 @@ def _open_files(ranks: int) -> Iterator[None]:
 
 
 def _run_of(outcomes: list[Success], job: Job) -> Run:
-    logs = [outcome.log for outcome in outcomes if outcome.log is not None]
+    logs = [log for outcome in outcomes for log in outcome.logs]
     return Run(
         [cloudpickle.loads(outcome.result) for outcome in outcomes],
         max(outcome.ended for outcome in outcomes) - min(outcome.started for outcome in outcomes),

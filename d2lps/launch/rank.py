@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
-from d2lps.comm.communicator import SEED
+from d2lps.comm.rank import SEED
 from d2lps.comm.standing import SharedBoard
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.trace.recorder import Log, Recorder
@@ -65,7 +65,7 @@ class Success:
     result: bytes
     started: float
     ended: float
-    log: Log | None
+    logs: list[Log]  # empty where nothing was recorded
     imported: tuple[str, ...] = ()  # what the fork server had better import for the ranks to come
 
 
@@ -102,10 +102,11 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     recorder = comm.recorder = Recorder(comm.rank, comm.now) if trace else None
     started = comm.now()
     result = function(comm, *args)
+    comm.finish()
     ended = comm.now()
-    log = recorder.log(started, ended, str(comm.node)) if recorder else None
+    logs = recorder.logs(started, ended, str(comm.node)) if recorder else []
     imported = tuple(name for name in _LATE if name in sys.modules)
-    return Success(_packed(result, comm.rank), started, ended, log, imported)
+    return Success(_packed(result, comm.rank), started, ended, logs, imported)
 
 
 def _packed(result: Any, rank: int) -> bytes:

@@ -118,11 +118,11 @@ def _exchange(mine: Success, rank: int, meeting: Any, trace: bool) -> Run:
     except RuntimeError as error:
         raise RankFailed(f"rank {rank} has returned, but another rank has failed, which tells why itself") from error
     outcomes: list[tuple[str, Success]] = [(host, pickle.loads(packed)) for host, packed in everyone]
-    logs = [outcome.log for _, outcome in outcomes if outcome.log is not None]
+    logs = [log for _, outcome in outcomes for log in outcome.logs]
     return Run(
         [cloudpickle.loads(outcome.result) for _, outcome in outcomes],
         _longest(outcomes),
-        merge(logs, len(logs)) if trace else None,
+        merge(logs, len(outcomes)) if trace else None,
     )
 
 

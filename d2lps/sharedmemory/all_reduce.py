@@ -2,7 +2,8 @@
 
     small       each rank puts its tensor into a slot, they meet, and each adds up all slots: one meeting
     in place    every tensor lies in the shared file: each rank adds up its block of all of them, and writes it to all of them
-    staged      ordinary tensors: the same, on copies of a few pieces at a time
+    staged      ordinary tensors: each rank lays out a copy, adds up its block of all copies, and takes the others' sums
+    by reading  big ordinary tensors: the same without laying out, where the kernel lets a rank read another one's memory
 
 In every way a rank adds in the order of the ranks, rounding in the tensor's dtype each time: the sum is the same to the bit
 on every rank, and in every run.
@@ -10,6 +11,8 @@ on every rank, and in every run.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,9 +21,12 @@ from d2lps.comm import ReduceOp, ops
 from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.layout import LINE
 from d2lps.sharedmemory.meeting import Meeting, values_of
-from d2lps.sharedmemory.stage import Stage, piece_bytes
+from d2lps.sharedmemory.reading import read
+from d2lps.sharedmemory.stage import PIECE, Stage
 
 CACHE = 1 << 17  # bytes of each tensor at a time: a running sum of as many stays in the processor's own cache
+READ = 1 << 21  # bytes of all tensors together that are read at a time: they stay in the cache that processors share
+BIG = PIECE  # bytes: up to here it is faster to lay out a copy than to ask the kernel
 Kernel = Callable[..., torch.Tensor]
 
 
@@ -35,7 +41,7 @@ def small(meeting: Meeting, turn: int, tensor: torch.Tensor, op: ReduceOp, meet:
 def in_place(meeting: Meeting, arena: Arena, tensor: torch.Tensor, op: ReduceOp, heard: Sequence[bytes]) -> None:
     """Two meetings, before and after; each rank reads n bytes and writes n bytes, in n / (p * 128 KB) rounds."""
     whole = [arena.tensor(values_of(said)[0], tensor.dtype, tensor.numel()) for said in heard]
-    begin, end = block(tensor.numel(), tensor.element_size(), meeting.rank, len(whole))
+    begin, end = block(tensor, meeting.rank, len(whole))
     kernel, length = ops.kernel(op), CACHE // tensor.element_size()
     room = tensor.new_empty(min(length, end - begin))
     for parts in zip(*(each[begin:end].split(length) for each in whole), strict=True):
@@ -47,62 +53,88 @@ def in_place(meeting: Meeting, arena: Arena, tensor: torch.Tensor, op: ReduceOp,
     meeting.complete()
 
 
-def staged(meeting: Meeting, stage: Stage, tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Three things in each step: piece k + 1 goes in, piece k is added up, piece k - 1 comes out; and a meeting after it.
+def staged(meeting: Meeting, stage: Stage, tensor: torch.Tensor, op: ReduceOp, meet: Callable[..., Sequence[bytes]]) -> None:
+    """Three meetings for each 4 MB, and nobody waits for the third; each rank copies (p - 1)/p n bytes in, and as many out."""
+    for piece in tensor.split(PIECE // tensor.element_size()):
+        _pass_by(meeting, stage, piece, op, meet)
 
-    Each rank copies (p - 1)/p n bytes in and as many out, and in between works in the processors' common cache.
-    """
-    pieces = tensor.split(piece_bytes(len(meeting.members)) // tensor.element_size())
-    for step in range(len(pieces) + 2):
-        if step < len(pieces):
-            _take_in(meeting, stage, step, pieces[step])
-        if 1 <= step <= len(pieces):
-            _add_up(meeting, stage, step - 1, pieces[step - 1], op)
-        if step >= 2:
-            _bring_out(meeting, stage, step - 2, pieces[step - 2])
+
+def _pass_by(meeting: Meeting, stage: Stage, tensor: torch.Tensor, op: ReduceOp, meet: Callable[..., Sequence[bytes]]) -> None:
+    begin, end = block(tensor, meeting.rank, len(meeting.members))
+    with stage.piece(meeting) as offset:
+        mine, own = stage.arena.tensor(offset, tensor.dtype, tensor.numel()), tensor[begin:end]
+        mine[:begin].copy_(tensor[:begin])  # what the others will add up: everything but this rank's block
+        mine[end:].copy_(tensor[end:])
+        copies = [stage.arena.tensor(values_of(said)[0], tensor.dtype, tensor.numel()) for said in meet((offset, 0, 0))]
+        parts = [own if rank == meeting.rank else copy[begin:end] for rank, copy in enumerate(copies)]
+        combine(ops.kernel(op), parts, mine[begin:end])
+        own.copy_(mine[begin:end])
         meeting.come()
-        if step <= len(pieces):  # after the last step nobody waits until the stage is needed again
-            meeting.complete()
+        meeting.complete()
+        for rank in meeting.others:
+            begin, end = block(tensor, rank, len(copies))
+            tensor[begin:end].copy_(copies[rank][begin:end])
 
 
-def _take_in(meeting: Meeting, stage: Stage, step: int, piece: torch.Tensor) -> None:
-    """What the others will add up: everything but this rank's block."""
-    begin, end = block(piece.numel(), piece.element_size(), meeting.rank, len(meeting.members))
-    there = stage.at(meeting.rank, step, piece)
-    there[:begin].copy_(piece[:begin])
-    there[end:].copy_(piece[end:])
+def by_reading(meeting: Meeting, tensor: torch.Tensor, op: ReduceOp, heard: Sequence[bytes]) -> None:
+    """Three meetings, before, between and after; each rank reads 2 (p - 1)/p n bytes of the others' memory.
 
-
-def _add_up(meeting: Meeting, stage: Stage, step: int, piece: torch.Tensor, op: ReduceOp) -> None:
-    """This rank's block of one piece: its own part from the tensor, the others' from their stages, the sum to both."""
-    begin, end = block(piece.numel(), piece.element_size(), meeting.rank, len(meeting.members))
-    parts = [stage.at(rank, step, piece)[begin:end] for rank in range(len(meeting.members))]
-    total, parts[meeting.rank] = parts[meeting.rank], piece[begin:end]
-    length = CACHE // piece.element_size()
-    for into, *some in zip(*(each.split(length) for each in [total, *parts]), strict=True):
-        combine(ops.kernel(op), some, into)
-        some[meeting.rank].copy_(into)
-
-
-def _bring_out(meeting: Meeting, stage: Stage, step: int, piece: torch.Tensor) -> None:
-    """The others' blocks of one piece."""
+    First its block of all the others' tensors, piece by piece, which it adds up into its own; then the others' sums. Nobody
+    writes what another reads in the same half.
+    """
+    ranks, length = len(heard), READ // len(heard) // tensor.element_size()
+    begin, end = block(tensor, meeting.rank, ranks)
+    rooms = tensor.new_empty((ranks, min(length, end - begin)))
+    for start in range(begin, end, length):
+        own = tensor[start : min(start + length, end)]
+        parts = [own if rank == meeting.rank else room[: own.numel()] for rank, room in enumerate(rooms)]
+        for rank in meeting.others:
+            _fetch(meeting, heard, rank, start, parts[rank])
+        combine(ops.kernel(op), parts, own, rooms[meeting.rank, : own.numel()])
+    meeting.come()
+    meeting.complete()
     for rank in meeting.others:
-        begin, end = block(piece.numel(), piece.element_size(), rank, len(meeting.members))
-        piece[begin:end].copy_(stage.at(rank, step, piece)[begin:end])
+        begin, end = block(tensor, rank, ranks)
+        _fetch(meeting, heard, rank, begin, tensor[begin:end])
+    meeting.come()
+    meeting.complete()
 
 
-def combine(kernel: Kernel, parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """`total = parts[0] + parts[1] + ...`, in this order."""
-    if len(parts) == 1:
-        total.copy_(parts[0])
-        return
-    kernel(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        kernel(total, part, out=total)
+def unreadable(meeting: Meeting, heard: Sequence[bytes], meet: Callable[..., Sequence[bytes]]) -> str:
+    """Why some rank may not read another one's memory; "" if each may. All try, and then tell the others."""
+    code = 0
+    try:
+        for rank in meeting.others:
+            _, address, process = values_of(heard[rank])
+            read(process, address, torch.empty(1, dtype=torch.uint8))
+    except OSError as error:
+        code = error.errno or errno.EIO
+    codes = [values_of(said)[0] for said in meet((code, 0, 0))]
+    return os.strerror(max(codes)) if any(codes) else ""
 
 
-def block(length: int, itemsize: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements that a rank adds up; blocks begin at whole lines, so `block(100, 4, 1, 4) == (32, 64)`."""
-    line = max(1, LINE // itemsize)
+def _fetch(meeting: Meeting, heard: Sequence[bytes], rank: int, start: int, into: torch.Tensor) -> None:
+    """Read elements, from number `start` on, of the tensor that a rank has told of."""
+    _, address, process = values_of(heard[rank])
+    try:
+        read(process, address + start * into.element_size(), into)
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, errno.EFAULT):
+            raise
+        meeting.wait_in_vain(rank)  # it has died, or given up: there is nothing to read any more
+
+
+def combine(kernel: Kernel, parts: Sequence[torch.Tensor], into: torch.Tensor, room: torch.Tensor | None = None) -> None:
+    """`into = parts[0] + parts[1] + ...`, in this order; if `into` is one of the parts, `room` takes the sum on the way."""
+    total, *rest = parts
+    if not rest:
+        into.copy_(total)
+    for part in rest:
+        total = kernel(total, part, out=into if room is None or part is parts[-1] else room)
+
+
+def block(tensor: torch.Tensor, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements that a rank adds up; blocks begin at whole lines: (32, 64) for rank 1 of 4 and 100 floats."""
+    length, line = tensor.numel(), max(1, LINE // tensor.element_size())
     size = -(-length // (ranks * line)) * line
     return min(length, rank * size), min(length, (rank + 1) * size)

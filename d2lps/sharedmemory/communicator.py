@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp
 from d2lps.comm.ops import op_name
 from d2lps.comm.standing import IN_VAIN, Standing, callers_line
+from d2lps.comm.started import InThread
 from d2lps.comm.work import Transfer
 from d2lps.sharedmemory import all_reduce
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena, bytes_of
@@ -22,6 +27,7 @@ from d2lps.sharedmemory.mailbox import Mailbox
 from d2lps.sharedmemory.meeting import Call, Meeting, Values, call_of, disagree, values_of
 from d2lps.sharedmemory.message import Receiving, Sending
 from d2lps.sharedmemory.places import Places
+from d2lps.sharedmemory.reading import allow_siblings
 from d2lps.sharedmemory.stage import Stage
 from d2lps.sharedmemory.waiting import Waiting
 from d2lps.signatures import by_statement, fixed
@@ -38,6 +44,17 @@ class Rank:
         self.waiting = Waiting(self.arena, timeout, numbers)
         self.mailbox = Mailbox(self.arena, self.waiting)
         self.stage, self.places = Stage(self.arena), Places(self.arena)
+        self._idle = list[Stage]()  # stages that were used beside the rank's own thread, and can be again
+
+    def beside(self) -> Rank:
+        """The same for a function that goes on at the same time: it needs a stage of its own."""
+        other = copy.copy(self)
+        other.stage = self._idle.pop() if self._idle else Stage(self.arena)
+        return other
+
+    def end(self) -> None:
+        """What `beside` gave is free again."""
+        self._idle.append(self.stage)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -45,12 +62,15 @@ class SharedMemoryCommunicator(Communicator):
 
     def __init__(self, mine: Rank, members: Sequence[int], place: int, name: str = "world") -> None:
         super().__init__(members, list(members).index(mine.arena.rank), name)
-        self.mine, self.meeting = mine, Meeting(mine.arena, mine.mailbox, members, self.rank, place)
-        mine.places.enter(self.meeting)
+        self.mine = mine
+        allow_siblings()
+        if place >= 0:
+            self._enter(place)
         self.device, self.node = torch.device("cpu"), socket.gethostname()
         self.generator = torch.Generator().manual_seed(self.rank)
         self._number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")  # alike in all members
         self._turn = self._splits = 0
+        self.unreadable: str | None = None  # why ordinary tensors pass by a stage, however big; not known before the first one
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor of this rank that all ranks map, to read it and write to it where it is.
@@ -106,20 +126,28 @@ class SharedMemoryCommunicator(Communicator):
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         mine, nbytes = self.mine, tensor.nbytes
         call = (_ALL_REDUCE, _OPS.index(op_name(op)), NUMBER[tensor.dtype], tensor.numel())
+        meet = partial(self._meet, call)
         if not nbytes:
-            self._meet(call)
+            meet()
             return
         if nbytes <= self.meeting.layout.slot:
             self._turn += 1
-            all_reduce.small(self.meeting, self._turn, tensor, op, lambda: self._meet(call))
+            all_reduce.small(self.meeting, self._turn, tensor, op, meet)
             return
-        offset = mine.arena.offset_of(tensor)
-        heard = self._meet(call, (offset, mine.stage.prepare(self.size), 0))
+        address = 0 if tensor.is_pinned() else tensor.data_ptr()  # what belongs to a device's driver cannot be read by others
+        heard = meet((mine.arena.offset_of(tensor), address, os.getpid()))
         if all(values_of(said)[0] >= 0 for said in heard):
             all_reduce.in_place(self.meeting, mine.arena, tensor, op, heard)
+        elif nbytes > all_reduce.BIG and all(values_of(said)[1] for said in heard) and not self._unreadable(heard, meet):
+            all_reduce.by_reading(self.meeting, tensor, op, heard)
         else:
-            mine.stage.open(self.meeting, heard)
-            all_reduce.staged(self.meeting, mine.stage, tensor, op)
+            all_reduce.staged(self.meeting, mine.stage, tensor, op, meet)
+
+    def _unreadable(self, heard: Sequence[bytes], meet: Callable[..., list[bytes]]) -> str:
+        """Tried once, and remembered."""
+        if self.unreadable is None:
+            self.unreadable = all_reduce.unreadable(self.meeting, heard, meet)
+        return self.unreadable
 
     def _split(self, color: int | None, key: int) -> SharedMemoryCommunicator | None:
         wishes = [values_of(said) for said in self._meet((_SPLIT, 0, 0, 0), (color is not None, color or 0, key))]
@@ -135,6 +163,36 @@ class SharedMemoryCommunicator(Communicator):
             return None
         members = [self.members[rank] for rank in mine]
         return SharedMemoryCommunicator(self.mine, members, places[mine[0]], f"{self.name}/{self._splits}.{color}")
+
+    def _enter(self, place: int) -> None:
+        self.meeting = Meeting(self.mine.arena, self.mine.mailbox, self.members, self.rank, place)
+        self.mine.places.enter(self.meeting)
+
+    def _beside(self, name: str) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(self.mine.beside(), self.members, -1, name)
+
+    def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
+        def work(comm: SharedMemoryCommunicator, *args: Any) -> None:
+            with comm.standing("start"):
+                comm._agree_on_a_place()
+            try:
+                function(comm, *args)
+            finally:
+                del comm.meeting  # its place is free when the last rank has left it
+                comm.mine.end()
+
+        return InThread(beside, work, args)
+
+    def _agree_on_a_place(self) -> None:
+        """The first rank tells the others, by message: there is no place yet where they could meet."""
+        place = torch.tensor([self.mine.places.new(self.size) if self.rank == 0 else -1])
+        if self.rank == 0:
+            transfers = [self._post_send(place, other, 0) for other in range(1, self.size)]
+        else:
+            transfers = [self._post_recv(place, 0, 0)]
+        for transfer in transfers:
+            transfer.wait()
+        self._enter(int(place))
 
     def _meet(self, call: Call, values: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Meet, and make sure that all mean the same."""
@@ -157,14 +215,15 @@ class SharedMemoryCommunicator(Communicator):
         def note(in_vain: bool) -> bool:
             nonlocal noted
             noted, line, when = True, callers_line(), IN_VAIN if in_vain else since
-            self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, when))
+            standing = Standing(action, peer, tag, nbytes, self._collective, self.members, *line, when)
+            self.board.write(standing, self.lane)
             return self.board.watched
 
         waiting.noting(note)
         yield
         waiting.noting(None)
         if noted:
-            self.board.write(None)
+            self.board.write(None, self.lane)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
@@ -175,11 +234,11 @@ class _Transfer:
     def __init__(self, comm: SharedMemoryCommunicator, message: Sending | Receiving, peer: int, tag: int) -> None:
         self.comm, self.message, self.peer, self.tag = comm, message, peer, tag
 
-    def is_done(self) -> bool:
-        return self.comm.mine.mailbox._is_done(self.message)
-
     def wait(self) -> None:
         self.comm.mine.mailbox.wait(self.message, self.comm.members[self.peer], self.tag)
+
+    def is_done(self) -> bool:
+        return self.comm.mine.mailbox.is_done(self.message)
 
 
 def join(descriptor: int, ranks: int, rank: int) -> SharedMemoryCommunicator:

@@ -12,8 +12,8 @@ from collections import defaultdict, deque
 
 import torch
 
-from d2lps.comm.communicator import describe
 from d2lps.comm.explain import mismatch
+from d2lps.comm.rank import describe
 from d2lps.sharedmemory import futex
 from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.layout import RING
@@ -61,8 +61,8 @@ class Mailbox:
 
     def wait(self, message: Sending | Receiving, peer: int, tag: int) -> None:
         """Return when a message is complete; Mismatch if its ends disagree."""
-        if not self._is_done(message):
-            self.waiting.wait(lambda: self._is_done(message), lambda: [peer])
+        if not self.is_done(message):
+            self.waiting.wait(lambda: self.is_done(message), lambda: [peer])
         if isinstance(message, Sending):
             refused = message.refused()
             with self._lock:
@@ -72,7 +72,7 @@ class Mailbox:
         elif message.sent:
             raise mismatch(peer, self.rank, tag, message.sent, describe(message.tensor))
 
-    def _is_done(self, message: Sending | Receiving) -> bool:
+    def is_done(self, message: Sending | Receiving) -> bool:
         self.progress()
         return message.is_done()
 

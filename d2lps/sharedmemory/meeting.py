@@ -8,7 +8,8 @@ have come to the next, and so have heard this one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -36,7 +37,6 @@ class Meeting:
         self._came = [(begin + other * LINE) // 8 for other in range(len(members))]
         self.count = 0  # of the meetings so far
         self._slots: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
-        self._await: list[Callable[[], bool]] = [self._has_come(other) for other in range(len(members))]
 
     def exchange(self, call: Call, mine: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Say the same `call` as all others, and values of one's own; returns what each rank said (see `heard`)."""
@@ -70,18 +70,24 @@ class Meeting:
         for other in self.others:
             if self.words[self._came[other]] < self.count:
                 only = None if self.mailbox.busy() else self.members[other]
-                self.mailbox.waiting.wait(self._await[other], self._missing, only)
+                self.mailbox.waiting.wait(partial(self._has_come, other), self._missing, only)
         futex.ordering_fence()
 
     def _missing(self) -> list[int]:
         return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
 
-    def _has_come(self, other: int) -> Callable[[], bool]:
-        def ready() -> bool:
-            self.mailbox.progress()
-            return self.words[self._came[other]] >= self.count
+    def has_all(self, number: int) -> bool:
+        """Whether all have come to the meeting of that number."""
+        return all(self.words[came] >= number for came in self._came)
 
-        return ready
+    def wait_in_vain(self, other: int) -> None:
+        """For one who will not come: an error, as soon as it is known why."""
+        missing = self.members[other]
+        self.mailbox.waiting.wait(lambda: False, lambda: [missing], missing)
+
+    def _has_come(self, other: int) -> bool:
+        self.mailbox.progress()
+        return self.words[self._came[other]] >= self.count
 
     def _statement(self, rank: int, count: int) -> int:
         return self.begin + self.layout.statements + (2 * rank + count % 2) * STATEMENT

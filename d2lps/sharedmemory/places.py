@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from d2lps.sharedmemory.arena import Arena
@@ -17,12 +18,14 @@ class Places:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._made: list[tuple[int, int]] = []  # offset, members
+        self._lock = threading.Lock()  # a rank may have several threads
 
     def new(self, members: int) -> int:
         """A place for a group of so many; its memory is zero."""
-        self._clear_away()
-        begin = self.arena.space.take(MeetingLayout(members).size)
-        self._made.append((begin, members))
+        with self._lock:
+            self._clear_away()
+            begin = self.arena.space.take(MeetingLayout(members).size)
+            self._made.append((begin, members))
         return begin
 
     def enter(self, meeting: Meeting) -> None:

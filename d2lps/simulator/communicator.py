@@ -2,95 +2,119 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from d2lps.comm import Communicator, Mismatch, ReduceOp, ops
-from d2lps.comm.work import Transfer
-from d2lps.simulator.mailbox import End, Mailbox, Stream
+from d2lps.comm import Communicator, Mismatch, ReduceOp, Work
+from d2lps.comm.communicator import Addressed
+from d2lps.comm.staging import check_writable, stage, unstage
+from d2lps.comm.started import Started
+from d2lps.simulator.lane import InLane
+from d2lps.simulator.mailbox import End, Stream
+from d2lps.simulator.recording import DONE, WAITED
 from d2lps.simulator.scheduler import Task
-from d2lps.topology import Topology
+from d2lps.simulator.within import SimulatedRank, World
 
 
-class Meetings:
-    """Calls that every rank of a group makes together: they return when the last one has come, and take no time."""
+class SimulatedCommunicator(SimulatedRank):
+    """Messages are posted in the mailbox, and waiting gives the thread to another rank."""
 
-    def __init__(self) -> None:
-        self.present: defaultdict[tuple[str, str], dict[int, object]] = defaultdict(dict)  # (group, call) -> rank -> word
-        self.blocked: defaultdict[tuple[str, str], list[Task]] = defaultdict(list)
-
-    def meet(self, comm: SimulatedCommunicator, call: str, word: object) -> dict[int, object]:
-        """What every rank of the group said, by rank."""
-        comm.catch_up()
-        key = (comm.name, call)
-        words = self.present[key]
-        words[comm.rank] = word
-        if len(words) < comm.size:
-            self.blocked[key].append(comm.task)
-            comm.mailbox.scheduler.block(comm.task, 1, (call,))
-        else:
-            del self.present[key]
-            for task in self.blocked.pop(key, []):
-                comm.mailbox.scheduler.happened(task)
-        return words
-
-
-class SimulatedCommunicator(Communicator):
-    """Messages are posted in the mailbox, and waiting gives the thread to another rank.
-
-    Untraced, a thousand ranks exchange millions of messages; the calls that they make most are written out here without
-    the notes and records of the general ones. They mean the same.
-    """
-
-    def __init__(
-        self,
-        members: Sequence[int],
-        rank: int,
-        name: str,
-        task: Task,
-        nodes: list[object],
-        topology: Topology,
-        mailbox: Mailbox,
-        meetings: Meetings,
-        device: torch.device,
-    ) -> None:
-        super().__init__(members, rank, name)
-        self.task, self.nodes, self.topology = task, nodes, topology
-        self.mailbox, self.meetings, self.device = mailbox, meetings, device
-        self.node = nodes[self.members[rank]]
-        self.generator = torch.Generator().manual_seed(rank)
+    def __init__(self, world: World, members: Sequence[int], rank: int, name: str, task: Task) -> None:
+        super().__init__(world, members, rank, name, task)
+        world.groups[name] = self.members
+        task.groups[name] = self
+        world.groups[name] = self.members
+        task.groups[name] = self
         self._streams: dict[tuple[bool, int, int], Stream] = {}  # (whether this rank sends, peer, tag)
+        self._ends: dict[tuple[bool, int, int], tuple[torch.Tensor, End]] = {}  # the last of each stream
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the exchange that is being written: staged, and whose
         self._splits = 0
 
     # ---- messages -------------------------------------------------------------------------------------------------
+
+    def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
+        if self.task.counting is not None:
+            self.catch_up()
+        incoming, outgoing, last = [], [], self._ends.get
+        for tensor, src in receives:
+            end = last((False, src, tag))  # round a ring, the same as before but for some
+            incoming.append(end[1] if end is not None and end[0] is tensor else self._end(False, tensor, src, tag))
+        for tensor, dst in sends:
+            end = last((True, dst, tag))
+            outgoing.append(end[1] if end is not None and end[0] is tensor else self._end(True, tensor, dst, tag))
+        if self.recorder is not None:
+            for _, _, _, _, note in (*incoming, *outgoing):
+                note[DONE] = self.recorder.next(2) + 1  # they are waited for in this order
+        self.task.script.write((incoming, outgoing))
+        if self._contents or not self._collective:
+            contents, self._contents = self._contents, []
+            self.catch_up()
+            for staged, tensor in contents:
+                unstage(staged, tensor)
+
+    def _end(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> End:
+        """One end of a message. A stream that was used before has had its checks; contents are looked at each time."""
+        key = sends, peer, tag
+        stream, content = self._streams.get(key), None
+        if stream is None or not getattr(tensor, "is_meta", False):
+            self._check_message(tensor, "dst" if sends else "src", peer, tag)
+            if not sends:
+                check_writable(tensor)
+            stream = stream or self._stream(sends, peer, tag)
+            if not tensor.is_meta:
+                content = stage(tensor)
+                self._contents.append((content, tensor))
+        end = stream, content, tensor.nbytes, tensor.dtype, None if self.recorder is None else self._note(tensor)
+        if content is None and self.recorder is None:
+            self._ends[key] = tensor, end
+        return end
 
     def _stream(self, sends: bool, peer: int, tag: int) -> Stream:
         me, them = self.members[self.rank], self.members[peer]
         src, dst = (me, them) if sends else (them, me)
         route = self.topology.route(self.nodes[src], self.nodes[dst])
         stream = self._streams[sends, peer, tag] = self.mailbox.stream((self.name, src, dst, tag), route)
+        if self.recorder is not None:
+            setattr(stream, "src_thread" if sends else "dst_thread", self.recorder.thread)
         return stream
 
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
-        self.catch_up()
-        return End(self.mailbox.send(self._stream(True, dst, tag), staged), "sender", self.task)
+    def _note(self, tensor: torch.Tensor) -> list[float]:
+        """What the trace shall say of one end of a message; see recording.py."""
+        recorder = self.recorder
+        assert recorder is not None
+        words = recorder.vocabulary
+        part = words.buffers.part(recorder.rank, tensor)
+        return [recorder.next(), *part, words.steps.number(recorder.step), math.nan, -1, math.nan]
 
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
+    def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        sends, mailbox = action == "send", self.mailbox
         self.catch_up()
-        return End(self.mailbox.recv(self._stream(False, src, tag), staged), "receiver", self.task)
+        end = self._end(sends, tensor, peer, tag)
+        self._contents.clear()
+        message = mailbox.send(end) if sends else mailbox.recv(end)
 
-    def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
-        stream_in, stream_out = self._streams.get((False, src, tag)), self._streams.get((True, dst, tag))
-        if stream_in is None or stream_out is None or self.recorder is not None or not (tensor.is_meta and into.is_meta):
-            return super().sendrecv(tensor, dst, into, src, tag)
-        # Streams that have been used before have had all their checks.
-        self.task.script.write(stream_in, into, stream_out, tensor)
-        if not self._collective:
+        def is_done() -> bool:
             self.catch_up()
-        return None
+            return message.done or (sends and mailbox.is_buffered(end))
+
+        def finish() -> None:
+            start = self.now()
+            if not is_done():
+                setattr(message, "sender" if sends else "receiver", self.task)
+                self.world.scheduler.block(self.task, ([], [end]) if sends else ([end], []))
+            if not sends and end[1] is not None:
+                unstage(end[1], tensor)
+            if self.recorder is not None and mailbox.recording is not None:
+                end[4][DONE] = self.recorder.next(2) + 1
+                end[4][WAITED] = -start if end[4][WAITED] <= 0 else start
+                if message.done:
+                    mailbox.recording.waited(message.row, end[4], sends)
+
+        return Work(finish, is_done)
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:
@@ -103,11 +127,6 @@ class SimulatedCommunicator(Communicator):
             if outermost:
                 self.catch_up()
 
-    def catch_up(self) -> None:
-        """Return when the messages that this rank has only written down (see script.py) have been delivered."""
-        if self.task.script.steps:
-            self.task.script.play()
-
     def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
         if self.recorder is not None or not tensor.is_meta:
             return super().chunks(tensor, parts)
@@ -116,47 +135,36 @@ class SimulatedCommunicator(Communicator):
         length, longer = divmod(tensor.numel(), parts)
         return [tensor[: length + 1]] * longer + [tensor[:length]] * (parts - longer)
 
-    def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        gamma = self.mailbox.model.per_combined_byte
-        if self.recorder is None and not gamma and into.is_meta:
-            return self._check_pair("combine", into, other)
+    # ---- groups and lanes -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
+        """Only a row in the trace: a rank that waits can be asked where it stands (see deadlock.py)."""
         start = self.now()
-        self._check_pair("combine", into, other)
-        if not into.is_meta:
-            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
-        if gamma:
-            self.sleep(gamma * other.nbytes)
-        if self.recorder:
-            self.recorder.local(ops.op_name(op), into, other, start)
-        return None
+        yield
+        if self.recorder is not None:
+            self.recorder.waited(action, self.name, self.members[peer] if peer >= 0 else -1, tag, nbytes, start)
 
-    # ---- time and groups ------------------------------------------------------------------------------------------
-
-    def now(self) -> float:
+    def _meet(self, call: str, word: object) -> dict[int, object]:
+        """What every rank of the group said, by rank."""
         self.catch_up()
-        return self.mailbox.network.now
-
-    def sleep(self, seconds: float) -> None:
-        if not seconds >= 0:
-            raise ValueError(f"seconds={seconds!r} is not a number from 0 up")
-        scheduler, task = self.mailbox.scheduler, self.task
-        self.mailbox.network.call_at(self.now() + seconds, lambda: scheduler.happened(task))
-        scheduler.block(task, 1, ("sleep",))
+        words = self.world.meetings.meet(self.task, self.members, self.name, call, word)
+        return {rank: words[member] for rank, member in enumerate(self.members)}
 
     def _barrier(self) -> None:
-        self.meetings.meet(self, "barrier", None)
+        self._meet("barrier", None)
 
     def agree(self, statement: str) -> None:
-        words = self.meetings.meet(self, "agree", statement)
+        words = self._meet("agree", statement)
         if len(set(words.values())) > 1:
-            said = "; ".join(f"rank {self.members[rank]} calls {words[rank]}" for rank in sorted(words))
+            said = "; ".join(f"rank {self.members[rank]} calls {word}" for rank, word in words.items())
             raise Mismatch(f"the ranks disagree: {said}")
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         raise ValueError("algorithm='native' is the all-reduce of gloo or NCCL; a simulated cluster has none of its own")
 
     def _split(self, color: int | None, key: int) -> SimulatedCommunicator | None:
-        wishes = self.meetings.meet(self, "split", (color, key))
+        wishes = self._meet("split", (color, key))
         self._splits += 1
         if color is None:
             return None
@@ -164,14 +172,13 @@ class SimulatedCommunicator(Communicator):
         ranks = [rank for _, rank in ordered]
         members = [self.members[rank] for rank in ranks]
         name = f"{self.name}/{self._splits}.{color}"
-        return SimulatedCommunicator(
-            members,
-            ranks.index(self.rank),
-            name,
-            self.task,
-            self.nodes,
-            self.topology,
-            self.mailbox,
-            self.meetings,
-            self.device,
-        )
+        return SimulatedCommunicator(self.world, members, ranks.index(self.rank), name, self.task)
+
+    def _beside(self, name: str) -> SimulatedCommunicator:
+        task = Task(self.task.rank, self.task.device)
+        return SimulatedCommunicator(self.world, self.members, self.rank, name, task)
+
+    def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
+        self.catch_up()
+        assert isinstance(beside, SimulatedCommunicator)
+        return InLane(self.world.scheduler, beside.task, beside, function, args)

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from d2lps.comm import RankHung
 from d2lps.comm.explain import State, explain
-from d2lps.comm.standing import Standing
-from d2lps.simulator.mailbox import Message
+from d2lps.comm.standing import Standing, readers_line
 from d2lps.simulator.scheduler import Task
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-
-def explain_standstill(tasks: list[Task], now: float) -> RankHung:
+def explain_standstill(tasks: Sequence[Task], reason: str) -> RankHung:
     """The exception that says what each rank waits for, at which line, and in what circle."""
-    return explain([_state(task) for task in tasks], f"at {now:.6g} s of virtual time nothing can happen any more")
+    return explain([_state(task) for task in tasks], reason)
 
 
 def _state(task: Task) -> State:
     if task.ended is not None:
         return State(task.rank, None, "has returned")
-    what = next(iter(task.waiting_for))
-    file, line, function = _readers_line(task)
-    comm = task.comm
-    if isinstance(what, Message):
-        waiting = next(message for message in task.waiting_for if not message.done)
-        _, src, dst, tag = waiting.stream.key
-        # At a standstill nothing is on its way: only one end of the message has been posted, this one.
-        sends = waiting.outgoing is not None
-        tensor = waiting.outgoing if sends else waiting.incoming
-        action, peer, nbytes = ("send", dst, tensor.nbytes) if sends else ("recv", src, tensor.nbytes)
-        note = Standing(action, peer, tag, nbytes, comm._collective, comm.members, file, line, function, 0.0)
-    else:
-        note = Standing(what, -1, 0, 0, comm._collective, comm.members, file, line, function, 0.0)
-    return State(task.rank, note)
+    call, group, peer, tag, nbytes = _waits_for(task)
+    comm = task.groups.get(group) or next(iter(task.groups.values()))
+    return State(task.rank, Standing(call, peer, tag, nbytes, comm._collective, comm.members, *_line(task), 0.0))
 
 
-def _readers_line(task: Task) -> tuple[str, int, str]:
-    """The innermost frame of a suspended rank that is not the library's."""
+def _waits_for(task: Task) -> tuple[str, str, int, int, int]:
+    """Of the ends of an exchange, the first that no message has come for: it still stands in its stream."""
+    what = task.waiting_for
+    if isinstance(what, str):
+        return what, "", -1, 0, 0
+    if isinstance(what[0], str):  # a meeting, and of whom
+        return what[0], what[1], -1, 0, 0
+    for action, ends in zip(("recv", "send"), what, strict=True):
+        for end in ends:
+            waiting = end[0].recvs if action == "recv" else end[0].sends
+            if any((message.incoming if action == "recv" else message.outgoing) is end for message in waiting):
+                group, src, dst, tag = end[0].key
+                return action, group, src if action == "recv" else dst, tag, end[2]
+    return "flow", "", -1, 0, 0  # on a link that is cut
+
+
+def _line(task: Task) -> tuple[str, int, str]:
+    """The innermost line of a suspended task that is not the library's."""
     frame: FrameType | None = task.greenlet.gr_frame
     if task.backward is not None:
         frame = sys._current_frames()[task.backward.ident or 0]
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else ("", 0, "")
+    return readers_line(frame)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from d2lps.comm import Mismatch
-from d2lps.comm.communicator import describe
+from d2lps.comm import Mismatch, RankDied
 from d2lps.simulator.model import Model
 from d2lps.simulator.network import Flow, Network
+from d2lps.simulator.recording import POSTED, WAITED, Recording
 from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.topology import Route
 
@@ -20,141 +20,174 @@ class Stream:
     """The messages of one key that have been posted at one end only; of the two queues one is always empty."""
 
     # Queues as lists: they are short, and a thousand ranks' empty deques would fill a processor's cache.
-    __slots__ = ("bandwidth", "key", "latency", "links", "recvs", "sends")
+    __slots__ = ("bandwidth", "dst_thread", "key", "latency", "links", "number", "recvs", "sends", "src_thread")
 
-    def __init__(self, key: Key, route: Route, model: Model) -> None:
-        self.key = key
+    def __init__(self, number: int, key: Key, route: Route, model: Model) -> None:
+        self.number, self.key = number, key
+        self.src_thread = self.dst_thread = 0  # which of their ranks' threads of control the two ends are
         self.links, self.bandwidth = route.links, route.bandwidth
         self.latency = route.latency + model.per_message if route.links else 0.0
         self.sends: list[Message] = []
         self.recvs: list[Message] = []
 
 
+# One end of a message, as it is posted: where, the tensor if it has contents, its bytes, its dtype, and what the trace is to
+# say of it (see recording.py).
+End = tuple[Stream, Any, int, torch.dtype, Any]
+
+
 class Message(Flow):
     """A message: made by whichever end is posted first, complete for both ends at the same time."""
 
-    __slots__ = ("done", "incoming", "outgoing", "receiver", "scheduler", "sender", "stream")
+    __slots__ = ("done", "incoming", "mailbox", "outgoing", "receiver", "row", "sender")
 
-    def __init__(self, stream: Stream, scheduler: Scheduler) -> None:
-        self.stream, self.scheduler = stream, scheduler
-        self.outgoing: Any = None  # the sender's tensor, once it has been posted
-        self.incoming: Any = None  # the receiver's
+    incoming: End
+    outgoing: End
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox, self.done = mailbox, False
         self.sender: Task | None = None  # the task that waits at either end
         self.receiver: Task | None = None
-        self.done = False
 
     def arrived(self) -> None:
-        if not self.incoming.is_meta:
-            self.incoming.copy_(self.outgoing)
+        content = self.incoming[1]
+        if content is not None:
+            content.copy_(self.outgoing[1])
         self.done = True
+        mailbox, sent = self.mailbox, self.outgoing
+        if mailbox.recording is not None:
+            notes = sent[4], self.incoming[4]
+            self.row = mailbox.recording.arrived(sent[0].number, sent[2], mailbox.network.now, *notes)
         for task in (self.sender, self.receiver):
             if task is not None:
-                self.scheduler.happened(task)
-
-    def check(self) -> int:
-        """The bytes of the message; both ends must speak of as many elements of one dtype."""
-        outgoing, incoming = self.outgoing, self.incoming
-        nbytes: int = outgoing.nbytes
-        if outgoing is incoming or (nbytes == incoming.nbytes and outgoing.dtype is incoming.dtype):
-            return nbytes
-        _, src, dst, tag = self.stream.key
-        sends, expects = (describe(end.flatten()) for end in (self.outgoing, self.incoming))
-        stream = f"message from rank {src} to rank {dst}, tag {tag}"
-        raise Mismatch(f"{stream}: the sender sends {sends}, the receiver expects {expects}")
+                task.wanted -= 1
+                if not task.wanted:
+                    mailbox.ready.append(task)
 
 
-class EagerMessage(Message):
-    """A buffered message: it travels at once, and is delivered when it has both arrived and been asked for."""
+class Buffered(Message):
+    """A message under the eager rule: it travels at once, and is delivered when it has both arrived and been asked for."""
 
-    __slots__ = ("here",)
+    __slots__ = ("asked", "here")
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        super().__init__(mailbox)
+        self.here = self.asked = False
 
     def arrived(self) -> None:
         self.here = True
         self.deliver()
 
     def deliver(self) -> None:
-        if self.here and self.incoming is not None:
+        if self.here and self.asked:
             super().arrived()
-
-
-class End:
-    """One end of a message, as a rank waits for it."""
-
-    __slots__ = ("message", "side", "task")
-
-    def __init__(self, message: Message, side: Literal["sender", "receiver"], task: Task) -> None:
-        self.message, self.side, self.task = message, side, task
-
-    def wait(self) -> None:
-        if not self.message.done:
-            setattr(self.message, self.side, self.task)
-            self.message.scheduler.block(self.task, 1, (self.message,))
 
 
 class Mailbox:
     """All streams of a simulation, and the way from them to the network."""
 
-    def __init__(self, network: Network, scheduler: Scheduler, model: Model) -> None:
-        self.network, self.scheduler, self.model = network, scheduler, model
+    def __init__(self, network: Network, ready: Any, model: Model, recording: Recording | None) -> None:
+        self.network, self.ready, self.model, self.recording = network, ready, model, recording
+        self.eager = model.eager
+        self.careful = bool(model.eager or recording is not None)
         self.streams: dict[Key, Stream] = {}
-        self._alike: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.dead: dict[int, str] = {}  # rank -> how it died
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
 
     def stream(self, key: Key, route: Route) -> Stream:
         if key not in self.streams:
-            self.streams[key] = Stream(key, route, self.model)
+            self.streams[key] = Stream(len(self.streams), key, route, self.model)
         return self.streams[key]
 
-    def alike(self, blank: torch.Tensor) -> torch.Tensor:
-        """One tensor without contents stands for all of its length and dtype: a thousand would fill the processor's cache."""
-        return self._alike.setdefault((blank.nbytes, blank.dtype), blank)
-
-    def send(self, stream: Stream, tensor: torch.Tensor) -> Message:
-        """Post a send. Under the eager rule what comes back is complete, and the network carries a copy."""
-        if self.model.eager and 0 < tensor.nbytes <= self.model.eager:
-            return self._send_eagerly(stream, tensor)
+    def send(self, end: End) -> Message:
+        """Post a send. Under the eager rule the network carries a copy, and the sender need not wait."""
+        stream = end[0]
+        if self.careful:
+            self._look_at(end)
+            if self.is_buffered(end):
+                return self._send_eagerly(end)
         if stream.recvs:
             message = stream.recvs.pop(0)
-            message.outgoing = tensor
+            message.outgoing = end
             self._depart(message)
         else:
-            message = Message(stream, self.scheduler)
-            message.outgoing = tensor
+            message = Message(self)
+            message.outgoing = end
             stream.sends.append(message)
         return message
 
-    def recv(self, stream: Stream, tensor: torch.Tensor) -> Message:
+    def recv(self, end: End) -> Message:
         """Post a receive."""
+        stream = end[0]
+        if self.careful:
+            self._look_at(end)
         if stream.sends:
             message = stream.sends.pop(0)
-            message.incoming = tensor
-            if isinstance(message, EagerMessage):
-                message.check()
+            message.incoming = end
+            if self.careful and isinstance(message, Buffered):
+                check(message)
+                message.asked = True
                 message.deliver()
             else:
                 self._depart(message)
         else:
-            message = Message(stream, self.scheduler)
-            message.incoming = tensor
+            message = Message(self)
+            message.incoming = end
             stream.recvs.append(message)
         return message
 
+    def is_buffered(self, end: End) -> bool:
+        """Whether nobody need wait for what is sent."""
+        return 0 < end[2] <= self.eager
+
+    def _look_at(self, end: End) -> None:
+        """What most simulations have no need of: is the other rank alive, and when was this posted?"""
+        for rank in end[0].key[1:3] if self.dead else ():
+            if rank in self.dead:
+                raise RankDied(self.dead[rank])
+        if end[4] is not None:
+            end[4][POSTED] = self.network.now
+
+    def _send_eagerly(self, end: End) -> Message:
+        stream, content, nbytes, dtype, note = end
+        if note is not None:
+            note[WAITED] = -self.network.now  # nobody waits for it
+        copied = stream, None if content is None else content.clone(), nbytes, dtype, note
+        if stream.recvs:
+            message = stream.recvs.pop(0)
+            message.outgoing = copied
+            self._depart(message)
+        else:
+            message = Buffered(self)
+            message.outgoing = copied
+            stream.sends.append(message)
+            self.network.send(message, stream.links, stream.latency, nbytes, stream.bandwidth)
+        return message
+
+    def lost(self, rank: int, how: str, scheduler: Scheduler) -> None:
+        """A rank has died: what it has posted is no more, and who waits for a message of its hears of it."""
+        self.dead[rank], self.careful = how, True
+        for stream in self.streams.values():
+            if rank in stream.key[1:3]:
+                stream.sends, stream.recvs = [], []
+        for task in scheduler.tasks:
+            ends = [end for side in task.waiting_for if isinstance(side, list) for end in side]
+            if task.rank != rank and any(rank in end[0].key[1:3] for end in ends):
+                scheduler.fail(task, RankDied(how))
+
     def _depart(self, message: Message) -> None:
-        """Both ends are there: the bytes set out."""
-        nbytes, stream = message.check(), message.stream
+        """Both ends are there, and speak of the same: the bytes set out."""
+        stream, _, nbytes, dtype, _ = message.outgoing
+        if nbytes != message.incoming[2] or dtype is not message.incoming[3]:
+            check(message)
         self.network.send(message, stream.links, stream.latency, nbytes, stream.bandwidth)
 
-    def _send_eagerly(self, stream: Stream, tensor: torch.Tensor) -> Message:
-        message = EagerMessage(stream, self.scheduler)
-        message.outgoing, message.here = tensor.clone(), False
-        if stream.recvs:
-            # Who receives already waits on a message of its own making: that one becomes the buffered one.
-            posted = stream.recvs.pop(0)
-            posted.outgoing = message.outgoing
-            self._depart(posted)
-        else:
-            stream.sends.append(message)
-            self.network.send(message, stream.links, stream.latency, tensor.nbytes, stream.bandwidth)
-        taken = Message(stream, self.scheduler)
-        taken.done = True
-        return taken
+
+def check(message: Message) -> None:
+    """Both ends must speak of as many bytes of one dtype."""
+    outgoing, incoming = message.outgoing, message.incoming
+    if outgoing[2] != incoming[2] or outgoing[3] is not incoming[3]:
+        _, src, dst, tag = outgoing[0].key
+        said = (f"{str(dtype).removeprefix('torch.')}[{n // dtype.itemsize}]" for _, _, n, dtype, _ in (outgoing, incoming))
+        where = f"message from rank {src} to rank {dst}, tag {tag}"
+        raise Mismatch(f"{where}: the sender sends {next(said)}, the receiver expects {next(said)}")

@@ -7,6 +7,7 @@ directly or through others, with the flows that came or went keeps its rates: on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
@@ -45,17 +46,33 @@ class Network:
     """The links, the flows on them, and the virtual clock: `advance` goes to the next time at which anything happens."""
 
     def __init__(self, bandwidth: list[float]) -> None:
-        self.bandwidth = bandwidth
+        self.bandwidth = list(bandwidth)
         self.now = 0.0
         self.flows_on: list[dict[Flow, None]] = [{} for _ in bandwidth]  # dictionaries, for their fixed order
+        self._changed = False  # whether a link may be slower, or faster, than a flow's `peak` says
         self._times: list[float] = []  # a heap of the keys of _at
         self._at: dict[float, list[Flow]] = {}  # what begins or ends at a time; one whose `end` has changed is stale
+
+    def add_link(self, bandwidth: float) -> int:
+        """A link more; its number."""
+        self.bandwidth.append(bandwidth)
+        self.flows_on.append({})
+        return len(self.bandwidth) - 1
+
+    def change(self, link: int, bandwidth: float) -> None:
+        """From now on a link carries so much; with 0, what flows on it stands still until it is more again."""
+        self.bandwidth[link], self._changed = bandwidth, True
+        self._solve(self._connected([link]))
 
     def send(self, flow: Flow, route: tuple[int, ...], latency: float, nbytes: float, peak: float) -> None:
         """Let `nbytes` flow over a route after its latency; without links, or without bytes, they are there by then."""
         flow.route = route if nbytes else ()
         flow.left, flow.peak, flow.rate = nbytes, peak, -1.0
-        self._schedule(flow, self.now + latency)
+        flow.end = time = self.now + latency
+        if time in self._at:
+            self._at[time].append(flow)
+        else:
+            self._schedule(flow, time)
 
     def call_at(self, time: float, function: Callable[[], None]) -> None:
         """An alarm clock."""
@@ -105,10 +122,10 @@ class Network:
                 if on:
                     touched.add(link)
         for flow in beginning:
-            alone = True
+            alone = not self._changed
             for link in flow.route:
                 on = flows_on[link]
-                if on:
+                if on or not alone:
                     touched.add(link)
                     alone = False
                 on[flow] = None
@@ -140,8 +157,12 @@ class Network:
             if rate != flow.rate:
                 if flow.rate > 0:
                     flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
-                flow.rate, flow.since = rate, now
-                self._schedule(flow, now + flow.left / rate)
+                self._set_rate(flow, rate)
+
+    def _set_rate(self, flow: Flow, rate: float) -> None:
+        flow.rate, flow.since, flow.end = rate, self.now, math.inf
+        if rate:
+            self._schedule(flow, self.now + flow.left / rate)
 
 
 def max_min(flows: Iterable[Flow], bandwidth: list[float]) -> dict[Flow, float]:

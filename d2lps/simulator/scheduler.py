@@ -7,32 +7,36 @@ thread of its own (see backward.py).
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch.utils._python_dispatch import _disable_current_modes
 
-from d2lps.simulator.network import Network
+from d2lps.simulator.network import Flow, Network
 
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 _is_inference_mode_enabled, _is_any_autocast_enabled = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
 _hooks, _push_hooks = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._push_saved_tensors_default_hooks
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class Task:
-    """One rank's thread of control."""
+    """One thread of control: a rank's own, or that of something it has started."""
 
     __slots__ = (
         "backward",
-        "comm",
+        "counting",
+        "device",
         "ended",
         "error",
         "go_on",
         "greenlet",
+        "groups",
         "pause",
         "rank",
         "result",
@@ -41,19 +45,33 @@ class Task:
         "wanted",
     )
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: int) -> None:
         self.rank = rank
-        self.comm: Any = None
+        self.device = device  # what its computing goes through, of which others on its node want a share: a link of the network
+        self.groups: dict[str, Any] = {}  # its communicators, for the message that explains a deadlock
+        self.counting: Any = None  # what it computes, while that is counted
         self.script: Any = None  # what it will do next, where it has said so (see script.py)
         self.greenlet: Any = None
         self.wanted = 0  # how many things must happen before it goes on
-        self.waiting_for: tuple[Any, ...] = ()  # those things, for the message that explains a deadlock
+        self.waiting_for: Any = ""  # those: a word, (a meeting, of whom), or an exchange: the ends of messages in and out
         self.ended: float | None = None
         self.result: Any = None
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # what it ended with; before that, what its wait will end with
         self.pause: Callable[[], Any]  # lets the others go on
-        self.go_on: Callable[[], Any]  # what happens when it can go on: the rank does, or its script
-        self.backward: Thread | None = None  # in which its backward pass runs, while one does
+        self.go_on: Callable[[], Any]  # what happens when it can go on: it does, or its script
+        self.backward: threading.Thread | None = None  # in which its backward pass runs, while one does
+
+
+class Busy(Flow):
+    """A task computes: seconds flow through its node's device, which all that compute there share."""
+
+    __slots__ = ("scheduler", "task")
+
+    def __init__(self, scheduler: Scheduler, task: Task) -> None:
+        self.scheduler, self.task = scheduler, task
+
+    def arrived(self) -> None:
+        self.scheduler.happened(self.task)
 
 
 class Scheduler:
@@ -66,41 +84,59 @@ class Scheduler:
         self.failed = False
         self._hub = getcurrent()
 
-    def add(self, task: Task, function: Callable[[Any], Any]) -> None:
-        """A task that will run `function(task.comm)`."""
+    def add(self, task: Task, function: Callable[[], Any], ended: Callable[[], None] | None = None) -> None:
+        """A task that will run `function()`, and call `ended` after it; without that, its error ends the simulation."""
 
         def life() -> None:
             try:
                 with torch.inference_mode(False):  # gradients are on, whoever waits in whatever mode meanwhile
-                    task.result = function(task.comm)
+                    task.result = function()
             except BaseException as error:
-                task.error, self.failed = error, True
+                task.error = error
+                self.failed |= ended is None and not isinstance(error, GreenletExit)
             task.ended = self.network.now
+            if ended is not None:
+                ended()
 
-        task.greenlet = greenlet(life, parent=self._hub)
-        task.greenlet.task = task
-        task.pause, task.go_on = self._hub.switch, task.greenlet.switch
+        def begin() -> None:  # in the hub, which need not be the thread that asks for it
+            task.greenlet = greenlet(life, parent=self._hub)
+            task.greenlet.task = task
+            task.go_on = task.greenlet.switch
+            task.greenlet.switch()
+
+        task.pause, task.go_on = self._hub.switch, begin
         self.tasks.append(task)
+        self.ready.append(task)
 
     def run(self) -> None:
         """Return when every task has ended, when one has failed, or when nothing can happen any more."""
         ready, advance = self.ready, self.network.advance
-        for task in self.tasks:  # each is started from here, or its stack would begin on top of another's
-            task.greenlet.switch()
         while not self.failed and (ready or advance()):
             while ready and not self.failed:
                 ready.popleft().go_on()
 
-    def block(self, task: Task, wanted: int, waiting_for: tuple[Any, ...]) -> None:
-        """Called by a task: go on when `wanted` calls of `happened` have been made for it; at its next turn, if none."""
-        task.wanted, task.waiting_for = wanted, waiting_for
-        if not wanted:
-            self.ready.append(task)
-        if _is_grad_enabled() and not (_is_inference_mode_enabled() or _is_any_autocast_enabled() or _hooks(True)):
+    def block(self, task: Task, waiting_for: Any = None) -> None:
+        """Called by a task: go on when `happened` has been called for it (as often as `task.wanted` says, if that is given)."""
+        if task.backward is None and getcurrent() is not task.greenlet:
+            told = f"rank {task.rank} waits in a communicator that belongs to another of its lanes"
+            raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
+        if waiting_for is not None:
+            task.waiting_for, task.wanted = waiting_for, 1
+        if _is_grad_enabled() and not (
+            _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or _hooks(True)
+        ):
             task.pause()
         else:
             with _neutral():
                 task.pause()
+        if task.error is not None:
+            error, task.error = task.error, None
+            raise error
+
+    def current(self) -> Task:
+        """The task that runs."""
+        here = getcurrent()
+        return next((task for task in self.tasks if task.backward is threading.current_thread()), None) or here.task
 
     def happened(self, task: Task) -> None:
         """One of the things that a blocked task waits for."""
@@ -108,16 +144,33 @@ class Scheduler:
         if not task.wanted:
             self.ready.append(task)
 
+    def fail(self, task: Task, error: Exception) -> None:
+        """What a blocked task waits for will never happen."""
+        if task.wanted > 0:
+            task.error, task.wanted, task.go_on = error, 0, task.greenlet.switch
+            self.ready.append(task)
+
+    def busy(self, task: Task, seconds: float) -> Busy:
+        """Let a task's device compute for so long; `happened` when it has."""
+        flow = Busy(self, task)
+        self.network.send(flow, (task.device,), 0.0, seconds, 1.0)
+        return flow
+
+    def end(self, task: Task) -> None:
+        """End a task where it stands."""
+        task.wanted = -1  # whatever happens to it now comes too late
+        if task.ended is None and task.greenlet:
+            task.greenlet.throw()
+
     def kill(self) -> None:
         """End what still hangs, so that no greenlet outlives the simulation with its references."""
         for task in self.tasks:
-            if task.ended is None and task.greenlet:
-                task.greenlet.throw()
+            self.end(task)
 
 
 @contextmanager
 def _neutral() -> Iterator[None]:
-    """Out of no_grad, the inference mode, autocast, and hooks for saved tensors (checkpointing has some), while others run."""
+    """Out of no_grad, the inference mode, autocast, and whatever looks at tensors as they are made, while others run."""
     grad, autocast, hooks = _is_grad_enabled(), torch.is_autocast_enabled("cpu"), []
     if autocast:  # and without the weights that it has converted: another rank's may change
         torch.set_autocast_enabled("cpu", False)
@@ -127,7 +180,7 @@ def _neutral() -> Iterator[None]:
         hooks.append(pair)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _disable_current_modes():
             yield
     finally:
         for pair in reversed(hooks):

@@ -1,10 +1,11 @@
-"""What a rank will do, written down before it happens.
+"""What a rank will do next, written down before it happens.
 
 A message without contents tells its receiver only that it has come. So inside a collective a rank need not wait for each:
-it goes through the algorithm at once, writes down the messages that it would have waited for, and waits for all of them,
+it goes through the algorithm at once, writes down the exchanges that it would have waited for, and waits for all of them,
 while they are played one after the other in virtual time. No collective can tell the difference: whatever looks at the
 clock, meets other ranks or sends anything else first waits until the script has been played (`SimulatedCommunicator.catch_up`).
-A function of one's own that says `comm.inside` can, in what it does besides: what it prints there is printed ahead of time.
+Outside a collective, and where messages have contents, a script is one exchange long. A function of one's own that says
+`comm.inside` can tell, in what it does besides: what it prints there is printed ahead of time.
 
 Why: of a thousand ranks that take turns after every message, none finds its own things still in the processor's cache. A
 rank that goes on for hundreds of messages finds them there, and the player of the scripts needs only a few lists of each.
@@ -12,60 +13,68 @@ rank that goes on for hundreds of messages finds them there, and the player of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
+from d2lps.simulator.mailbox import End, Mailbox
+from d2lps.simulator.scheduler import Scheduler, Task
 
-from d2lps.simulator.mailbox import Mailbox, Stream
-from d2lps.simulator.scheduler import Task
-
-Step = tuple[Stream, torch.Tensor, Stream, torch.Tensor]  # receive here into this, and at the same time send there that
+# An exchange: what to receive, and what to send at the same time. Or something that happens within the rank: a function that
+# is called when its time has come, and says how long the rank is busy with it, in seconds of its device.
+Step = tuple[Sequence[End], Sequence[End]] | Callable[[], float]
 
 LONGEST = 512  # steps; a rank that has written so many waits for them, or all of a long program would stand in memory
 
 
 class Script:
-    """One rank's messages to come."""
+    """One task's steps to come."""
 
-    __slots__ = ("_error", "_mailbox", "_rest", "_task", "_told", "_written", "steps")
+    __slots__ = ("_error", "_mailbox", "_rest", "_scheduler", "_task", "steps")
 
-    def __init__(self, task: Task, mailbox: Mailbox) -> None:
+    def __init__(self, task: Task, mailbox: Mailbox, scheduler: Scheduler) -> None:
         self.steps: list[Step] = []
-        self._task, self._mailbox = task, mailbox
-        self._told: Step | tuple[None, ...] = (None,) * 4  # the last step, in the rank's own tensors
-        self._written: Step  # and in those that stand for them
+        self._task, self._mailbox, self._scheduler = task, mailbox, scheduler
         self._rest: Iterator[Step] = iter(())
         self._error: Exception | None = None
 
-    def write(self, stream_in: Stream, into: torch.Tensor, stream_out: Stream, tensor: torch.Tensor) -> None:
-        """Called by the rank, in place of waiting."""
-        told, alike = self._told, self._mailbox.alike
-        if into is not told[1] or tensor is not told[3] or stream_in is not told[0] or stream_out is not told[2]:
-            self._told = stream_in, into, stream_out, tensor
-            self._written = stream_in, alike(into), stream_out, alike(tensor)
-        self.steps.append(self._written)  # round a ring, the same as before but for some
-        if len(self.steps) == LONGEST:
+    def write(self, step: Step) -> None:
+        """Called by the task, in place of waiting."""
+        self.steps.append(step)
+        if len(self.steps) >= LONGEST:
             self.play()
 
     def play(self) -> None:
-        """Called by the rank: returns when all that is written has happened."""
-        self._rest, self.steps = iter(self.steps), []
-        self._task.go_on = self._next
-        self._mailbox.scheduler.block(self._task, 0, ())
+        """Called by the task: returns when all that is written has happened."""
+        task, self._rest, self.steps = self._task, iter(self.steps), []
+        task.go_on, task.wanted = self._next, 0
+        self._scheduler.ready.append(task)
+        self._scheduler.block(task)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def _next(self) -> None:
-        """Called by the scheduler where the rank itself would have gone on: post a step, and wait for it."""
+        """Called by the scheduler where the task itself would have gone on: post a step, and wait for it."""
         task, mailbox = self._task, self._mailbox
+        recv, send, eager = mailbox.recv, mailbox.send, mailbox.eager > 0
         try:
-            for stream_in, into, stream_out, tensor in self._rest:
-                received, sent = mailbox.recv(stream_in, into), mailbox.send(stream_out, tensor)
-                received.receiver = sent.sender = task
-                task.waiting_for = received, sent
-                task.wanted = 2 - received.done - sent.done  # what is buffered may be here already
-                if task.wanted:
+            for step in self._rest:
+                wanted = 0
+                if type(step) is tuple:
+                    for end in step[0]:
+                        message = recv(end)
+                        if not message.done:
+                            message.receiver = task
+                            wanted += 1
+                    for end in step[1]:
+                        message = send(end)
+                        if not (message.done or (eager and mailbox.is_buffered(end))):
+                            message.sender = task
+                            wanted += 1
+                elif seconds := step():  # type: ignore[operator]
+                    self._scheduler.busy(task, seconds)
+                    wanted = 1
+                if wanted:
+                    task.waiting_for, task.wanted = step if type(step) is tuple else "compute", wanted
                     return
         except Exception as error:  # the rank's own
             self._error = error

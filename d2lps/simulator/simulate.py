@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
 import torch
 
-from d2lps.comm.communicator import SEED
+from d2lps.comm.rank import SEED
 from d2lps.result import Run
+from d2lps.simulator import faults as harm
 from d2lps.simulator.backward import backward_in_threads
-from d2lps.simulator.communicator import Meetings, SimulatedCommunicator
+from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
+from d2lps.simulator.faults import Cut, Fault, Kill, Narrow
 from d2lps.simulator.mailbox import Mailbox
+from d2lps.simulator.meetings import Meetings
 from d2lps.simulator.model import Model
 from d2lps.simulator.network import Network
+from d2lps.simulator.recorded import Recorded
+from d2lps.simulator.recording import Recording
 from d2lps.simulator.scheduler import Scheduler, Task
-from d2lps.simulator.script import Script
+from d2lps.simulator.within import World
 from d2lps.topology import Topology
-from d2lps.trace import Recorder, merge
+from d2lps.trace import Recorder, Trace
+from d2lps.trace.recorder import Vocabulary
 
 
 def simulate(
@@ -30,6 +37,7 @@ def simulate(
     ranks: int | Sequence[Hashable] | None = None,
     device: str = "cpu",
     model: Model | None = None,
+    faults: Sequence[Fault] = (),
     trace: bool = True,
     debug: bool = False,
 ) -> Run:
@@ -45,10 +53,10 @@ def simulate(
     ranks: how many (on the first devices), or the list of nodes that they live on; by default one on each device.
     device: "cpu", payloads are real and results can be checked; "meta", tensors have no content and 700 GB cost nothing
     (make tensors on `comm.device`). model: see `Model`. trace=False saves memory and time for millions of messages.
-    debug: ranks compare their calls of collectives.
+    debug: ranks compare their calls of collectives. faults: what happens to the cluster, and when: see `d2lps.simulator.faults`.
 
     A message pays its route's latency, then its bytes share the links max-min fairly with all others. Ranks on one node
-    exchange messages in no time, computing takes none either (`comm.sleep` lets a rank's time pass), barriers are free.
+    exchange messages in no time, barriers are free, and computing takes the time that `comm.compute` says, or `comm.sleep`.
     Raises what a rank raised; Deadlock, naming the circle of waits, when nothing can happen any more; Mismatch when a
     send and a receive that meet do not fit. Every rank has its own copy of the function and its arguments.
     """
@@ -57,7 +65,9 @@ def simulate(
         raise TypeError(f"simulate needs a function of a communicator, not {function!r}")
     if device not in ("cpu", "meta"):
         raise ValueError(f"device={device!r} is unknown: choose 'cpu' or 'meta'")
-    return _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug).run(function, args)
+    harm.check(faults, topology)
+    simulation = _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug)
+    return simulation.run(function, args, faults)
 
 
 def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[Hashable]:
@@ -82,60 +92,136 @@ class _Simulation:
     def __init__(
         self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool, debug: bool
     ) -> None:
-        self.topology, self.nodes, self.traced = topology, nodes, trace
-        self.network = Network(topology.bandwidth)
-        self.scheduler = Scheduler(self.network)
-        self.mailbox = Mailbox(self.network, self.scheduler, model)
-        meetings, members = Meetings(), range(len(nodes))
-        self.comms = []
-        for rank in members:
-            task = Task(rank)
-            comm = SimulatedCommunicator(members, rank, "world", task, nodes, topology, self.mailbox, meetings, device)
-            comm.debug = debug
-            comm.recorder = Recorder(rank, comm.now) if trace else None
-            task.comm, task.script = comm, Script(task, self.mailbox)
-            self.comms.append(comm)
+        network = Network(topology.bandwidth)
+        scheduler = Scheduler(network)
+        self.recording, self.vocabulary = Recording() if trace else None, Vocabulary()
+        mailbox = Mailbox(network, scheduler.ready, model, self.recording)
+        computing = {node: network.add_link(1.0) for node in dict.fromkeys(nodes)}
+        self.world = World(topology, nodes, device, network, scheduler, mailbox, Meetings(scheduler), computing, {}, {})
+        self.debug = debug
+        self.comms = [self._communicator(rank) for rank in range(len(nodes))]
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Run:
-        program = cloudpickle.dumps((function, args))
+    def _communicator(self, rank: int) -> SimulatedCommunicator:
+        """A rank's, and its task."""
+        world = self.world
+        task = Task(rank, world.computing[world.nodes[rank]])
+        comm = SimulatedCommunicator(world, range(len(world.nodes)), rank, "world", task)
+        comm.debug = self.debug
+        comm.recorder = Recorder(rank, comm.now, self.vocabulary) if self.recording is not None else None
+        return comm
 
-        def life(comm: SimulatedCommunicator) -> Any:
-            """Each rank has its own copy of the function, and its own start of torch's random numbers."""
-            function, args = cloudpickle.loads(program)
-            torch.manual_seed(SEED)
-            return function(comm, *args) if args else function(comm)  # the shorter call takes less of the stack
-
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], faults: Sequence[Fault]) -> Run:
+        self.program = cloudpickle.dumps((function, args))
         for comm in self.comms:
-            self.scheduler.add(comm.task, life)
-        randomness, grad = torch.get_rng_state(), torch.is_grad_enabled()
-        collecting = gc.isenabled()
-        gc.disable()  # a million small objects and no cycles among them: the collector would only look at them again
-        try:
-            with backward_in_threads():
-                self.scheduler.run()
+            self._begin(comm)
+        for fault in faults:
+            self._expect(fault)
+        with _as_it_was(), backward_in_threads():
+            try:
+                self.world.scheduler.run()
                 self._raise_first()
-        finally:
-            self.scheduler.kill()
-            torch.set_rng_state(randomness)
-            torch.set_grad_enabled(grad)
-            if collecting:
-                gc.enable()
+            finally:
+                self.world.scheduler.kill()
         return self._result()
 
+    def _begin(self, comm: SimulatedCommunicator) -> None:
+        """Each rank has its own copy of the function, and its own start of torch's random numbers."""
+
+        def life() -> Any:
+            function, args = cloudpickle.loads(self.program)
+            torch.manual_seed(SEED)
+            result = function(comm, *args) if args else function(comm)  # the shorter call takes less of the stack
+            comm.finish()
+            return result
+
+        self.world.scheduler.add(comm.task, life)
+
+    # ---- what happens to the cluster ------------------------------------------------------------------------------
+
+    def _expect(self, fault: Fault) -> None:
+        """Let a fault begin and end at its times."""
+        network, topology = self.world.network, self.world.topology
+        if isinstance(fault, Kill):
+            begin, end = (lambda: self._kill(fault.node)), (lambda: self._revive(fault.node))
+        else:
+            links = harm.cables(fault.link, topology) if isinstance(fault, Cut | Narrow) else [self.world.computing[fault.node]]
+            factor = 0.0 if isinstance(fault, Cut) else 1 / fault.factor
+            whole = [network.bandwidth[link] for link in links]
+
+            def begin() -> None:
+                for link, bandwidth in zip(links, whole, strict=True):
+                    network.change(link, bandwidth * factor)
+
+            def end() -> None:
+                for link, bandwidth in zip(links, whole, strict=True):
+                    network.change(link, bandwidth)
+
+        network.call_at(fault.at, begin)
+        if fault.until is not None:
+            network.call_at(fault.until, end)
+
+    def _kill(self, node: Hashable) -> None:
+        world = self.world
+        for rank in [rank for rank, home in enumerate(world.nodes) if home == node]:
+            how = f"rank {rank} has died: {node!r} was killed at {world.network.now:.6g} s of virtual time"
+            for task in [task for task in world.scheduler.tasks if task.rank == rank and task.ended is None]:
+                world.scheduler.end(task)
+            world.mailbox.lost(rank, how, world.scheduler)
+            world.meetings.lost(rank, how, world.groups)
+
+    def _revive(self, node: Hashable) -> None:
+        """The node is back, with nothing of what it knew: its ranks begin once more."""
+        world = self.world
+        for rank in [rank for rank, home in enumerate(world.nodes) if home == node]:
+            world.mailbox.dead.pop(rank, None)
+            world.meetings.dead.pop(rank, None)
+            before, comm = self.comms[rank], self._communicator(rank)
+            if before.recorder is not None:
+                comm.recorder = before.recorder.beside(0, "begun anew")
+            self.comms[rank] = comm
+            self._begin(comm)
+
+    # ---- what came of it ------------------------------------------------------------------------------------------
+
     def _raise_first(self) -> None:
-        tasks = self.scheduler.tasks
+        tasks, now = self.world.scheduler.tasks, self.world.network.now
         for task in tasks:
-            if task.error is not None:
-                task.error.add_note(f"raised by rank {task.rank} of {len(tasks)}, at {self.network.now:.6g} s of virtual time")
+            if task.error is not None and task.rank not in self.world.mailbox.dead:
+                task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, at {now:.6g} s of virtual time")
                 raise task.error
         if any(task.ended is None for task in tasks):
-            raise explain_standstill(tasks, self.network.now)
+            for comm in self.comms:
+                for started in comm.started:
+                    started.raise_its_error()  # of which the rank would have heard
+            raise explain_standstill(tasks, f"at {now:.6g} s of virtual time nothing can happen any more{self._cut()}")
+
+    def _cut(self) -> str:
+        links = self.world.topology.links
+        cut = [f"{links[link]}" for link in range(len(links)) if not self.world.network.bandwidth[link]]
+        return f" (cut: {', '.join(cut)})" if cut else ""
 
     def _result(self) -> Run:
-        tasks = self.scheduler.tasks
-        trace = None
-        if self.traced:
-            logs = [comm.recorder.log(0.0, comm.task.ended or 0.0) for comm in self.comms if comm.recorder]
-            trace = merge(logs, len(tasks))
-            trace.topology, trace.nodes = self.topology, self.nodes
-        return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), trace)
+        tasks = [comm.task for comm in self.comms]
+        return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), self._trace())
+
+    def _trace(self) -> Trace | None:
+        if self.recording is None:
+            return None
+        logs = [log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()]
+        trace = Trace(Recorded(logs, len(self.comms), self.recording, list(self.world.mailbox.streams.values())))
+        trace.topology, trace.nodes = self.world.topology, list(self.world.nodes)
+        return trace
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Random numbers and gradients are the caller's again afterwards; no collector looks at a million objects meanwhile."""
+    randomness, grad, collecting = torch.get_rng_state(), torch.is_grad_enabled(), gc.isenabled()
+    gc.disable()  # a million small objects and no cycles among them: it would only look at them again
+    try:
+        yield
+    finally:
+        torch.set_rng_state(randomness)
+        torch.set_grad_enabled(grad)
+        if collecting:
+            gc.enable()

@@ -2,10 +2,11 @@
 
 import networkx as nx
 
+from d2lps.topology.device import A100, H100, Device
 from d2lps.topology.graph import Topology, connect
-from d2lps.topology.nodes import GB, _check_count, _devices
+from d2lps.topology.machines import GB, add_devices, check_count, dgx_a100, hgx_h100
 
-PORT = 50 * GB  # one InfiniBand NDR port: 400 Gb/s
+HDR_PORT, PORT = 25 * GB, 50 * GB  # an InfiniBand port: HDR has 200 Gb/s, NDR 400 Gb/s
 NETWORK_HOP = 14e-6  # seconds from GPU to GPU over the network: NCCL, src/graph/tuning.cc, Simple protocol
 
 
@@ -16,6 +17,7 @@ def spine_leaf(
     bandwidth: float = PORT,
     oversubscription: float = 1.0,
     latency: float = NETWORK_HOP / 4,
+    device: Device | None = None,
 ) -> Topology:
     """Racks of devices, each under a leaf (top-of-rack) switch; every leaf is joined to every spine.
 
@@ -26,24 +28,24 @@ def spine_leaf(
     >>> net.graph.edges["leaf0", "spine0"]["bandwidth"] / 1e9       # 4 x 50 GB/s from below, a quarter on 2 links
     25.0
     """
-    for name, count in (("racks", racks), ("per_rack", per_rack), ("spines", spines)):
-        _check_count(name, count)
+    for what, count in (("racks", racks), ("per_rack", per_rack), ("spines", spines)):
+        check_count(what, count)
     if not oversubscription >= 1:
         raise ValueError(f"oversubscription={oversubscription!r} is below 1: more could leave a rack than enter it")
     graph = nx.DiGraph(preset="spine_leaf")
-    devices = _devices(graph, racks * per_rack)
+    devices = add_devices(graph, racks * per_rack, device)
     uplink = per_rack * bandwidth / oversubscription / spines
     for rack in range(racks):
         graph.add_node(f"leaf{rack}", kind="switch")
-        for device in devices[rack * per_rack : (rack + 1) * per_rack]:
-            connect(graph, device, f"leaf{rack}", bandwidth, latency)
+        for name in devices[rack * per_rack : (rack + 1) * per_rack]:
+            connect(graph, name, f"leaf{rack}", bandwidth, latency)
         for spine in range(spines):
             graph.add_node(f"spine{spine}", kind="switch")
             connect(graph, f"leaf{rack}", f"spine{spine}", uplink, latency)
     return Topology(graph, f"spine_leaf({racks} x {per_rack})")
 
 
-def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6) -> Topology:
+def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6, device: Device | None = None) -> Topology:
     """The three-stage fat tree of k-port switches: k pods, k^3/4 devices, full bandwidth between any halves.
 
     Every link has the same bandwidth. Source: Al-Fares, Loukissas, Vahdat 2008.
@@ -51,12 +53,12 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6) 
     >>> fat_tree(4)
     <Topology fat_tree(4): 16 devices, 20 switches, 96 links>
     """
-    _check_count("k", k, least=2)
+    check_count("k", k, least=2)
     if k % 2:
         raise ValueError(f"k={k} is odd: half of a switch's ports go up, half go down")
     half = k // 2
     graph = nx.DiGraph(preset="fat_tree")
-    devices = iter(_devices(graph, k * half * half))
+    devices = iter(add_devices(graph, k * half * half, device))
     graph.add_nodes_from((f"core{index}" for index in range(half * half)), kind="switch")
     for pod in range(k):
         edges, aggregations = [f"edge{pod}.{i}" for i in range(half)], [f"agg{pod}.{i}" for i in range(half)]
@@ -81,7 +83,7 @@ def multi_node(
     for training; or "node", one for the whole machine, which all share through a `nic` switch. Messages between nodes of
     one machine stay inside it.
     """
-    _check_count("k", k)
+    check_count("k", k)
     if ports not in ("device", "node"):
         raise ValueError(f"ports={ports!r} is unknown: choose 'device' or 'node'")
     graph = nx.DiGraph(preset="multi_node", machine=node.graph.graph.get("preset", ""))
@@ -98,10 +100,22 @@ def multi_node(
             nic = f"node{index}/nic"
             graph.add_node(nic, kind="switch")
             for leaf in leaves:  # to the port, a device is limited by its own bus, not by the cable
-                connect(graph, leaf, nic, _fastest(node), 0.0)
+                connect(graph, leaf, nic, max(node.bandwidth, default=PORT), 0.0)
             connect(graph, nic, "network", bandwidth, latency)
     return Topology(graph, f"{k} x {node.name}")
 
 
-def _fastest(node: Topology) -> float:
-    return max(node.bandwidth, default=PORT)
+def dgx_a100_pod(nodes: int, device: Device | None = A100) -> Topology:
+    """`nodes` DGX A100, each device with a port of 200 Gb/s on a network that does not block.
+
+    >>> dgx_a100_pod(16)
+    <Topology 16 x DGX A100: 128 devices, 17 switches, 512 links>
+    """
+    check_count("nodes", nodes)
+    return multi_node(dgx_a100(device=device), nodes, HDR_PORT)
+
+
+def dgx_h100_pod(nodes: int, device: Device | None = H100) -> Topology:
+    """`nodes` machines of eight H100, each device with a port of 400 Gb/s on a network that does not block."""
+    check_count("nodes", nodes)
+    return multi_node(hgx_h100(device=device), nodes, PORT)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
+from d2lps.topology.device import Device, is_number
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -36,7 +38,8 @@ class Topology:
     >>> cluster.route("gpu0", "gpu2")
     Route(links=(0, 5), latency=2e-06, bandwidth=1000000000.0)
 
-    Nodes have a `kind`: "device" (a rank lives on each by default), "host" (a CPU and its memory) or "switch".
+    Nodes have a `kind`: "device" (a rank lives on each by default), "host" (a CPU and its memory) or "switch"; and
+    perhaps a `device`, a `Device` that says how fast they compute and how much they hold.
     A route is a shortest one, in links, and among those one of least latency. Switches and hosts pass messages on,
     devices only where a preset says so (`forwards=True`). Where several next hops are equally good, the destination's
     number chooses, its lowest digit at the first such place, the next digit at the next: the same way in every run,
@@ -68,6 +71,21 @@ class Topology:
     def _of_kind(self, kind: str) -> list[Node]:
         return [node for node, data in self.graph.nodes(data=True) if data["kind"] == kind]
 
+    def device(self, node: Node) -> Device | None:
+        """What a node can do; None where nobody has said.
+
+        >>> from d2lps.topology import dgx1
+        >>> dgx1().device("gpu3").memory_bandwidth / 1e9
+        900.0
+        """
+        found: Device | None = self.graph.nodes[self._known(node)].get("device")
+        return found
+
+    def _known(self, node: Node) -> Node:
+        if node not in self._number:
+            raise ValueError(f"{node!r} is not a node of {self.name}; it has {_some(self.nodes)}")
+        return node
+
     # ---- routes ---------------------------------------------------------------------------------------------------
 
     def route(self, src: Node, dst: Node) -> Route:
@@ -77,9 +95,7 @@ class Topology:
         return self._routes[src, dst]
 
     def _find_route(self, src: Node, dst: Node) -> Route:
-        for node in (src, dst):
-            if node not in self._number:
-                raise ValueError(f"{node!r} is not a node of {self.name}; it has {_some(self.nodes)}")
+        src, dst = self._known(src), self._known(dst)
         machine = self._machine(src) if self._machine(src) == self._machine(dst) else None
         nodes = self._walk(src, dst, machine) or self._walk(src, dst, None)
         if not nodes:
@@ -161,10 +177,8 @@ class Topology:
 
     def straggler(self, node: Node, factor: float) -> Topology:
         """A copy in which every link of one node has `1 / factor` of its bandwidth."""
-        if node not in self._number:
-            raise ValueError(f"{node!r} is not a node of {self.name}; it has {_some(self.nodes)}")
         slower = self
-        for neighbour in sorted({*self.graph.successors(node), *self.graph.predecessors(node)}, key=str):
+        for neighbour in sorted({*nx.all_neighbors(self.graph, self._known(node))}, key=str):
             slower = slower.slowed((node, neighbour), factor)
         return slower
 
@@ -177,9 +191,9 @@ class Topology:
 
     def draw(self, ax: Axes | None = None, **options: Any) -> Axes:
         """A picture in which devices, hosts and switches look different and thicker links are faster."""
-        from d2lps.topology.drawing import draw
+        from d2lps.topology.drawing import draw  # here, since matplotlib takes a while to import
 
-        return draw(self, ax, **options)
+        return draw(self.graph, self.name, ax, **options)
 
 
 def _check(graph: nx.DiGraph) -> None:
@@ -189,12 +203,13 @@ def _check(graph: nx.DiGraph) -> None:
     for node, data in graph.nodes(data=True):
         if data.get("kind") not in KINDS:
             raise ValueError(f"node {node!r} has kind={data.get('kind')!r}, which is none of {', '.join(KINDS)}")
+        if not isinstance(data.get("device"), Device | None):
+            raise TypeError(f"node {node!r} has device={data['device']!r}, which is no Device")
         data.setdefault("forwards", data["kind"] != "device")
     for src, dst, data in graph.edges(data=True):
-        for name, good in (("bandwidth", lambda x: 0 < x < math.inf), ("latency", lambda x: 0 <= x < math.inf)):
+        for name, above in (("bandwidth", "above 0"), ("latency", "0 or above")):
             value = data.get(name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not good(value):
-                above = "above 0" if name == "bandwidth" else "0 or above"
+            if not is_number(value) or (name == "bandwidth" and not value):
                 raise ValueError(f"link {src!r} -> {dst!r} has {name}={value!r}; it must be a number {above}")
 
 

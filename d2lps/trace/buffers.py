@@ -7,11 +7,13 @@ Names are those of the reader's own variables, looked up once, when a storage is
 import os
 import sys
 from dataclasses import dataclass
+from threading import Lock
 from types import FrameType
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+_new = Lock()  # the lanes of a rank are threads
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -27,26 +29,41 @@ class Buffer:
 
 
 class Buffers:
-    """The storages of one rank, numbered as they are first seen."""
+    """The storages that a run's messages came from or went to, numbered as they are first seen."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self) -> None:
         self.seen: list[Buffer] = []
         # The weak reference keeps a freed storage's address from being given to another one, but not its memory alive.
-        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
 
-    def part(self, tensor: torch.Tensor) -> tuple[int, int, int]:
-        """(buffer, offset, length) of a tensor, in bytes; for a strided tensor, the bytes that it spans."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = (StorageWeakRef(storage), len(self.seen))
-            name, scratch = _variable(storage)
-            self.seen.append(Buffer(self.rank, name, storage.nbytes(), tensor.element_size(), scratch))
-        offset = int(tensor.storage_offset()) * tensor.element_size()
-        span = 0
-        if tensor.numel():
-            span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return self._numbers[storage._cdata][1], offset, span * tensor.element_size()
+    def part(self, rank: int, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """(buffer, offset, length) of a rank's tensor, in bytes; for a strided tensor, the bytes that it spans."""
+        storage, itemsize = tensor.untyped_storage(), tensor.element_size()
+        known = self._numbers.get(storage._cdata)
+        number = known[0] if known else self._number(rank, storage, itemsize)
+        length = tensor.nbytes if tensor.is_contiguous() else _span(tensor) * itemsize
+        return number, tensor.storage_offset() * itemsize, length  # type: ignore[return-value]
+
+    def _number(self, rank: int, storage: torch.UntypedStorage, itemsize: int) -> int:
+        name, scratch = _variable(storage)
+        with _new:
+            if storage._cdata not in self._numbers:
+                self._numbers[storage._cdata] = len(self.seen), StorageWeakRef(storage)
+                self.seen.append(Buffer(rank, name, storage.nbytes(), itemsize, scratch))
+        return self._numbers[storage._cdata][0]
+
+    def __getstate__(self) -> list[Buffer]:
+        return self.seen  # on its way to another process, nothing more will be added
+
+    def __setstate__(self, seen: list[Buffer]) -> None:
+        self.seen, self._numbers = seen, {}
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """From the first element to the last, in elements."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _variable(storage: torch.UntypedStorage) -> tuple[str, bool]:

@@ -8,14 +8,11 @@ algorithm forgot, or added twice, is plain to see. No payload is needed: this wo
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from d2lps.trace.replay import Event, Part
-
-if TYPE_CHECKING:
-    from d2lps.trace.trace import Trace
+from d2lps.trace.trace import Trace
 
 Sources = Counter[tuple[int, int]]  # (buffer, offset) of the first byte -> how often it was added up
 
@@ -43,9 +40,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Change:
-    """After `event`, `event.into` consists of these pieces."""
+    """After `event`, the part `into` consists of these pieces."""
 
     event: Event
+    into: Part
     pieces: list[Piece]
 
 
@@ -75,9 +73,7 @@ class Origins:
         if event.kind == "send":
             self.carried[event.index] = self._read(event.source)
             return
-        pieces = self.carried.pop(event.index) if event.kind == "recv" else self._read(event.source)
-        if event.kind == "recv":
-            self.carried[event.index] = pieces
+        pieces = self.carried[event.index] if event.kind == "recv" else self._read(event.source)
         if event.source.length != event.into.length:
             pieces = _as_one(pieces, event.source.offset, event.into.length)
         begin = event.into.offset - event.source.offset
@@ -85,7 +81,7 @@ class Origins:
         if event.kind == "combine":
             arriving = _added(self._read(event.into), arriving)
         self._memory[event.into.buffer].write(arriving)
-        self.changes.append(Change(event, arriving))
+        self.changes.append(Change(event, event.into, arriving))
 
     def _read(self, part: Part) -> list[Piece]:
         pieces, fresh = self._memory[part.buffer].read(part.offset, part.offset + part.length)
@@ -142,13 +138,13 @@ class _Memory:
 def _added(mine: list[Piece], arriving: list[Piece]) -> list[Piece]:
     """Two rows of pieces over the same bytes, their sources added up, cut wherever either is."""
     out = []
-    mine, arriving = list(mine), list(arriving)
-    while mine and arriving:
-        one, other = mine.pop(0), arriving.pop(0)
+    left, right = deque(mine), deque(arriving)
+    while left and right:
+        one, other = left.popleft(), right.popleft()
         end = min(one.offset + one.length, other.offset + other.length)
         out.append(Piece(one.offset, end - one.offset, one.sources + other.sources))
         if one.offset + one.length > end:
-            mine.insert(0, one.tail(end))
+            left.appendleft(one.tail(end))
         if other.offset + other.length > end:
-            arriving.insert(0, other.tail(end))
+            right.appendleft(other.tail(end))
     return out

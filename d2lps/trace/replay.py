@@ -10,17 +10,17 @@ Two things come out of it that clocks cannot give, because they are the same in 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from d2lps.trace.trace import Trace
+from d2lps.trace.columns import Tables
+from d2lps.trace.recorder import ACTIONS
 
-_TOGETHER = (2, 3)  # waits of all ranks at once: "barrier" and "native", see recorder.ACTIONS
+_TOGETHER = (ACTIONS.index("barrier"), ACTIONS.index("native"))  # waits of all ranks at once
+_JOIN = ACTIONS.index("join")
 
 
 @dataclass(frozen=True)
@@ -52,54 +52,63 @@ class Replay:
     rounds: how many; round_of: the round of each message, 1 for the first; events: all, in a causal order.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Tables) -> None:
         self.trace = trace
         self.round_of = np.zeros(len(trace), dtype=np.int64)
         self.events = list(self._run())
         self.rounds = int(self.round_of.max(initial=0))
 
     def _programs(self) -> list[list[tuple[int, str, int]]]:
-        """For each rank its events (seq, kind, row) in the order of its program."""
-        trace, programs = self.trace, [[] for _ in range(self.trace.ranks)]  # type: ignore[var-annotated]
+        """For each thread its events (seq, kind, row) in the order of its program."""
+        trace, programs = self.trace, [[] for _ in self.trace.threads.names]  # type: ignore[var-annotated]
         m = trace.messages
-        for kind, rank, seq in (
-            ("post", m["src"], m["src_seq"]),
-            ("sent", m["src"], m["src_done_seq"]),
-            ("post", m["dst"], m["dst_seq"]),
-            ("recv", m["dst"], m["dst_done_seq"]),
+        for kind, thread, seq in (
+            ("post", m["src_thread"], m["src_seq"]),
+            ("sent", m["src_thread"], m["src_done_seq"]),
+            ("post", m["dst_thread"], m["dst_seq"]),
+            ("recv", m["dst_thread"], m["dst_done_seq"]),
         ):
-            for row, (r, s) in enumerate(zip(rank.tolist(), seq.tolist(), strict=True)):
+            for row, (t, s) in enumerate(zip(thread.tolist(), seq.tolist(), strict=True)):
                 if s >= 0:
-                    programs[r].append((s, kind, row))
-        for row, (r, s) in enumerate(zip(trace.locals["rank"].tolist(), trace.locals["seq"].tolist(), strict=True)):
-            programs[r].append((s, "local", row))
-        for row in np.flatnonzero(np.isin(trace.waits["action"], _TOGETHER)).tolist():
-            programs[int(trace.waits["rank"][row])].append((int(trace.waits["seq"][row]), "meet", row))
+                    programs[t].append((s, kind, row))
+        for row, (t, s) in enumerate(zip(trace.locals["thread"].tolist(), trace.locals["seq"].tolist(), strict=True)):
+            programs[t].append((s, "local", row))
+        waits = trace.waits
+        for row in np.flatnonzero(np.isin(waits["action"], (*_TOGETHER, _JOIN))).tolist():
+            kind = "join" if waits["action"][row] == _JOIN else "meet"
+            programs[int(waits["thread"][row])].append((int(waits["seq"][row]), kind, row))
+        for child, (parent, begins) in enumerate(zip(trace.threads.parent.tolist(), trace.threads.begins.tolist(), strict=True)):
+            if parent >= 0:
+                programs[parent].append((begins, "start", child))
+                programs[child].append((0, "begin", child))
         return [sorted(program) for program in programs]
 
     def _run(self) -> Iterator[Event]:
-        """Let every rank go on until it needs something that has not happened yet; repeat."""
-        programs = self._programs()
-        place = [0] * len(programs)
+        """Let every thread go on until it needs something that has not happened yet; repeat."""
+        threads = self.trace.threads
+        self._rank = threads.rank.tolist()
+        self._thread = {(r, n): thread for thread, (r, n) in enumerate(zip(self._rank, threads.number.tolist(), strict=True))}
+        self._left = programs = [program[::-1] for program in self._programs()]  # what comes next stands at the end
         self._clock = [0] * len(programs)
+        self._begun: dict[int, int] = {}  # thread -> its parent's clock when it was started
         self._posts: dict[int, int] = defaultdict(int)  # message -> how many of its two sides have been posted
-        self._met: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, its k-th meeting) -> ranks there
-        self._meetings: dict[tuple[int, int], int] = defaultdict(int)  # (group, rank) -> meetings left behind
+        self._met: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, its k-th meeting) -> threads there
+        self._meetings: dict[tuple[int, int], int] = defaultdict(int)  # (group, thread) -> meetings left behind
         self._expected = self._sizes_of_groups()
         self._buffered: set[int] = set()  # messages whose send was complete before their receive was posted
         moved = True
         while moved:
             moved = False
-            for rank, program in enumerate(programs):
-                while place[rank] < len(program):
-                    event = self._try(rank, *program[place[rank]][1:])
+            for thread, program in enumerate(programs):
+                while program:
+                    event = self._try(thread, *program[-1][1:])
                     if event is None:
                         break
-                    place[rank] += 1
+                    program.pop()
                     moved = True
                     yield from event
             if not moved:
-                released = self._release([program[k] for program, k in zip(programs, place, strict=True) if k < len(program)])
+                released = self._release([program[-1] for program in programs if program])
                 moved = bool(released)
                 yield from released
 
@@ -111,25 +120,42 @@ class Replay:
         self._buffered.update(rows)
         return [self._departure(row) for row in rows]
 
-    def _try(self, rank: int, kind: str, row: int) -> list[Event] | None:
-        """The events of one line of a rank's program; None while another rank has to come first."""
+    def _try(self, thread: int, kind: str, row: int) -> list[Event] | None:
+        """The events of one line of a thread's program; None while another thread has to come first."""
         if kind == "post":
-            return self._post(rank, row)
+            return self._post(thread, row)
         if kind in ("sent", "recv"):
-            return self._complete(rank, kind, row)
+            return self._complete(thread, kind, row)
         if kind == "meet":
-            return self._meet(rank, row)
+            return self._meet(thread, row)
+        if kind in ("start", "begin", "join"):
+            return self._beside(thread, kind, row)
         table = self.trace.locals
         kind = "copy" if self.trace.ops[table["op"][row]] == "COPY" else "combine"
         into, source = self._part(table, "", row), self._part(table, "from_", row)
-        return [Event(kind, rank, self._clock[rank], row, into, source)]
+        return [Event(kind, self._rank[thread], self._clock[thread], row, into, source)]
 
-    def _post(self, rank: int, row: int) -> list[Event]:
+    def _beside(self, thread: int, kind: str, row: int) -> list[Event] | None:
+        """A thread begins after its parent has started it, and ends before its parent has waited for it."""
+        if kind == "start":
+            self._begun[row] = self._clock[thread]
+        elif kind == "begin":
+            if thread not in self._begun:
+                return None
+            self._clock[thread] = self._begun[thread]
+        else:
+            other = self._thread[self._rank[thread], int(self.trace.waits["tag"][row])]
+            if self._left[other]:
+                return None
+            self._clock[thread] = max(self._clock[thread], self._clock[other])
+        return []
+
+    def _post(self, thread: int, row: int) -> list[Event]:
         """The message leaves when the second of its two ends is posted, in the round after the later one."""
         self._posts[row] += 1
         if row in self._buffered:
             return []
-        self.round_of[row] = max(self.round_of[row], self._clock[rank] + 1)
+        self.round_of[row] = max(self.round_of[row], self._clock[thread] + 1)
         return [self._departure(row)] if self._posts[row] == 2 else []
 
     def _departure(self, row: int) -> Event:
@@ -137,40 +163,37 @@ class Replay:
         src, round = int(m["src"][row]), int(self.round_of[row])
         return Event("send", src, round, row, self._part(m, "dst_", row), self._part(m, "src_", row))
 
-    def _complete(self, rank: int, kind: str, row: int) -> list[Event] | None:
+    def _complete(self, thread: int, kind: str, row: int) -> list[Event] | None:
         if kind == "sent" and row in self._buffered:
             return []  # the sender did not wait
         if self._posts[row] < 2:
             return None
         m, round = self.trace.messages, int(self.round_of[row])
-        self._clock[rank] = max(self._clock[rank], round)
+        self._clock[thread] = max(self._clock[thread], round)
         if kind == "sent":
             return []
-        return [Event("recv", rank, round, row, self._part(m, "dst_", row), self._part(m, "src_", row))]
+        return [Event("recv", self._rank[thread], round, row, self._part(m, "dst_", row), self._part(m, "src_", row))]
 
-    def _meet(self, rank: int, row: int) -> list[Event] | None:
+    def _meet(self, thread: int, row: int) -> list[Event] | None:
         group = int(self.trace.waits["group"][row])
-        met = self._met[group, self._meetings[group, rank]]
-        if rank not in met:
-            met.add(rank)
+        met = self._met[group, self._meetings[group, thread]]
+        if thread not in met:
+            met.add(thread)
             if len(met) == self._expected[group]:  # the last one is here: all go on from the latest of their clocks
                 latest = max(self._clock[other] for other in met)
                 for other in met:
                     self._clock[other] = latest
         if len(met) < self._expected[group]:
             return None
-        self._meetings[group, rank] += 1
-        return [Event("meet", rank, self._clock[rank], row)]
+        self._meetings[group, thread] += 1
+        return [Event("meet", self._rank[thread], self._clock[thread], row)]
 
     def _sizes_of_groups(self) -> dict[int, int]:
-        """How many ranks ever met in each group."""
+        """How many threads ever met in each group."""
         waits = self.trace.waits
         together = np.isin(waits["action"], _TOGETHER)
-        pairs = {(int(g), int(r)) for g, r in zip(waits["group"][together], waits["rank"][together], strict=True)}
-        sizes: dict[int, int] = defaultdict(int)
-        for group, _ in pairs:
-            sizes[group] += 1
-        return sizes
+        pairs = {(int(g), int(t)) for g, t in zip(waits["group"][together], waits["thread"][together], strict=True)}
+        return Counter(group for group, _ in pairs)
 
     @staticmethod
     def _part(table: dict[str, np.ndarray], side: str, row: int) -> Part:

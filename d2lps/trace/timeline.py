@@ -1,60 +1,77 @@
-"""A trace as a still picture: time to the right, one lane a rank."""
+"""A trace as a still picture: time to the right, one row a rank, in it one bar under the other for what runs beside it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from d2lps.trace.lanes import Bars, bars, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from d2lps.trace.trace import Trace
+    from d2lps.trace.columns import Tables
 
-WAITING, ADDING, COPYING, MESSAGE = "#d9d9d9", "#0072b2", "#56b4e9", "#d55e00"
+COLORS = {"computing": "#82d9b5", "sleeping": "#f3e4b5", "waiting": "#d9d9d9", "combining": "#0072b2", "copying": "#56b4e9"}
+COLORS |= {"moving": "#d55e00"}  # a message on its way
+_BLOCKS = ("computing", "sleeping")  # one may follow the other at once, so they have edges
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_FONT = 7  # points: the label of a block
 
 
-def draw(trace: Trace, ax: Axes | None = None) -> Axes:
-    """Waits as pale bars, arithmetic as dark ones, each message as an arrow from its sender's lane to its receiver's."""
+def draw(trace: Tables, ax: Axes | None = None) -> Axes:
+    """Waits as pale bars, arithmetic as dark ones, blocks of computing with their labels where there is room, each message as
+    an arrow from its sender's lane to its receiver's."""
     import matplotlib.pyplot as plt
 
+    used = lanes(trace)
     if ax is None:
-        _, ax = plt.subplots(figsize=(9, 0.8 + 0.55 * trace.ranks), layout="constrained")
-    times = np.concatenate([trace.waits["end"], trace.locals["end"], trace.messages["end"]])
-    longest = float(np.nanmax(times, initial=1e-9))
+        _, ax = plt.subplots(figsize=(9, 0.8 + 0.55 * trace.ranks + 0.25 * float((used - 1).sum())), layout="constrained")
+    drawn = bars(trace)
+    longest = float(np.nanmax(np.concatenate([trace.messages["end"], *(table["end"] for table in drawn.values())]), initial=1e-9))
     scale, unit = next(((s, u) for s, u in _UNITS if longest >= s), _UNITS[-1])
-    _bars(ax, trace.waits, scale, WAITING, "waiting")
-    copies = np.array([trace.ops[op] == "COPY" for op in trace.locals["op"]], dtype=bool)
-    for chosen, color, label in ((~copies, ADDING, "combining"), (copies, COPYING, "copying")):
-        _bars(ax, {name: column[chosen] for name, column in trace.locals.items()}, scale, color, label)
-    _arrows(ax, trace, scale)
-    ax.set_yticks(range(trace.ranks), [f"rank {rank}" for rank in range(trace.ranks)])
-    ax.set_ylim(trace.ranks - 0.5, -0.5)
-    ax.set_xlim(0, 1.02 * longest / scale)
-    ax.set_xlabel(f"time ({unit})")
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.tick_params(axis="y", length=0)
+    _frame(ax, trace.ranks, 1.02 * longest / scale, unit)
+    for kind, table in drawn.items():
+        if len(table["rank"]):
+            thick = np.where(used == 1, 0.5, 0.7 / used)[table["rank"]]
+            start, width = table["start"] / scale, (table["end"] - table["start"]) / scale
+            y, edge = _height(used, table["rank"], table["lane"]), "white" if kind in _BLOCKS else COLORS[kind]
+            ax.barh(y, width, thick, start, color=COLORS[kind], edgecolor=edge, label=kind)
+    _labels(ax, drawn["computing"], used, scale)
+    _arrows(ax, trace, used, scale)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize="small")
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, fontsize="small")
     return ax
 
 
-def _bars(ax: Axes, table: dict[str, np.ndarray], scale: float, color: str, label: str) -> None:
-    if len(table["start"]):
-        width = (table["end"] - table["start"]) / scale
-        ax.barh(table["rank"], width, left=table["start"] / scale, height=0.5, color=color, label=label)
+def _height(used: np.ndarray, rank: np.ndarray, lane: np.ndarray) -> np.ndarray:
+    """Where a lane lies: a rank's lanes share the middle of its row, its own on top."""
+    return rank + 0.8 * ((lane + 0.5) / used[rank] - 0.5)
 
 
-def _arrows(ax: Axes, trace: Trace, scale: float) -> None:
+def _frame(ax: Axes, ranks: int, end: float, unit: str) -> None:
+    ax.set(xlim=(0, end), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})")
+    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+
+
+def _labels(ax: Axes, blocks: Bars, used: np.ndarray, scale: float) -> None:
+    """The names of the blocks into which they fit, by an estimate: a letter is about 0.6 times as wide as high."""
+    points = 72 * ax.bbox.width / ax.figure.dpi / ax.get_xlim()[1]  # of the page, in a unit of time
+    heights = _height(used, blocks["rank"], blocks["lane"])
+    for y, start, end, label in zip(heights, blocks["start"] / scale, blocks["end"] / scale, blocks["label"], strict=True):
+        if 0.6 * _FONT * len(label) < points * (end - start):
+            ax.annotate(label, ((start + end) / 2, y), ha="center", va="center", fontsize=_FONT)
+
+
+def _arrows(ax: Axes, trace: Tables, used: np.ndarray, scale: float) -> None:
     """Lines rather than arrows where there are thousands: their heads would cover everything."""
     m = trace.messages
-    for index in range(len(trace)):
-        tail, tip = (m["start"][index] / scale, m["src"][index]), (m["end"][index] / scale, m["dst"][index])
-        head = "-|>" if len(trace) <= 200 else "-"
-        style = {"arrowstyle": head, "color": MESSAGE, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
-        ax.annotate("", xy=tip, xytext=tail, arrowprops=style)
+    tails, tips = (_height(used, m[end], m[f"{end}_lane"]).tolist() for end in ("src", "dst"))
+    style: dict[str, Any] = {"arrowstyle": "-|>" if len(trace) <= 200 else "-", "color": COLORS["moving"], "linewidth": 0.8}
+    for start, tail, end, tip in zip(m["start"] / scale, tails, m["end"] / scale, tips, strict=True):
+        ax.annotate("", xy=(end, tip), xytext=(start, tail), arrowprops=style | {"shrinkA": 0, "shrinkB": 0})
     if len(trace):
-        ax.plot([], [], color=MESSAGE, label="message")
-
-
+        ax.plot([], [], color=COLORS["moving"], label="message")

@@ -8,53 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from d2lps.trace.buffers import Buffer
+from d2lps.trace import perfetto, timeline
+from d2lps.trace.columns import Tables
+from d2lps.trace.replay import Replay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from d2lps.trace.replay import Replay
 
-
-class Trace:
-    """Columns of numbers, one entry a row; real and simulated runs leave the same ones.
-
-    messages: src, dst (ranks of the whole run), tag, group, nbytes, src_buffer, src_offset, src_length, dst_buffer,
-    dst_offset, dst_length (bytes), step, sent, posted (when either side was ready), start, end (when the receiver had
-    it). locals: rank, op, what was combined or copied, from where, start, end. waits: rank, action, peer, start, end.
-    Times are seconds since the run began. `step`, `group` and `op` are indices into `steps`, `groups` and `ops`;
-    buffers are indices into `buffers`. The `*seq` columns number a rank's events in the order of its program.
+class Trace(Tables):
+    """A run's tables, and what is asked of them most: bytes, rounds, pictures.
 
     >>> trace = d2lps.run(work, 4, trace=True).trace            # doctest: +SKIP
     >>> trace.messages["nbytes"].sum(), trace.rounds, trace.bytes_by_link()[0, 1]      # doctest: +SKIP
     (960, 6, 240)
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        messages: dict[str, np.ndarray],
-        locals: dict[str, np.ndarray],
-        waits: dict[str, np.ndarray],
-        buffers: list[Buffer],
-        steps: list[str],
-        groups: list[str],
-        ops: list[str],
-        unmatched: int = 0,
-    ) -> None:
-        self.ranks = ranks
-        self.messages, self.locals, self.waits = messages, locals, waits
-        self.buffers, self.steps, self.groups, self.ops = buffers, steps, groups, ops
-        self.unmatched = unmatched  # messages of which only one side was ever posted
-        self.topology: Any = None  # of a simulated run: the cluster, and the node of each rank
-        self.nodes: list[Any] = []
-
     def __repr__(self) -> str:
         return f"<Trace: {self.ranks} ranks, {len(self)} messages, {self.messages['nbytes'].sum():,} bytes>"
-
-    def __len__(self) -> int:
-        """How many messages."""
-        return len(self.messages["src"])
 
     # ---- sums -----------------------------------------------------------------------------------------------------
 
@@ -116,24 +87,16 @@ class Trace:
     @cached_property
     def replay(self) -> Replay:
         """The run once more, event by event, in an order in which every cause comes before its effect."""
-        from d2lps.trace.replay import Replay
-
         return Replay(self)
 
     def timeline(self, ax: Axes | None = None) -> Axes:
         """Draw one lane a rank: messages as arrows, waiting and arithmetic as bars."""
-        from d2lps.trace.timeline import draw
-
-        return draw(self, ax)
+        return timeline.draw(self, ax)
 
     def perfetto(self) -> dict[str, Any]:
         """The run in Chrome's trace event format, as a dictionary."""
-        from d2lps.trace.perfetto import events
-
-        return events(self)
+        return perfetto.events(self)
 
     def save(self, path: str | Path) -> Path:
         """Write JSON that opens in ui.perfetto.dev and chrome://tracing; return the path."""
-        from d2lps.trace.perfetto import save
-
-        return save(self, path)
+        return perfetto.save(self, path)

@@ -1,8 +1,7 @@
 """The all-reduce that the explorers simulate: ours by name, or a reader's own function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +20,10 @@ def described(algorithms: Sequence[Algorithm]) -> list[dict[str, Any]]:
     """[{"name": what readers see, "style": the number of its colour and dashes}]: the same in every widget."""
     if isinstance(algorithms, str) or not algorithms:
         raise ValueError(f"algorithms={algorithms!r} must be a list of at least one name or function")
-    own = [algorithm for algorithm in algorithms if not isinstance(algorithm, str)]
-    known = list(NAMES)
-    return [
-        {"name": NAMES.get(algorithm, algorithm), "style": known.index(algorithm) if algorithm in NAMES else len(known)}
-        if isinstance(algorithm, str)
-        else {"name": algorithm.__name__, "style": len(known) + own.index(algorithm)}
-        for algorithm in algorithms
-    ]
+    known = [*NAMES, *(algorithm for algorithm in algorithms if not isinstance(algorithm, str))]
+    styles = [known.index(algorithm) if algorithm in known else len(NAMES) for algorithm in algorithms]
+    names = [NAMES.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm.__name__ for algorithm in algorithms]
+    return [{"name": name, "style": style} for name, style in zip(names, styles, strict=True)]
 
 
 def simulated(algorithm: Algorithm, topology: Topology, nbytes: float, trace: bool = False) -> Run:
@@ -40,12 +35,9 @@ def simulated(algorithm: Algorithm, topology: Topology, nbytes: float, trace: bo
     """
     if not nbytes >= 4:
         raise ValueError(f"nbytes={nbytes!r} is less than one float32 of 4 bytes")
-    return simulate(_work, topology, int(nbytes) // 4, algorithm, device="meta", trace=trace)
+    fn = partial(all_reduce, algorithm=algorithm) if isinstance(algorithm, str) else algorithm
+    return simulate(_work, topology, int(nbytes) // 4, fn, device="meta", trace=trace)
 
 
-def _work(comm: Communicator, numel: int, algorithm: Algorithm) -> None:
-    tensor = torch.empty(numel, device=comm.device)
-    if isinstance(algorithm, str):
-        all_reduce(comm, tensor, algorithm=algorithm)
-    else:
-        algorithm(comm, tensor)
+def _work(comm: Communicator, numel: int, fn: Callable[[Communicator, torch.Tensor], Any]) -> None:
+    fn(comm, torch.empty(numel, device=comm.device))

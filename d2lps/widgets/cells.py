@@ -1,139 +1,137 @@
-"""Memory as a player shows it: each rank's buffers as rows, each row cut wherever any message or sum ever cut it."""
+"""Memory as pictures show it: each rank's buffers as rows, each row cut wherever any message or sum ever cut it."""
 
-from __future__ import annotations
-
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, islice
 
-from d2lps.trace import Origins, Piece, Trace
+from d2lps.trace import Change, Origins, Piece, Trace
 
 _MOST_ROWS = 3  # a card with more is not read
 
 
 @dataclass
 class Row:
-    """One variable of one rank: a tensor, or a list of tensors one after another. Positions count bytes from its start."""
+    """One variable of one rank: a tensor, or a list of tensors one after another."""
 
     rank: int
     name: str
-    places: dict[int, int] = field(default_factory=dict)  # buffer -> where it starts in the row
-    nbytes: int = 0
-    cuts: list[int] = field(default_factory=list)  # cell i lies between cuts[i] and cuts[i + 1]
-    first_cell: int = 0  # the number of cell 0 among all cells of the scene
+    buffers: list[int]
 
 
 class Cells:
-    """The rows to draw, their cells, and what pieces of memory mean in them."""
+    """The cells of all rows, numbered row by row, and what pieces of memory mean in them.
 
-    def __init__(self, trace: Trace, origins: Origins, show: Sequence[str] | None, once: bool = True) -> None:
-        self.trace, self.once = trace, once
-        names = _inputs_first(trace, origins) if show is None else show
-        self.rows = _rows(trace, names, chosen=show is not None)
-        self.left_out = _keep_few(self.rows)
-        self._row_of = {buffer: row for row in self.rows for buffer in row.places}
-        self._cut(origins)
-        count = 0
-        for row in self.rows:
-            row.first_cell = count
-            count += len(row.cuts) - 1
-        self.count = count
+    Cell i of a row lies between its cuts i and i + 1, in bytes from the row's start. whole: also what nothing ever touched
+    belongs to the cells. once: a contribution that is counted twice is told twice.
+    """
+
+    def __init__(self, trace: Trace, origins: Origins, rows: Sequence[Row], whole: bool = False, once: bool = True) -> None:
+        self.trace, self.rows, self.once = trace, rows, once
+        self._places: dict[int, tuple[int, int]] = {}  # buffer -> its row, and where it starts there
+        self._sizes = [0] * len(rows)
+        for number, row in enumerate(rows):
+            for buffer in row.buffers:
+                self._places[buffer] = number, self._sizes[number]
+                self._sizes[number] += trace.buffers[buffer].nbytes
+        self.cuts = self._cut(origins, whole)
+        self._first = [0, *accumulate(len(cuts) - 1 for cuts in self.cuts)]
+        self.count = self._first[-1]
+
+    def _cut(self, origins: Origins, whole: bool) -> list[list[int]]:
+        """Rows of one name are cut alike on all ranks, so that cell 2 is the same chunk everywhere."""
+        edges: dict[str, set[int]] = defaultdict(set)
+        for buffer, offset, length in _touched(origins):
+            if buffer in self._places and length:
+                row, start = self._places[buffer]
+                edges[self.rows[row].name] |= {start + offset, start + offset + length}
+        cuts = [{edge for edge in edges[row.name] if edge <= size} for row, size in zip(self.rows, self._sizes, strict=True)]
+        return [sorted(c if len(c) > 1 and not whole else c | {0, size}) for c, size in zip(cuts, self._sizes, strict=True)]
 
     def covered(self, buffer: int, pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
-        """The cells that pieces of a buffer lie in; none if the buffer is not drawn."""
+        """The cells that pieces of a buffer lie in; none if the buffer is in no row."""
         found: dict[int, list[Piece]] = defaultdict(list)
-        row = self._row_of.get(buffer)
-        if row is not None:
-            for piece in pieces:
-                begin = row.places[buffer] + piece.offset
-                for index in range(bisect_right(row.cuts, begin) - 1, len(row.cuts) - 1):
-                    if row.cuts[index] >= begin + piece.length:
-                        break
-                    found[row.first_cell + index].append(piece)
+        row, start = self._places.get(buffer, (-1, 0))
+        for piece in pieces if row >= 0 else ():
+            begin, end = start + piece.offset, start + piece.offset + piece.length
+            for index in range(bisect_right(self.cuts[row], begin) - 1, bisect_left(self.cuts[row], end)):
+                found[self._first[row] + index].append(piece)
         return found
 
-    def content(self, pieces: Iterable[Piece]) -> dict[str, object] | None:
+    def content(self, pieces: Collection[Piece]) -> dict[str, object] | None:
         """Whose contributions pieces hold, as ranks with repeats, and the label of the cells where they began."""
-        ranks: list[int] = []
-        labels: list[str] = []
-        for piece in pieces:
-            # A rank counts as often as the one of its tensors that counts most: what it gave in two tensors is two things.
-            counts = Counter[int]()
-            for (buffer, _), count in piece.sources.items():
-                counts |= Counter({self.trace.buffers[buffer].rank: count})
-            here = list(counts.elements())
-            ranks = here if len(here) > len(ranks) else ranks
-            labels += [self._label(*source) for source in piece.sources]
-        distinct = sorted(set(labels) - {""}, key=lambda label: (len(label), label))
+        labels = {self._label(*source) for piece in pieces for source in piece.sources} - {""}
+        distinct = sorted(labels, key=lambda label: (len(label), label))
         label = "+".join(distinct) if len(distinct) <= 2 else f"{distinct[0]}…{distinct[-1]}"
-        return {"label": label, "from": sorted(ranks if self.once else set(ranks))} if ranks else None
+        ranks = self.ranks(pieces)
+        return {"label": label, "from": ranks if self.once else sorted(set(ranks))} if ranks else None
+
+    def ranks(self, pieces: Iterable[Piece]) -> list[int]:
+        """Whose contributions the fullest of pieces holds: [0, 1, 1] counts rank 1's twice."""
+        return max((self._ranks(piece) for piece in pieces), key=len, default=[])
+
+    def _ranks(self, piece: Piece) -> list[int]:
+        # A rank counts as often as the one of its tensors that counts most: what it gave in two tensors is two things.
+        counts = Counter[int]()
+        for (buffer, _), count in piece.sources.items():
+            rank = self.trace.buffers[buffer].rank
+            counts[rank] = max(counts[rank], count)
+        return sorted(counts.elements())
 
     def _label(self, buffer: int, offset: int) -> str:
         """The number of the cell in its row, "" where the row has but one."""
-        row = self._row_of.get(buffer)
-        if row is None or len(row.cuts) <= 2:
-            return ""
-        return str(bisect_right(row.cuts, row.places[buffer] + offset) - 1)
-
-    def _cut(self, origins: Origins) -> None:
-        """Rows of one name are cut alike on all ranks, so that cell 2 is the same chunk everywhere."""
-        cuts: dict[str, set[int]] = defaultdict(set)
-        for buffer, offset, length in _touched(origins):
-            row = self._row_of.get(buffer)
-            if row is not None and length:
-                cuts[row.name] |= {row.places[buffer] + offset, row.places[buffer] + offset + length}
-        for row in self.rows:
-            edges = {edge for edge in cuts[row.name] if edge <= row.nbytes}
-            row.cuts = sorted(edges | ({0, row.nbytes} if len(edges) < 2 else set()))
+        row, start = self._places.get(buffer, (-1, 0))
+        return str(bisect_right(self.cuts[row], start + offset) - 1) if row >= 0 and len(self.cuts[row]) > 2 else ""
 
 
 def _touched(origins: Origins) -> Iterable[tuple[int, int, int]]:
+    """(buffer, offset, length) of all that was read or written, and of where that came from, so that a label names all of it."""
     for part in origins.initial:
         yield part.buffer, part.offset, part.length
     for change in origins.changes:
-        assert change.event.into is not None
         for piece in change.pieces:
-            yield change.event.into.buffer, piece.offset, piece.length
-            # Where a piece came from is cut like the piece, so that a label names all of it.
+            yield change.into.buffer, piece.offset, piece.length
             for buffer, offset in piece.sources:
                 yield buffer, offset, piece.length
 
 
-def _inputs_first(trace: Trace, origins: Origins) -> list[str]:
-    """The names of all buffers: those that held data at the start, then those that only received some."""
+def seconds(trace: Trace, change: Change) -> float:
+    """When what changed was there."""
+    return float((trace.messages if change.event.kind == "recv" else trace.locals)["end"][change.event.index])
+
+
+# ---- which rows -----------------------------------------------------------------------------------------------------
+
+
+def inputs(trace: Trace, origins: Origins) -> list[Row]:
+    """For each rank the tensor that it started with: its largest buffer with data of its own."""
+    own = sorted({part.buffer for part in origins.initial}, key=lambda buffer: (trace.buffers[buffer].nbytes, -buffer))
+    largest = {trace.buffers[buffer].rank: buffer for buffer in own}  # of each rank the last one stays
+    return [Row(rank, trace.buffers[buffer].name, [buffer]) for rank, buffer in largest.items()]
+
+
+def variables(trace: Trace, origins: Origins, show: Sequence[str] | None) -> tuple[list[Row], list[str]]:
+    """(rows of these variables, names of those beyond three a rank). By default what held data at the start comes first, then
+    what only received some, without scratch unless there is nothing else. ValueError for a name that no rank had."""
     names = [buffer.name.partition("[")[0] for buffer in trace.buffers]
-    return list(dict.fromkeys([names[part.buffer] for part in sorted(origins.initial, key=lambda part: part.buffer)] + names))
+    started = [names[buffer] for buffer in sorted({part.buffer for part in origins.initial})]
+    order = list(dict.fromkeys(started + names)) if show is None else list(show)
+    if unknown := set(order) - set(names):
+        raise ValueError(f"show={order!r}: no rank had a tensor named {sorted(unknown)}, only {sorted(set(names) - {''})}")
+    hidden = [show is None and (buffer.scratch or name == "scratch") for buffer, name in zip(trace.buffers, names, strict=True)]
+    wanted = [b for b, name in enumerate(names) if name in order and not hidden[b]] or range(len(names))
+    filled = [b for b in wanted if trace.buffers[b].nbytes]
+
+    def place(b: int) -> tuple[int, int]:
+        return trace.buffers[b].rank, order.index(names[b])
+
+    in_order = sorted(filled, key=lambda b: (place(b), _item(trace.buffers[b].name), b))
+    rows = [Row(rank, order[k], list(buffers)) for (rank, k), buffers in groupby(in_order, place)]
+    kept = [row for _, mine in groupby(rows, lambda row: row.rank) for row in islice(mine, _MOST_ROWS)]
+    return kept, list(dict.fromkeys(row.name for row in rows if row not in kept))
 
 
-def _rows(trace: Trace, show: Sequence[str], chosen: bool) -> list[Row]:
-    """One row for each of these variables of each rank; list items join into one row. Not chosen, scratch stays out."""
-    names = [buffer.name.partition("[")[0] for buffer in trace.buffers]
-    if unknown := set(show) - set(names):
-        raise ValueError(f"show={list(show)!r}: no rank had a tensor named {sorted(unknown)}, only {sorted(set(names) - {''})}")
-    hidden = [buffer.scratch or name == "scratch" for buffer, name in zip(trace.buffers, names, strict=True)]
-    wanted = [name in show and (chosen or not hide) for name, hide in zip(names, hidden, strict=True)]
-    rows: dict[tuple[int, str], Row] = {}
-    items: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-    for index, buffer in enumerate(trace.buffers):
-        if (wanted[index] or not any(wanted)) and buffer.nbytes:
-            key = (buffer.rank, names[index])
-            rows.setdefault(key, Row(*key))
-            item = buffer.name.partition("[")[2].rstrip("]")
-            items[key].append((int(item) if item else 0, index))
-    for key, row in rows.items():
-        for _, index in sorted(items[key]):
-            row.places[index] = row.nbytes
-            row.nbytes += trace.buffers[index].nbytes
-    order = {name: place for place, name in enumerate(show)}
-    return sorted(rows.values(), key=lambda row: (row.rank, order[row.name]))
-
-
-def _keep_few(rows: list[Row]) -> list[str]:
-    """Take out what would not fit into a card; return the names."""
-    left_out: dict[str, None] = {}
-    for rank in {row.rank for row in rows}:
-        for row in [row for row in rows if row.rank == rank][_MOST_ROWS:]:
-            rows.remove(row)
-            left_out[row.name] = None
-    return list(left_out)
+def _item(name: str) -> int:
+    """`_item("parts[3]") == 3`: the place of a tensor in its list."""
+    return int(name.partition("[")[2].rstrip("]") or 0)

@@ -34,6 +34,17 @@ function quantity(value, unit) {
   return `${+(value / factor).toPrecision(3)}\u00a0${prefix}${unit}`;
 }
 
+// An axis of seconds at height y, from 0 to `end`: round times, a hundred pixels apart or so. `x(t)`: from seconds to pixels.
+function timeAxis(x, end, y) {
+  const low = x(0), high = x(end), rough = (end || 1) / ((high - low) / 100), power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((k) => k * power >= rough) * power, group = svg("g", { class: "axis" }, svg("path", { class: "grid", d: `M${low} ${y}H${high}` }));
+  for (let k = 0; k * step <= end * 1.0001; k++) {
+    const at = x(k * step), anchor = k === 0 ? "start" : at > high - 20 ? "end" : "middle";
+    group.append(svg("path", { class: "grid", d: `M${at} ${y}v5` }), svg("text", { x: k ? at : low - 8, y: y + 17, "text-anchor": anchor }, k ? quantity(k * step, "s") : "0"));
+  }
+  return group;
+}
+
 // ---- a widget in the page -------------------------------------------------------------------------------------------
 
 // A subclass has a `drawing`, an SVG, and `resize()`, which draws it for a new `width`; `key(event)` says whether it used a

@@ -1,12 +1,14 @@
 """A player's scene as a still picture: one column for each of a few steps, one line for each rank."""
 
-from __future__ import annotations
+from typing import Any
 
-import io
-from typing import TYPE_CHECKING, Any
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from d2lps.trace import Trace
+from d2lps.widgets.still import figure
 
 # The colours of ranks, as in player.css: Okabe and Ito's, then others between them in lightness.
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92b", "#7d848c"]
@@ -17,30 +19,26 @@ _COLUMNS = 8
 State = list[dict[str, Any] | None]
 
 
-def png(scene: dict[str, Any], dpi: int = 110) -> bytes:
-    """The picture as PNG, on white."""
-    from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no backend is chosen
-
-    columns = _chosen(scene["stops"])
-    rows = scene["rows"]
-    height = max(1.2, 0.7 + 0.3 * len(rows))
-    figure = Figure(figsize=(1.3 * len(columns) + 0.9, height), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(columns), squeeze=False)[0]
+def picture(scene: dict[str, Any], trace: Trace | None = None) -> Figure:
+    """A few steps side by side, below them the timeline of a trace."""
+    columns, rows = _chosen(scene["stops"]), scene["rows"]
+    heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace else [])]
+    drawn = figure(1.3 * len(columns) + 0.9, sum(heights))
+    grid = drawn.add_gridspec(len(heights), len(columns), height_ratios=heights)
+    axes = [drawn.add_subplot(grid[0, k]) for k in range(len(columns))]
     for ax, stop in zip(axes, columns, strict=True):
         _column(ax, scene, _state_at(scene, stop["t"]), stop["label"])
     names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
     axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
-    figure.suptitle(scene["title"], fontsize=9)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
-    return out.getvalue()
+    if trace:
+        trace.timeline(drawn.add_subplot(grid[1, :]))
+    drawn.suptitle(scene["title"], fontsize=9)
+    return drawn
 
 
 def _chosen(stops: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All stops if they fit side by side, else evenly spaced ones, the first and the last among them."""
-    if len(stops) <= _COLUMNS:
-        return stops
-    return [stops[round(k * (len(stops) - 1) / (_COLUMNS - 1))] for k in range(_COLUMNS)]
+    """Evenly spaced ones, the first and the last among them; all if they fit side by side."""
+    return [stops[k] for k in np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)]
 
 
 def _state_at(scene: dict[str, Any], t: float) -> State:
@@ -57,19 +55,10 @@ def _column(ax: Axes, scene: dict[str, Any], state: State, label: str) -> None:
         contributors = held["from"] if held else []
         share = width / len(scene["ranks"])  # every rank has its place in a cell, so an empty one is a missing summand
         for rank in contributors:
-            ax.add_patch(_box(left + rank * share, top, share, COLORS[rank % len(COLORS)], "none"))
-        whole = 0 < scene["whole"] <= len(set(contributors))
-        repeated = len(set(contributors)) < len(contributors)
-        ax.add_patch(_box(left, top, width, "none", REPEATED if repeated else "black", 1.4 if whole or repeated else 0.4))
-    ax.set_xlim(-0.03, 1.03)
-    ax.set_ylim(max(1, len(scene["rows"])), 0)
-    ax.set_xticks([])
-    ax.set_yticks([])
+            ax.add_patch(Rectangle((left + rank * share, top), share, 0.76, facecolor=COLORS[rank % len(COLORS)]))
+        whole, repeated = 0 < scene["whole"] <= len(set(contributors)), len(set(contributors)) < len(contributors)
+        edge, thick = REPEATED if repeated else "black", 1.4 if whole or repeated else 0.4
+        ax.add_patch(Rectangle((left, top), width, 0.76, facecolor="none", edgecolor=edge, linewidth=thick))
+    ax.set(xlim=(-0.03, 1.03), ylim=(max(1, len(scene["rows"])), 0), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     ax.set_title(label.replace(" · ", "\n"), fontsize=7)
-
-
-def _box(x: float, y: float, width: float, face: str, edge: str, line: float = 0.0) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), width, 0.76, facecolor=face, edgecolor=edge, linewidth=line)

@@ -30,20 +30,9 @@ class Race extends Timed {
     this.lanes = lanes.map((lane, i) => this.lane(lane, i * LANE));
     this.now = svg("path", { class: "now" });
     this.drawing.setAttribute("viewBox", `0 0 ${width} ${this.bottom + 40}`);
-    this.drawing.replaceChildren(...this.lanes.map(({ group }) => group), this.axis(this.bottom), this.now);
+    const seconds = svg("text", { x: width / 2, y: this.bottom + 33, "text-anchor": "middle" }, this.texts.seconds);
+    this.drawing.replaceChildren(...this.lanes.map(({ group }) => group), timeAxis(this.x, end, this.bottom), seconds, this.now);
     this.show(this.t);
-  }
-
-  // Round times, a hundred pixels apart or so.
-  axis(y) {
-    const { end, width, x } = this, rough = (end || 1) / (width / 100), power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].find((k) => k * power >= rough) * power, group = svg("g", {}, svg("path", { class: "grid", d: `M${PAD} ${y}H${width - PAD}` }));
-    for (let k = 0; k * step <= end * 1.0001; k++) {
-      const at = x(k * step), anchor = k === 0 ? "start" : at > width - 30 ? "end" : "middle";
-      group.append(svg("path", { class: "grid", d: `M${at} ${y}v5` }), svg("text", { x: k ? at : 2, y: y + 17, "text-anchor": anchor }, k ? quantity(k * step, "s") : "0"));
-    }
-    group.append(svg("text", { x: width / 2, y: y + 33, "text-anchor": "middle" }, this.texts.seconds));
-    return group;
   }
 
   // A lane: its name, its state, and under a window as wide as the time that has passed, what has become complete.

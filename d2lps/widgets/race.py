@@ -1,20 +1,24 @@
-"""The race: several all-reduce algorithms on one clock."""
-
-from __future__ import annotations
+"""The race: several all-reduce algorithms on one clock, and how far each has come, from the origins of what memory holds."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import traitlets
+from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
+from d2lps.trace import Change, Origins, Trace
 from d2lps.widgets import still
 from d2lps.widgets.algorithms import Algorithm, described, simulated
-from d2lps.widgets.progress import Curve, progress
+from d2lps.widgets.cells import Cells, inputs, seconds
 from d2lps.widgets.texts import RACE
 
 _MOST_POINTS = 200  # of one lane; more cannot be told apart
 _MOST_STOPS = 40
+
+Curve = list[tuple[float, float]]  # (t, share): the share from t on
 
 
 class Race(still.Still):
@@ -35,45 +39,38 @@ class Race(still.Still):
     t = traitlets.Float(0.0).tag(sync=True)
 
     def __init__(self, topology: Topology, algorithms: Sequence[Algorithm], nbytes: float = 160e6, title: str = "") -> None:
+        lanes = [look | _lane(a, topology, nbytes) for look, a in zip(described(algorithms), algorithms, strict=True)]
+        for lane in lanes:  # equally fast ones share a place
+            lane["place"] = 1 + sum(other["seconds"] < lane["seconds"] * (1 - 1e-6) for other in lanes)
+        end = max(lane["seconds"] for lane in lanes)
         title = title or RACE["title"].format(bytes=_in_words(nbytes), topology=topology.name)
-        super().__init__(data=raced(topology, algorithms, nbytes) | {"title": title})
+        super().__init__(data={"title": title, "lanes": lanes, "end": end, "stops": _stops(lanes, end), "texts": RACE})
 
     def __repr__(self) -> str:
         lanes = sorted(self.data["lanes"], key=lambda lane: lane["place"])
         return f"Race: {self.data['title']}: " + ", ".join(f"{i['place']}. {i['name']} {i['seconds']:.4g} s" for i in lanes)
 
-    def _still(self) -> bytes:
+    def _figure(self) -> Figure:
         """All lanes in one picture: complete memory over time."""
-        picture = still.figure(6.4, 3.4)
-        ax = picture.subplots()
+        figure, ax = still.chart(self.data["title"], f"{RACE['seconds']} (s)", RACE["complete"])
         for lane in self.data["lanes"]:
             t, share = zip(*lane["complete"], (self.data["end"], 1.0), strict=False)
             ax.step(t, share, where="post", label=lane["name"], **still.line(lane["style"]))
-        ax.set_xlabel(f"{RACE['seconds']} (s)", fontsize=9)
-        ax.set_ylabel(RACE["complete"], fontsize=9)
-        ax.set_title(self.data["title"], fontsize=10)
-        ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
-        return still.png(picture)
-
-
-def raced(topology: Topology, algorithms: Sequence[Algorithm], nbytes: float) -> dict[str, Any]:
-    """The lanes: each with its time, its place, and its two shares as [t, share] from each change on."""
-    lanes = []
-    for look, algorithm in zip(described(algorithms), algorithms, strict=True):
-        run = simulated(algorithm, topology, nbytes, trace=True)
-        complete, gathered = progress(run.trace)
-        lanes.append({**look, "seconds": run.time, "complete": _thinned(complete), "gathered": _thinned(gathered)})
-    for lane in lanes:  # equally fast ones share a place
-        lane["place"] = 1 + sum(other["seconds"] < lane["seconds"] * (1 - 1e-6) for other in lanes)
-    end = max(lane["seconds"] for lane in lanes)
-    return {"lanes": lanes, "end": end, "stops": _stops(lanes, end), "texts": RACE}
+        return figure
 
 
 def _in_words(nbytes: float) -> str:
     """`_in_words(160e6) == "160 MB"`"""
     power = max((p for p in (9, 6, 3, 0) if nbytes >= 10**p), default=0)
     return f"{nbytes / 10**power:.3g} {({9: 'G', 6: 'M', 3: 'k'}).get(power, '')}B"
+
+
+def _lane(algorithm: Algorithm, topology: Topology, nbytes: float) -> dict[str, Any]:
+    """An algorithm's time, and its two shares as [t, share] from each change on."""
+    run = simulated(algorithm, topology, nbytes, trace=True)
+    complete, gathered = progress(run.trace)
+    return {"seconds": run.time, "complete": _thinned(complete), "gathered": _thinned(gathered)}
 
 
 def _thinned(curve: Curve) -> list[list[float]]:
@@ -84,13 +81,45 @@ def _thinned(curve: Curve) -> list[list[float]]:
 
 def _stops(lanes: Sequence[dict[str, Any]], end: float) -> list[float]:
     """Where a step of the clock leads: to each change, or where there are too many, evenly and to each finish."""
-    changes = {round(t, 12) for lane in lanes for t, _ in lane["complete"]}
-    finishes = {0.0, *(lane["seconds"] for lane in lanes)}
+    changes = {t for lane in lanes for t, _ in lane["complete"]}
     if len(changes) > _MOST_STOPS:
         changes = {end * k / _MOST_STOPS for k in range(_MOST_STOPS)}
-    return _apart(sorted(changes | finishes), end * 1e-6)
+    times = np.array(sorted(changes | {0.0, *(lane["seconds"] for lane in lanes)}))
+    return times[np.diff(times, append=np.inf) > 1e-6 * end].tolist()  # of those that are close together the last
 
 
-def _apart(times: Sequence[float], least: float) -> list[float]:
-    """`_apart([0, 1, 1.1, 2], 0.5) == [0, 1.1, 2]`: of times close together the last."""
-    return [t for t, later in zip(times, [*times[1:], times[-1] + 2 * least + 1], strict=True) if later - t > least]
+def progress(trace: Trace) -> tuple[Curve, Curve]:
+    """Two shares of the tensors that the ranks started with, whenever one of them changes: (complete, gathered).
+
+    complete: of their bytes, those that hold the sum of all p ranks, each counted once. gathered: of the p summands that
+    belong into each byte, those that are there, on average: 1/p at the start. A ring of 2 ranks, 4 s without latency:
+    ([(0, 0), (2, 0.5), (4, 1)], [(0, 0.5), (2, 0.75), (4, 1)]).
+    """
+    origins = Origins(trace)
+    cells = Cells(trace, origins, inputs(trace, origins), whole=True)
+    if not cells.count:  # nobody had anything to add up
+        return [(0.0, 1.0)], [(0.0, 1.0)]
+    nbytes = np.concatenate([np.diff(cuts) for cuts in cells.cuts])
+    full, summands = np.full(cells.count, trace.ranks == 1), np.ones(cells.count)
+    complete, gathered = [(0.0, _mean(nbytes, full))], [(0.0, _mean(nbytes, summands) / trace.ranks)]
+
+    def when(change: Change) -> float:
+        return seconds(trace, change)
+
+    for t, changes in groupby(sorted(origins.changes, key=when), key=when):
+        for change in changes:
+            for cell, pieces in cells.covered(change.into.buffer, change.pieces).items():
+                ranks = cells.ranks(pieces)
+                full[cell], summands[cell] = ranks == list(range(trace.ranks)), len(set(ranks))
+        _note(complete, t, _mean(nbytes, full))
+        _note(gathered, t, _mean(nbytes, summands) / trace.ranks)
+    return complete, gathered
+
+
+def _mean(nbytes: np.ndarray, values: np.ndarray) -> float:
+    return float(nbytes @ values) / float(nbytes.sum())
+
+
+def _note(curve: Curve, t: float, share: float) -> None:
+    if abs(share - curve[-1][1]) > 1e-9:
+        curve.append((t, share))

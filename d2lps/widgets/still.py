@@ -1,36 +1,30 @@
 """What all widgets have in common: code that they share, and what stands in for them where there is no JavaScript."""
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anywidget
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# The colours of the algorithms in order of `texts.NAMES`, as in the widgets' style sheets; a reader's own are black.
-LINES = ["#0072b2", "#d55e00", "#009e73", "#6b7280", "#b0558a", "#b97a00", "#3a9bd4", "#857a00"]
-DASHES: list[Any] = [
-    "-",
-    (0, (5, 2)),
-    (0, (1.2, 1.6)),
-    (0, (6, 2, 1.2, 2)),
-    (0, (3, 1.5, 1, 1.5, 1, 1.5)),
-    (0, (3, 2)),
-    ":",
-    (0, (9, 3)),
-]
+# The lines of the algorithms in order of `texts.NAMES`, coloured as in common.css; a reader's own are black.
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#6b7280", "#b0558a", "#b97a00", "#3a9bd4", "#857a00"]
+ON_OFF = [(), (5, 2), (1.2, 1.6), (6, 2, 1.2, 2), (3, 1.5, 1, 1.5, 1, 1.5), (3, 2), (1, 1.65), (9, 3)]  # () is unbroken
 
 
 class Still(anywidget.AnyWidget):
-    """A widget that says what it shows: `repr(self)` in words, `self._still()` as a PNG."""
+    """A widget that says what it shows: `repr(self)` in words, `self._figure()` as a picture."""
+
+    def _figure(self) -> Figure:
+        raise NotImplementedError
 
     def _still(self) -> bytes:
-        raise NotImplementedError
+        """The picture as PNG, the same bytes each time."""
+        out = io.BytesIO()
+        self._figure().savefig(out, format="png", dpi=110, metadata={"Software": None})
+        return out.getvalue()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The widget, and what stands in for it in a printed page or a viewer of notebooks."""
@@ -41,25 +35,30 @@ class Still(anywidget.AnyWidget):
 
 
 def source(name: str) -> str:
-    """The JavaScript or the style sheet of a widget in one text: what all widgets share (common.js, common.css), then its own."""
+    """The JavaScript or the style sheet of a widget in one text: what all widgets share, then its own files.
+
+    `source("player.js")` is common.js, player.js and what begins with player_, such as player_cards.js.
+    """
     own = Path(__file__).with_name(name)
-    return own.with_stem("common").read_text("utf-8") + own.read_text("utf-8")
+    parts = [own.with_stem("common"), own, *sorted(own.parent.glob(f"{own.stem}_*{own.suffix}"))]
+    return "".join(part.read_text("utf-8") for part in parts)
 
 
 def figure(width: float, height: float) -> Figure:
-    """On white, in inches."""
-    from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no backend is chosen
-
+    """On white, in inches; not pyplot's, so that nothing is shown and no backend is chosen."""
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def png(picture: Figure, dpi: int = 110) -> bytes:
-    """The figure as PNG, the same bytes each time."""
-    out = io.BytesIO()
-    picture.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
-    return out.getvalue()
+def chart(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """For the lines of some algorithms."""
+    drawn = figure(6.4, 3.6)
+    ax = drawn.subplots()
+    ax.set_title(title, fontsize=10)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.grid(alpha=0.3)
+    return drawn, ax
 
 
 def line(style: int) -> dict[str, Any]:
     """matplotlib's words for the line of an algorithm."""
-    return {"color": "black", "linestyle": "-"} if style >= len(LINES) else {"color": LINES[style], "linestyle": DASHES[style]}
+    return {"color": COLORS[style], "dashes": ON_OFF[style]} if style < len(COLORS) else {"color": "black"}

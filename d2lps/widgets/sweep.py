@@ -1,12 +1,10 @@
 """The sweep: how long each algorithm takes, by size and by number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import traitlets
+from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
 from d2lps.widgets import still
@@ -24,7 +22,8 @@ class Sweep(still.Still):
     Sweep: All-reduce: time against size, tree, ring; fastest on 4 ranks: tree from 160 B, ring from 1,600 B
 
     topology_of: the cluster for a number of ranks. algorithms: names of `all_reduce`'s, or functions of one's own, of
-    (comm, tensor). sizes: bytes on each rank, ascending. Every point is a simulation, run here, beforehand.
+    (comm, tensor). sizes: bytes on each rank, ascending. Every point is a simulation, run here, beforehand:
+    data["times"][ranks][algorithm][size], in seconds; "winners" and "reigns" say who is the fastest, and from where on.
     `ranks` and `cursor` are the choices made, as indices. ValueError for fewer than two sizes or ranks, and for what
     the simulator refuses.
     """
@@ -43,51 +42,32 @@ class Sweep(still.Still):
         ranks: Sequence[int],
         title: str = "",
     ) -> None:
-        data = swept(topology_of, algorithms, sizes, ranks) | {"title": title or SWEEP["title"]}
-        super().__init__(data=data, ranks=len(data["ranks"]) // 2, cursor=len(data["sizes"]) // 2)
+        sizes, ranks = [int(size) for size in sizes], [int(count) for count in ranks]
+        if len(sizes) < 2 or any(here >= there for here, there in pairwise(sizes)):
+            raise ValueError(f"sizes={sizes} must be at least two numbers of bytes, ascending")
+        if not ranks or min(ranks) < 2:
+            raise ValueError(f"ranks={ranks} must be at least one number of ranks, each from 2 up: one rank alone takes no time")
+        times = [[[simulated(a, net, n).time for n in sizes] for a in algorithms] for net in map(topology_of, ranks)]
+        winners = [[_winners(column) for column in zip(*rows, strict=True)] for rows in times]
+        data = {"title": title or SWEEP["title"], "algorithms": described(algorithms), "sizes": sizes, "ranks": ranks}
+        found = {"times": times, "winners": winners, "reigns": [_reigns(sizes, rows) for rows in times]}
+        super().__init__(data={**data, **found, "texts": SWEEP}, ranks=len(ranks) // 2, cursor=len(sizes) // 2)
 
     def __repr__(self) -> str:
         ranks, names = self.data["ranks"], [algorithm["name"] for algorithm in self.data["algorithms"]]
         said = ", ".join(f"{names[reign['best']]} from {reign['nbytes']:,.0f} B" for reign in self.data["reigns"][-1])
         return f"Sweep: {self.data['title']}, {', '.join(names)}; fastest on {ranks[-1]} ranks: {said}"
 
-    def _still(self) -> bytes:
+    def _figure(self) -> Figure:
         """The lines for the chosen number of ranks."""
-        picture = still.figure(6.4, 3.8)
-        ax = picture.subplots()
+        ranks = SWEEP["ranks_now"].format(n=self.data["ranks"][self.ranks])
+        figure, ax = still.chart(f"{self.data['title']}, {ranks}", f"{SWEEP['bytes']} (B)", f"{SWEEP['seconds']} (s)")
         for algorithm, times in zip(self.data["algorithms"], self.data["times"][self.ranks], strict=True):
             ax.loglog(self.data["sizes"], times, label=algorithm["name"], **still.line(algorithm["style"]))
         for crossing in self.data["reigns"][self.ranks][1:]:
             ax.plot(crossing["nbytes"], crossing["seconds"], "o", mfc="none", mec="black")
-        ax.set(xlabel=f"{SWEEP['bytes']} (B)", ylabel=f"{SWEEP['seconds']} (s)")
-        ranks = SWEEP["ranks_now"].format(n=self.data["ranks"][self.ranks])
-        ax.set_title(f"{self.data['title']}, {ranks}", fontsize=10)
-        ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
-        return still.png(picture)
-
-
-def swept(
-    topology_of: Callable[[int], Topology], algorithms: Sequence[Algorithm], sizes: Sequence[float], ranks: Sequence[int]
-) -> dict[str, Any]:
-    """The data of a sweep: times[ranks][algorithm][size] in seconds, who wins where, and where that changes."""
-    sizes, ranks = [int(size) for size in sizes], [int(count) for count in ranks]
-    if len(sizes) < 2 or any(here >= there for here, there in pairwise(sizes)):
-        raise ValueError(f"sizes={sizes} must be at least two numbers of bytes, ascending")
-    if not ranks or min(ranks) < 2:
-        raise ValueError(f"ranks={ranks} must be at least one number of ranks, each from 2 up: one rank alone takes no time")
-    described_ = described(algorithms)
-    topologies = [topology_of(count) for count in ranks]
-    times = [[[simulated(a, net, size).time for size in sizes] for a in algorithms] for net in topologies]
-    return {
-        "algorithms": described_,
-        "sizes": sizes,
-        "ranks": ranks,
-        "times": times,
-        "winners": [[_winners(column) for column in zip(*rows, strict=True)] for rows in times],
-        "reigns": [_reigns(sizes, rows) for rows in times],
-        "texts": SWEEP,
-    }
+        return figure
 
 
 def _winners(times: Sequence[float]) -> list[int]:

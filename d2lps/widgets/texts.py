@@ -1,7 +1,6 @@
 """Every word that a widget shows, in one table, so that another edition of the book can have its own."""
 
-TEXTS = {
-    # controls, and what a reader hears of them
+CONTROLS = {
     "first": "First step",
     "previous": "Previous step",
     "play": "Play",
@@ -10,6 +9,9 @@ TEXTS = {
     "last": "Last step",
     "speed": "Speed",
     "factor": "{x}×",
+}
+
+PLAYER = CONTROLS | {
     "scrub": "Position",
     "counter": "step {i} of {n}",
     # the picture
@@ -18,10 +20,18 @@ TEXTS = {
     "contribution_of": "contribution of",
     "complete": "complete",
     "repeated": "counted more than once",
-    "message": "{src} → {dst}: {bytes}",
     "tag": "tag {tag}",
     "cell": "{label}: from {from}",
     "blank": "blank",
+    # the strip
+    "strip": "What every rank does over time",
+    "bar": "{what}: {start} to {end}",
+    "computing": "computing",
+    "sleeping": "sleeping",
+    "waiting": "waiting",
+    "combining": "adding up",
+    "copying": "copying",
+    "moving": "messages",
     # the captions, which Python writes
     "before": "Before the first message.",
     "start": "start",
@@ -34,16 +44,8 @@ TEXTS = {
 }
 
 # What the all-reduce algorithms are called; their order gives each its colour and its dashes.
-NAMES = {
-    "ring": "ring",
-    "halving_doubling": "halving-doubling",
-    "tree": "tree",
-    "flat": "flat",
-    "double_tree": "double tree",
-    "blockwise": "blockwise",
-    "two_rings": "two rings",
-    "hierarchical": "hierarchical",
-}
+_KNOWN = ("ring", "halving_doubling", "tree", "flat", "double_tree", "blockwise", "two_rings", "hierarchical")
+NAMES = {name: name.replace("_", " ") for name in _KNOWN} | {"halving_doubling": "halving-doubling"}
 
 SWEEP = {
     "title": "All-reduce: time against size",
@@ -79,7 +81,7 @@ EXPLORER = {
     "same": "no change",
     "no_run": "without {cable}: impossible, {pair} has no route",
     "impossible": "All-reduce of {bytes} on {n} devices, {algorithm}: impossible, {pair} has no route",
-    "busiest": "Busiest: {links}, at {load} %",
+    "busiest": "Busiest: {links}, at {load}",
     "and": ", ",
     "others": "{n} more",
     "cable": "{cable}: {bandwidth} each way, {latency}.",
@@ -95,17 +97,9 @@ EXPLORER = {
     "no_path": "{src} → {dst}: no route",
 }
 
-RACE = {
+RACE = CONTROLS | {
     "title": "All-reduce: {bytes} on {topology}",
     "race": "Race of all-reduce algorithms",
-    "first": "Start",
-    "previous": "Back",
-    "play": "Play",
-    "pause": "Pause",
-    "next": "Forward",
-    "last": "Finish",
-    "speed": "Speed",
-    "factor": "{x}×",
     "scrub": "Time",
     "counter": "{now} of {end}",
     "complete": "share of all memory with the complete sum",

@@ -216,7 +216,7 @@ class Explorer extends Widget {
       said.push(fill(texts.without, { cable, time: quantity(run.seconds, "s"), change }));
     }
     this.lines.result.replaceChildren(...said.map((line, i) => html("div", [whole, run][i].lost ? { class: "lost" } : {}, line)));
-    this.lines.hottest.textContent = run.busiest ?? "";
+    this.lines.hottest.textContent = this.busiest();
     for (const [key, value] of [["machine", data.machines.indexOf(machine)], ["algorithm", this.algorithm]]) selects[key].value = value;
     ["src", "dst"].forEach((key, which) => {
       const options = machine.nodes.map(({ kind }, i) => (kind === "switch" ? null : html("option", { value: i }, name(i)))).filter(Boolean);
@@ -226,6 +226,17 @@ class Explorer extends Widget {
     this.restore.disabled = removed < 0;
     this.lines.route.textContent = this.told();
     this.tell(this.drawing.contains(document.activeElement) ? this.focus : -1);
+  }
+
+  // Three of the links with the highest load, and how many more there are.
+  busiest() {
+    const { machine, texts, run: { load = [] } } = this, most = Math.max(0, ...load);
+    if (!most) return "";
+    const ends = machine.cables.flatMap(({ ends, links }) => [{ link: links[0], ends }, { link: links[1], ends: [...ends].reverse() }]);
+    const busy = ends.filter(({ link }) => load[link] === most).sort((one, other) => one.link - other.link);
+    const named = busy.slice(0, 3).map(({ ends }) => ends.map((i) => machine.nodes[i].name).join(texts.arrow));
+    if (busy.length > 3) named.push(fill(texts.others, { n: busy.length - 3 }));
+    return fill(texts.busiest, { links: named.join(texts.and), load: percent(most) });
   }
 
   // The route in words.

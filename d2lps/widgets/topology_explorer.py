@@ -1,12 +1,11 @@
 """The topology explorer: a machine, what an all-reduce does to its links, and what happens when a cable is missing."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
 import traitlets
+from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
 from d2lps.topology.graph import Node
@@ -56,32 +55,31 @@ class TopologyExplorer(still.Still):
         if not machines:
             raise ValueError(f"machines={machines!r} is empty: an explorer needs at least one")
         self.machines = dict(machines)
-        data = {
-            "title": title or EXPLORER["title"],
-            "nbytes": int(nbytes) // 4 * 4,
-            "algorithms": described(algorithms),
-            "machines": [explored(name, topology, nbytes, algorithms) for name, topology in machines.items()],
-            "texts": EXPLORER,
-        }
-        super().__init__(data=data)
+        super().__init__(
+            data={
+                "title": title or EXPLORER["title"],
+                "nbytes": int(nbytes) // 4 * 4,
+                "algorithms": described(algorithms),
+                "machines": [explored(name, topology, nbytes, algorithms) for name, topology in machines.items()],
+                "texts": EXPLORER,
+            }
+        )
 
     def __repr__(self) -> str:
-        names = [algorithm["name"] for algorithm in self.data["algorithms"]]
-        said = "; ".join(
-            f"{machine['name']}: "
-            + ", ".join(f"{name} {_said(run)}" for name, run in zip(names, machine["runs"][0], strict=True))
-            for machine in self.data["machines"]
-        )
-        return f"TopologyExplorer: all-reduce of {self.data['nbytes']:,} B. {said}"
+        said = []
+        for machine in self.data["machines"]:
+            runs = zip(self.data["algorithms"], machine["runs"][0], strict=True)
+            said.append(f"{machine['name']}: " + ", ".join(f"{algorithm['name']} {_said(run)}" for algorithm, run in runs))
+        return f"TopologyExplorer: all-reduce of {self.data['nbytes']:,} B. {'; '.join(said)}"
 
-    def _still(self) -> bytes:
+    def _figure(self) -> Figure:
         """The chosen machine, whole, with the load of its links."""
         machine, topology = self.data["machines"][self.machine], list(self.machines.values())[self.machine]
-        picture = still.figure(7.0, 7.0 * machine["aspect"] + 1.2)
+        figure = still.figure(7.0, 7.0 * machine["aspect"] + 1.2)
         load = map(int, machine["runs"][0][self.algorithm].get("load", "").split())
         links = {link: thousandths / 1000 for link, thousandths in zip(topology.links, load, strict=False) if thousandths}
-        topology.draw(picture.subplots(), links=links, label="utilization")
-        return still.png(picture)
+        topology.draw(figure.subplots(), links=links, label="utilization")
+        return figure
 
 
 def _said(run: dict[str, Any]) -> str:
@@ -96,93 +94,65 @@ def explored(name: str, topology: Topology, nbytes: float, algorithms: Sequence[
     """
     if len(topology.nodes) > _MOST_NODES:
         raise ValueError(f"{topology.name} has {len(topology.nodes)} nodes, and a picture has room for {_MOST_NODES}")
-    cables = _cables(topology)
-    whole = _routes(topology, topology)
-    runs: list[list[dict[str, Any]] | None] = [[_run(topology, topology, nbytes, a) for a in algorithms]]
+    links = topology.links
+    cables = [link for k, link in enumerate(links) if link[::-1] not in links[:k]]  # one for both directions
+    whole = _routes(topology)
+    runs: list[list[dict[str, Any]] | None] = [[_run(topology, topology, whole, nbytes, a) for a in algorithms]]
     changed: list[Routes] = []
     for cable in cables:
         less = topology.without(cable)
-        changed.append({pair: way for pair, way in _routes(topology, less).items() if way != whole[pair]})
-        runs.append([_run(topology, less, nbytes, a) for a in algorithms] if changed[-1] else None)
+        routes = _routes(less)
+        changed.append({pair: way for pair, way in routes.items() if way != whole[pair]})
+        runs.append([_run(topology, less, routes, nbytes, a) for a in algorithms] if changed[-1] else None)
     return {"name": name, **_picture(topology, cables), "routes": whole, "changed": changed, "runs": runs}
 
 
-def _cables(topology: Topology) -> list[tuple[Node, Node]]:
-    """The pairs of nodes that a link joins, in one direction or both."""
-    cables: dict[frozenset[Node], tuple[Node, Node]] = {}
-    for link in topology.links:
-        cables.setdefault(frozenset(link), link)
-    return list(cables.values())
-
-
-def _routes(topology: Topology, less: Topology) -> Routes:
-    """The way from each device and host to each other one, through what is left of a topology."""
-    numbers = {node: number for number, node in enumerate(topology.nodes)}
+def _routes(topology: Topology) -> Routes:
+    """The way from each device and host to each other one."""
+    numbers = {node: str(number) for number, node in enumerate(topology.nodes)}
     found: Routes = {}
     for src, dst in permutations(topology.devices + topology.hosts, 2):
-        pair = _joined([numbers[src], numbers[dst]])
-        if _reaches(less, src, dst):
-            hops = [less.links[link][1] for link in less.route(src, dst).links]
-            found[pair] = _joined([numbers[src], *(numbers[hop] for hop in hops)])
-        else:
-            found[pair] = None
+        try:
+            hops = [topology.links[link][1] for link in topology.route(src, dst).links]
+        except ValueError:
+            hops = []  # what remains of the machine has no way
+        found[f"{numbers[src]} {numbers[dst]}"] = " ".join(numbers[node] for node in (src, *hops)) if hops else None
     return found
 
 
-def _reaches(topology: Topology, src: Node, dst: Node) -> bool:
-    try:
-        topology.route(src, dst)
-    except ValueError:
-        return False
-    return True
-
-
-def _run(topology: Topology, less: Topology, nbytes: float, algorithm: Algorithm) -> dict[str, Any]:
+def _run(topology: Topology, less: Topology, routes: Routes, nbytes: float, algorithm: Algorithm) -> dict[str, Any]:
     """seconds, and for each link of the whole topology its bytes and its load in thousandths; or `lost`, who has no route."""
     try:
         run = simulated(algorithm, less, nbytes, trace=True)
     except ValueError:
-        lost = next((pair for pair in permutations(less.devices, 2) if not _reaches(less, *pair)), None)
+        ends = ([less.nodes[int(end)] for end in pair.split()] for pair, way in routes.items() if way is None)
+        lost = next((pair for pair in ends if set(pair) <= set(less.devices)), None)
         if lost is None:
             raise
         return {"lost": EXPLORER["arrow"].join(map(str, lost))}
     moved, load = run.trace.bytes_on_links(), run.trace.utilization()
     return {
         "seconds": run.time,
-        "busiest": _busiest({link: round(1000 * load[link]) for link in topology.links if link in load}),
-        "bytes": _joined(moved.get(link, 0) for link in topology.links),
-        "load": _joined(round(1000 * load.get(link, 0.0)) for link in topology.links),
+        "bytes": " ".join(str(moved.get(link, 0)) for link in topology.links),
+        "load": " ".join(str(round(1000 * load.get(link, 0.0))) for link in topology.links),
     }
-
-
-def _joined(numbers: Iterable[int]) -> str:
-    return " ".join(map(str, numbers))
-
-
-def _busiest(load: Mapping[tuple[Node, Node], int]) -> str:
-    """Three of the links with the highest load, and how many more there are."""
-    most = max(load.values(), default=0)
-    links = [EXPLORER["arrow"].join(map(str, link)) for link, thousandths in load.items() if thousandths == most]
-    named = links[:3] + ([EXPLORER["others"].format(n=len(links) - 3)] if len(links) > 3 else [])
-    return EXPLORER["busiest"].format(links=EXPLORER["and"].join(named), load=f"{most / 10:.3g}") if most else ""
 
 
 def _picture(topology: Topology, cables: Sequence[tuple[Node, Node]]) -> dict[str, Any]:
     """Where everything stands: x from 0 to 1, y from 0 to `aspect`, upwards. A cable knows its links there and back."""
-    found = layout(topology)
+    found = layout(topology.graph)
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     links = {link: number for number, link in enumerate(topology.links)}
-    nodes = [
-        {"name": str(node), "kind": data["kind"], "x": round(x, 4), "y": round(y * found.aspect, 4)}
-        | ({"bar": round(found.bars[node], 4)} if node in found.bars else {})
-        for node, data in topology.graph.nodes(data=True)
-        for x, y in [found.places[node]]
-    ]
+    nodes = []
+    for node, (x, y) in found.positions.items():
+        bar = {"bar": round(found.bars[node], 4)} if node in found.bars else {}
+        kind = topology.graph.nodes[node]["kind"]
+        nodes.append({"name": str(node), "kind": kind, "x": round(x, 4), "y": round(y * found.aspect, 4), **bar})
     drawn = []
-    for src, dst in cables:
-        forth, back = links[src, dst], links.get((dst, src), -1)
-        bend = found.bends.get((src, dst), found.bends.get((dst, src), 0.0))
-        speed = {"bandwidth": topology.bandwidth[forth], "latency": topology.latency[forth]}
-        drawn.append({"ends": [numbers[src], numbers[dst]], "links": [forth, back], "bend": bend, **speed})
+    for cable in cables:
+        back = cable[::-1]
+        ends = {"ends": [numbers[node] for node in cable], "links": [links[cable], links.get(back, -1)]}
+        speed = {name: topology.graph.edges[cable][name] for name in ("bandwidth", "latency")}
+        drawn.append({**ends, "bend": found.bends.get(cable, found.bends.get(back, 0.0)), **speed})
     boxes = [{"name": name, "nodes": [numbers[node] for node in members]} for name, members in found.boxes.items()]
     return {"aspect": found.aspect, "nodes": nodes, "cables": drawn, "boxes": boxes}

@@ -5,29 +5,29 @@ is a sum that is divided once, where it is complete, before it is handed on.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from d2lps.collectives.all_reduce.auto import pick
 from d2lps.collectives.all_reduce.blockwise import blockwise
 from d2lps.collectives.all_reduce.double_tree import double_tree
 from d2lps.collectives.all_reduce.halving_doubling import halving_doubling
 from d2lps.collectives.all_reduce.hierarchical import hierarchical
-from d2lps.collectives.all_reduce.native import native
-from d2lps.collectives.all_reduce.ring import ring
+from d2lps.collectives.all_reduce.rings import ring, two_rings
 from d2lps.collectives.all_reduce.rooted import flat, tree
-from d2lps.collectives.all_reduce.two_rings import two_rings
-from d2lps.collectives.arguments import check_reduction, check_tensor, choose, collective
-from d2lps.comm import Communicator, ReduceOp, staging
+from d2lps.collectives.arguments import check_tensor, collective, divide
+from d2lps.comm import Communicator, ReduceOp
+from d2lps.comm import flat as flattened
+from d2lps.comm.ops import check_op
+from d2lps.cost.numbers import named
 
 __all__ = ["all_reduce"]
 
 
 @collective("tensor", "op", "algorithm")
-def all_reduce(
-    comm: Communicator, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring", **options: Any
-) -> None:
+def all_reduce(comm: Communicator, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring", **options: Any) -> None:
     """Combine the `tensor` of all ranks by `op`; every rank's `tensor` holds the result.
 
     >>> tensor = torch.tensor([1.0, 2.0]) * (comm.rank + 1)         # on 3 ranks   # doctest: +SKIP
@@ -48,17 +48,23 @@ def all_reduce(
     Errors: AVG of integers is a ValueError; so is an option that the algorithm does not have. Sources: in each file.
     """
     check_tensor("tensor", tensor)
-    check_reduction(tensor, op)
-    chosen = choose(algorithm, _ALGORITHMS)
+    check_op(op, tensor.dtype)
+    chosen = named("algorithm", algorithm, _ALGORITHMS)
     if options:
         _check_options(algorithm, options)
-    with staging.flat(tensor) as data:
+    with flattened(tensor) as data:
         chosen(comm, data, op, **options)
 
 
-def _auto(
+def native(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
+    """Shared memory's, gloo's or NCCL's own; a simulated cluster has none. No trace sees what it moves."""
+    comm.native_all_reduce(data, ReduceOp.SUM if op == ReduceOp.AVG else op)  # gloo has no AVG
+    divide(data, op, comm.size)
+
+
+def auto(
     comm: Communicator,
-    data: torch.Tensor,
+    data: Tensor,
     op: ReduceOp,
     *,
     alpha: float | None = None,
@@ -69,18 +75,8 @@ def _auto(
     _ALGORITHMS[pick(comm, data.nbytes, alpha, beta, overhead).algorithm](comm, data, op)
 
 
-_ALGORITHMS = {
-    "flat": flat,
-    "tree": tree,
-    "ring": ring,
-    "native": native,
-    "double_tree": double_tree,
-    "two_rings": two_rings,
-    "blockwise": blockwise,
-    "halving_doubling": halving_doubling,
-    "hierarchical": hierarchical,
-    "auto": _auto,
-}
+_FUNCTIONS = flat, tree, ring, native, double_tree, two_rings, blockwise, halving_doubling, hierarchical, auto
+_ALGORITHMS: dict[str, Callable[..., None]] = {function.__name__: function for function in _FUNCTIONS}
 
 
 def _options_of(algorithm: str) -> list[str]:

@@ -1,13 +1,13 @@
 """All-reduce by blocks: each rank is the server of one block, and all talk to all at once."""
 
 import torch
+from torch import Tensor
 
 from d2lps.collectives.arguments import divide
-from d2lps.collectives.exchange import exchange
 from d2lps.comm import Communicator, ReduceOp
 
 
-def blockwise(comm: Communicator, data: torch.Tensor, op: ReduceOp) -> None:
+def blockwise(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
     """Rank r adds up block r of all ranks, then hands the sum to all.
 
     2 steps; each rank sends 2(p - 1)/p n bytes, in 2(p - 1) messages, and needs room for n(p - 1)/p more. Time where no
@@ -19,9 +19,9 @@ def blockwise(comm: Communicator, data: torch.Tensor, op: ReduceOp) -> None:
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]  # everyone begins with another one
     incoming = [torch.empty_like(mine) for _ in others]
     comm.step("reduce-scatter")
-    exchange(comm, [(blocks[dst], dst) for dst in others], zip(incoming, others, strict=True))
+    comm.exchange([(blocks[dst], dst) for dst in others], zip(incoming, others, strict=True))
     for block in incoming:
         comm.combine(mine, block, op)
     divide(mine, op, comm.size)
     comm.step("all-gather")
-    exchange(comm, [(mine, dst) for dst in others], [(blocks[src], src) for src in others])
+    comm.exchange([(mine, dst) for dst in others], [(blocks[src], src) for src in others])

@@ -5,18 +5,18 @@ receives more than 2n bytes, however many ranks there are.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from d2lps import cost
 from d2lps.collectives.all_reduce.placement import link
 from d2lps.collectives.arguments import divide
-from d2lps.collectives.exchange import Addressed, exchange
 from d2lps.comm import Communicator, ReduceOp
 
 
-def double_tree(comm: Communicator, data: torch.Tensor, op: ReduceOp, *, chunks: int | None = None) -> None:
+def double_tree(comm: Communicator, data: Tensor, op: ReduceOp, *, chunks: int | None = None) -> None:
     """Up two trees to their roots and down again, in chunks, so that all levels of the trees work at the same time.
 
     chunks: into how many each half is cut; by default as many as `cost.best_chunks` finds best. With C of them, and trees
@@ -25,21 +25,20 @@ def double_tree(comm: Communicator, data: torch.Tensor, op: ReduceOp, *, chunks:
     Source: Sanders, Speck, Traeff 2009; NCCL, src/graph/trees.cc.
     """
     height, count = comm.size.bit_length() - 1, _count(comm, data, chunks)
-    trees = []
-    for order, half in zip(orders(comm.size), data.tensor_split(2), strict=True):
-        trees.append(Seat.of(comm.rank, order, comm.chunks(half, count)))
+    halves = zip(orders(comm.size), data.tensor_split(2), strict=True)
+    trees = [Seat.of(comm.rank, order, comm.chunks(half, count)) for order, half in halves]
     for clock in range(count + height - 1):
-        comm.step(f"up {clock + 1}")
+        comm.step("up {}", clock + 1)
         _up(comm, trees, clock - height, op)
     for tree in trees:
-        for chunk in tree.chunks if tree.parent is None else ():
+        for chunk in () if tree.parents else tree.chunks:  # complete, at the root
             divide(chunk, op, comm.size)
     for clock in range(count + height - 1):
-        comm.step(f"down {clock + 1}")
+        comm.step("down {}", clock + 1)
         _down(comm, trees, clock)
 
 
-def _count(comm: Communicator, data: torch.Tensor, chunks: int | None) -> int:
+def _count(comm: Communicator, data: Tensor, chunks: int | None) -> int:
     if chunks is None:
         chunks = cost.best_chunks(data.nbytes, comm.size, *link(comm))
     elif isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
@@ -81,23 +80,23 @@ def _top(low: int, high: int) -> int:
     return low if high - low == 1 else (low + high) // 2 | 1
 
 
-@dataclass
-class Seat:
-    """A rank's place in a tree, the part of its data that goes through that tree, and room for what children send."""
+class Seat(NamedTuple):
+    """Where a rank sits in a tree, the part of its data that goes through that tree, and room for what children send."""
 
     depth: int
-    parent: int | None
+    parents: list[int]  # the one above, or none
     children: list[int]
-    chunks: Sequence[torch.Tensor]
-    rooms: list[torch.Tensor]
+    chunks: Sequence[Tensor]
+    rooms: list[Tensor]
 
     @classmethod
-    def of(cls, rank: int, order: Sequence[int], chunks: Sequence[torch.Tensor]) -> "Seat":
+    def of(cls, rank: int, order: Sequence[int], chunks: Sequence[Tensor]) -> "Seat":
         depth, parent, children = family(order.index(rank), len(order))
+        parents = [] if parent is None else [order[parent]]
         rooms = [torch.empty_like(chunks[0]) for _ in children]  # the first chunk is never smaller than another
-        return cls(depth, None if parent is None else order[parent], [order[child] for child in children], chunks, rooms)
+        return cls(depth, parents, [order[child] for child in children], chunks, rooms)
 
-    def chunk(self, turn: int) -> Sequence[torch.Tensor]:
+    def chunk(self, turn: int) -> Sequence[Tensor]:
         """The one chunk whose turn it is; none before the first and after the last."""
         return self.chunks[turn : turn + 1] if turn >= 0 else ()
 
@@ -108,26 +107,17 @@ class Seat:
 
 
 def _up(comm: Communicator, trees: list[Seat], turn: int, op: ReduceOp) -> None:
-    sends: list[Addressed] = []
-    recvs: list[Addressed] = []
+    sends = [(chunk, parent) for tree in trees for chunk in tree.chunk(turn + tree.depth) for parent in tree.parents]
     sums = []
     for tree in trees:
-        if tree.parent is not None:
-            sends += [(chunk, tree.parent) for chunk in tree.chunk(turn + tree.depth)]
         for chunk in tree.chunk(turn + tree.depth + 1):
-            incoming = [room[: chunk.numel()] for room in tree.rooms]
-            recvs += zip(incoming, tree.children, strict=True)
-            sums += [(chunk, other) for other in incoming]
-    exchange(comm, sends, recvs)
-    for chunk, other in sums:
-        comm.combine(chunk, other, op)
+            sums += [(chunk, room[: chunk.numel()], child) for room, child in zip(tree.rooms, tree.children, strict=True)]
+    comm.exchange(sends, [(incoming, child) for _, incoming, child in sums])
+    for chunk, incoming, _ in sums:
+        comm.combine(chunk, incoming, op)
 
 
 def _down(comm: Communicator, trees: list[Seat], turn: int) -> None:
-    sends: list[Addressed] = []
-    recvs: list[Addressed] = []
-    for tree in trees:
-        sends += [(chunk, child) for chunk in tree.chunk(turn - tree.depth) for child in tree.children]
-        if tree.parent is not None:
-            recvs += [(chunk, tree.parent) for chunk in tree.chunk(turn - tree.depth + 1)]
-    exchange(comm, sends, recvs)
+    sends = [(chunk, child) for tree in trees for chunk in tree.chunk(turn - tree.depth) for child in tree.children]
+    receives = [(chunk, parent) for tree in trees for chunk in tree.chunk(turn - tree.depth + 1) for parent in tree.parents]
+    comm.exchange(sends, receives)

@@ -1,12 +1,13 @@
 """All-reduce by halves: as few bytes as the ring, in as few steps as a tree."""
 
 import torch
+from torch import Tensor
 
-from d2lps.collectives.arguments import divide
+from d2lps.collectives.arguments import divide, doublings
 from d2lps.comm import Communicator, ReduceOp
 
 
-def halving_doubling(comm: Communicator, data: torch.Tensor, op: ReduceOp) -> None:
+def halving_doubling(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
     """Exchange halves with a partner and keep the sum of one, again and again; then all the way back.
 
     For p a power of two, 2 log2 p steps; each rank sends 2(p - 1)/p n bytes; time 2 log2 p alpha + 2(p - 1)/p n beta.
@@ -33,20 +34,18 @@ def halving_doubling(comm: Communicator, data: torch.Tensor, op: ReduceOp) -> No
         comm.send(data, comm.rank + core)
 
 
-def _halve_and_double(comm: Communicator, data: torch.Tensor, scratch: torch.Tensor, op: ReduceOp, core: int) -> None:
+def _halve_and_double(comm: Communicator, data: Tensor, scratch: Tensor, op: ReduceOp, core: int) -> None:
     """The first and largest halves go to the nearest rank, where links are fast."""
-    kept, halves, distance = data, [], 1
-    while distance < core:
-        comm.step(f"halving, distance {distance}")
+    kept, halves = data, []
+    for distance in doublings(core):
+        comm.step("halving, distance {}", distance)
         low, high = kept.tensor_split(2)
         kept, given = (high, low) if comm.rank & distance else (low, high)
         incoming = scratch[: kept.numel()]
         comm.sendrecv(given, comm.rank ^ distance, incoming, comm.rank ^ distance)
         comm.combine(kept, incoming, op)
-        halves.append((kept, given))
-        distance *= 2
+        halves.append((distance, kept, given))
     divide(kept, op, comm.size)
-    for kept, given in reversed(halves):
-        distance //= 2
-        comm.step(f"doubling, distance {distance}")
+    for distance, kept, given in reversed(halves):
+        comm.step("doubling, distance {}", distance)
         comm.sendrecv(kept, comm.rank ^ distance, given, comm.rank ^ distance)

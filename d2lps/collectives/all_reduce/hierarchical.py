@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from d2lps.collectives.all_reduce.placement import by_machine
-from d2lps.collectives.all_reduce.ring import Seat, all_gather, around, reduce_scatter
+from d2lps.collectives.all_reduce.rings import around
+from d2lps.collectives.ring import Ring, all_gather_steps, play, reduce_scatter_steps
 from d2lps.comm import Communicator, ReduceOp
 
 Nest = Sequence[Any]  # ranks, or nests that are all equally deep: [[0, 1], [2, 3]] are two machines of two ranks
 
 
-def hierarchical(comm: Communicator, data: torch.Tensor, op: ReduceOp, *, groups: Nest | None = None) -> None:
+def hierarchical(comm: Communicator, data: Tensor, op: ReduceOp, *, groups: Nest | None = None) -> None:
     """Reduce-scatter inside each group, all-reduce of each part across the groups, all-gather inside; all by rings.
 
     groups: lists of ranks, or lists of such lists, and so on: a level for each level of the network; every rank once.
@@ -26,7 +27,7 @@ def hierarchical(comm: Communicator, data: torch.Tensor, op: ReduceOp, *, groups
     _all_reduce(comm, data, op, groups)
 
 
-def _all_reduce(comm: Communicator, data: torch.Tensor, op: ReduceOp, nest: Nest) -> None:
+def _all_reduce(comm: Communicator, data: Tensor, op: ReduceOp, nest: Nest) -> None:
     if not _deep(nest):
         around(comm, data, op, nest)
         return
@@ -36,12 +37,12 @@ def _all_reduce(comm: Communicator, data: torch.Tensor, op: ReduceOp, nest: Nest
     edges = [data.numel() * number // count for number in range(count + 1)]
     first = [_first(k, len(mine), count) for k in range(len(mine) + 1)]
     chunks = [data[edges[first[k]] : edges[first[k + 1]]] for k in range(len(mine))]
-    seat = Seat.of(comm.rank, mine, chunks)
-    reduce_scatter(comm, seat, op)
+    ring = Ring.of(comm.rank, mine, chunks)
+    play(comm, "reduce-scatter", len(mine), reduce_scatter_steps(comm, ring, op))
     held = (mine.index(comm.rank) + 1) % len(mine)  # the chunk with which the ring leaves this rank
     for number in range(first[held], first[held + 1]):
         _all_reduce(comm, data[edges[number] : edges[number + 1]], op, _holders(nest, number, count))
-    all_gather(comm, seat)
+    play(comm, "all-gather", len(mine), all_gather_steps(ring))
 
 
 def _first(chunk: int, ranks: int, parts: int) -> int:

@@ -1,0 +1,174 @@
+"""What a rank does by itself, where a trace can see it: arithmetic, computing, memory, time; and the notes that it leaves."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from d2lps.comm import ops
+from d2lps.comm.memory import Memory, of_this_machine
+from d2lps.comm.ops import ReduceOp
+from d2lps.comm.standing import Board, NoBoard, Standing, callers_line
+from d2lps.comm.started import Started
+from d2lps.trace.recorder import Recorder
+
+# With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
+# own numbers come from `comm.generator`.
+SEED = 0
+
+
+class Rank(ABC):
+    """The half of a communicator that needs no other rank."""
+
+    rank: int  #: this rank's number in the group, 0 .. size - 1
+    size: int  #: how many ranks the group has
+    device: torch.device  #: where this rank's tensors should live
+    node: Any  #: the machine, or the node of the topology, that this rank lives on
+    topology: Any = None  #: the described cluster, in a simulation
+    generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
+    debug: bool = False  #: whether ranks compare what they are about to do
+
+    def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
+        self.rank, self.size, self.name = rank, len(members), name
+        self.members = list(members)  # members[r] is rank r's number in the whole run
+        self.recorder: Recorder | None = None
+        self.board: Board = NoBoard()
+        self.lane = 0  # 0 is the rank's own thread of control, the others are those of what it has started
+        self.started: list[Started] = []  # by any communicator of this rank, and perhaps not yet waited for
+        self._memory: dict[str, Memory] = {}
+        self._starts = 0
+        self._collective = ""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: rank {self.rank} of {self.size}>"
+
+    def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        """`into = op(into, other)`: on received data, arithmetic goes through here to be traced and priced.
+
+        >>> comm.combine(chunk, incoming, ReduceOp.SUM)     # chunk += incoming   # doctest: +SKIP
+        """
+        self._check_pair("combine", into, other)
+        start = self.now()
+        if not into.is_meta:
+            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
+        if self.recorder:
+            self.recorder.local(ops.op_name(op), into, other, start, self.now())
+
+    def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
+        """`into[:] = other`, within this rank, where the trace can see it."""
+        self._check_pair("copy", into, other)
+        start = self.now()
+        into.detach().copy_(other.detach().reshape(into.shape))
+        if self.recorder:
+            self.recorder.local("COPY", into, other, start, self.now())
+
+    @contextmanager
+    def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
+        """Name what is computed in the block, so that a trace shows it.
+
+        >>> with comm.compute("forward 3"):                 # doctest: +SKIP
+        ...     hidden = layer(hidden)
+
+        On real machines it takes the time that it takes. In a simulation it takes what the node's `Device` needs for `flops`
+        operations on `bytes` bytes; where neither is given, what torch does in the block is counted.
+        """
+        start = self.now()
+        yield
+        if self.recorder:
+            self.recorder.span("compute", label, start, self.now(), flops, bytes)
+
+    @contextmanager
+    def allocate(self, nbytes: int, label: str) -> Iterator[None]:
+        """Hold so many bytes of this rank's device while the block runs; OutOfMemory, with who holds what, if it has not as many.
+
+        An account: no memory is taken. On real machines it ends at what the machine, or the GPU, has.
+
+        >>> with comm.allocate(700_000_000_000, "weights"):     # doctest: +SKIP
+        ...     ...
+        """
+        memory, start = self.memory, self.now()
+        memory.hold(nbytes, label)
+        try:
+            yield
+        finally:
+            memory.release(nbytes, label)
+            if self.recorder:
+                self.recorder.span("memory", label, start, self.now(), nbytes=nbytes)
+
+    @property
+    def memory(self) -> Memory:
+        """The account of this rank's device, in which `allocate` writes."""
+        if "device" not in self._memory:
+            on_gpu = self.device.type == "cuda"
+            limit = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else of_this_machine()
+            self._memory["device"] = Memory(str(self.device if on_gpu else self.node), limit)
+        return self._memory["device"]
+
+    def step(self, label: str, *numbers: object) -> None:
+        """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`."""
+        if self.recorder:
+            self.recorder.step = (label, *numbers)
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
+        """A flat tensor as `parts` views of nearly equal lengths, the longer ones first, as `torch.tensor_split` cuts it."""
+        return tensor.tensor_split(parts)
+
+    def now(self) -> float:
+        """Seconds on this rank's clock, of which differences mean something; virtual ones, from 0, in a simulation."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let this rank's time pass."""
+        start = self.now()
+        time.sleep(seconds)
+        if self.recorder:
+            self.recorder.span("sleep", "", start, self.now())
+
+    # ---- notes: for the message that explains a hang --------------------------------------------------------------
+
+    @contextmanager
+    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
+        """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
+        peer = self.members[peer] if peer >= 0 else -1
+        start, line = self.now(), callers_line()
+        self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, time.monotonic()), self.lane)
+        yield
+        # Not taken down when the wait fails: the note then says where the rank stood as it failed.
+        self.board.write(None, self.lane)
+        if self.recorder:
+            self.recorder.waited(action, self.name, peer, tag, nbytes, start)
+
+    @contextmanager
+    def inside(self, collective: str) -> Iterator[bool]:
+        """Say that the messages of this block belong to a collective; True for the outermost one."""
+        outermost = not self._collective
+        label = self.recorder.step if self.recorder else ()
+        if outermost:
+            self._collective = collective
+        try:
+            yield outermost
+        finally:
+            if outermost:
+                self._collective = ""
+            if self.recorder:
+                self.recorder.step = label
+
+    # ---- checks -----------------------------------------------------------------------------------------------------------
+
+    def _check_pair(self, call: str, into: torch.Tensor, other: torch.Tensor) -> None:
+        if into.dtype != other.dtype or into.numel() != other.numel():
+            raise ValueError(f"{call} needs two tensors alike, not {describe(into)} and {describe(other)}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """`describe(torch.zeros(2, 3)) == "float32[2, 3]"`: for messages about tensors that do not fit."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

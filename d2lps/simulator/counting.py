@@ -1,0 +1,55 @@
+"""How much torch computes in a block: the operations, and the bytes that they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_known: dict[tuple[Any, ...], tuple[float, float]] = {}  # an operation of given shapes -> its FLOP and bytes
+
+
+class Counting(TorchDispatchMode):
+    """Sums up over all operations in the block, each distinct one (by shapes and dtypes) counted once.
+
+    >>> with Counting() as counting:
+    ...     product = torch.empty(2, 3, device="meta") @ torch.empty(3, 4, device="meta")
+    >>> counting.flops, counting.bytes          # 2 x 2 x 3 x 4; 6 + 12 + 8 floats
+    (48.0, 104.0)
+
+    FLOP of matrix products, convolutions and attention are torch's own formulas; all else counts one for each element that it
+    makes. A view costs nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes = 0.0
+        self._taken = (0.0, 0.0, 0)
+        self._operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            flops, nbytes = _cost(func, args, kwargs or {}, out)
+            self.flops, self.bytes, self._operations = self.flops + flops, self.bytes + nbytes, self._operations + 1
+        return out
+
+    def take(self) -> tuple[float, float, int]:
+        """FLOP, bytes and operations since it was last asked."""
+        before, self._taken = self._taken, (self.flops, self.bytes, self._operations)
+        return self.flops - before[0], self.bytes - before[1], self._operations - before[2]
+
+
+def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+    plain = tuple(leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor | torch.Generator))
+    key = (func, tuple((tensor.shape, tensor.dtype) for tensor in tensors), str(plain))
+    if key not in _known:
+        made = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        formula: Callable[..., Any] = flop_registry.get(func._overloadpacket, lambda *args, **kwargs: made)
+        _known[key] = float(formula(*args, **kwargs, out_val=out)), float(sum(tensor.nbytes for tensor in tensors))
+    return _known[key]

@@ -1,0 +1,146 @@
+"""What a simulated rank does by itself: arithmetic, computing, memory, and time that passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from d2lps.comm import Communicator, ReduceOp, ops
+from d2lps.comm.memory import Memory
+from d2lps.simulator.counting import Counting
+from d2lps.simulator.mailbox import Mailbox
+from d2lps.simulator.meetings import Meetings
+from d2lps.simulator.network import Network
+from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.script import Script
+from d2lps.topology import Topology
+
+
+@dataclass
+class World:
+    """What all ranks of a simulation have in common."""
+
+    topology: Topology
+    nodes: Sequence[Hashable]  # of each rank
+    device: torch.device
+    network: Network
+    scheduler: Scheduler
+    mailbox: Mailbox
+    meetings: Meetings
+    computing: dict[Hashable, int]  # by node: the link that stands for its device
+    memories: dict[Hashable, Memory]
+    groups: dict[str, list[int]]  # the ranks of each communicator, by name
+
+
+class SimulatedRank(Communicator):
+    """The half of a simulated communicator that needs no other rank."""
+
+    def __init__(self, world: World, members: Sequence[int], rank: int, name: str, task: Task) -> None:
+        super().__init__(members, rank, name)
+        self.world, self.task, self.mailbox = world, task, world.mailbox
+        self.topology, self.nodes, self.node = world.topology, world.nodes, world.nodes[self.members[rank]]
+        self.device, self.generator = world.device, torch.Generator().manual_seed(rank)
+        task.script = task.script or Script(task, world.mailbox, world.scheduler)
+
+    def catch_up(self) -> None:
+        """Return when what this rank has only counted, or written down (see script.py), has happened."""
+        if self.task.counting is not None:
+            self._compute(*self.task.counting.take())
+        if self.task.script.steps:
+            self.task.script.play()
+
+    def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        self._check_pair("combine", into, other)
+        if not into.is_meta:
+            self.catch_up()
+            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
+        gamma = self.mailbox.model.per_combined_byte
+        if self.recorder is not None or gamma:
+            self._happens(ops.op_name(op), into, other, gamma * other.nbytes)
+
+    def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
+        self._check_pair("copy", into, other)
+        if not into.is_meta:
+            self.catch_up()
+            into.detach().copy_(other.detach().reshape(into.shape))
+        if self.recorder is not None:
+            self._happens("COPY", into, other, 0.0)
+
+    def _happens(self, op: str, into: torch.Tensor, other: torch.Tensor, seconds: float) -> None:
+        """Arithmetic that takes so many seconds of this rank's device."""
+        recorder, network = self.recorder, self.world.network
+        row = recorder.local(op, into, other, math.nan, math.nan) if recorder is not None else -1
+
+        def begins() -> float:
+            if recorder is not None:
+                recorder.took(row, network.now, network.now)
+            return seconds
+
+        def ends() -> float:
+            if recorder is not None:
+                recorder.took(row, None, network.now)
+            return 0.0
+
+        self.task.script.write(begins)
+        if seconds:
+            self.task.script.write(ends)
+        if not self._collective or not into.is_meta:
+            self.catch_up()
+
+    @contextmanager
+    def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
+        """As everywhere; messages in a block that is counted are sent when what was counted before them has been computed,
+        those in a block whose numbers are given when all of it has."""
+        start = self.now()
+        if flops is None and bytes is None:
+            with Counting() as counting:
+                outer, self.task.counting = self.task.counting, counting
+                try:
+                    yield
+                    self.catch_up()
+                finally:
+                    self.task.counting = outer
+            flops, bytes = counting.flops, counting.bytes
+            if self.recorder is not None:
+                self.recorder.span("compute", label, start, self.now(), flops, bytes)
+        else:
+            self._compute(flops or 0, bytes or 0, 1)
+            if self.recorder is not None:
+                self.recorder.span("compute", label, start, self.now(), flops, bytes)
+            yield
+
+    def _compute(self, flops: float, nbytes: float, operations: int) -> None:
+        """Let the time pass that this rank's device needs."""
+        device = self.topology.device(self.node)
+        if device is None:
+            raise ValueError(f"{self.node!r} has no device=Device(...): what is computed there cannot be priced")
+        seconds = device.time_of(flops, nbytes, operations) if operations else 0.0
+        if seconds:
+            scheduler = self.world.scheduler
+            scheduler.busy(self.task, seconds)
+            scheduler.block(self.task, "compute")
+
+    @property
+    def memory(self) -> Memory:
+        """The account of this rank's node, which all ranks that live there share."""
+        if self.node not in self.world.memories:
+            device = self.topology.device(self.node)
+            self.world.memories[self.node] = Memory(str(self.node), math.inf if device is None else device.memory)
+        return self.world.memories[self.node]
+
+    def now(self) -> float:
+        self.catch_up()
+        return self.world.network.now
+
+    def sleep(self, seconds: float) -> None:
+        if not seconds >= 0:
+            raise ValueError(f"seconds={seconds!r} is not a number from 0 up")
+        start, scheduler, task = self.now(), self.world.scheduler, self.task
+        self.world.network.call_at(start + seconds, lambda: scheduler.happened(task))
+        scheduler.block(task, "sleep")
+        if self.recorder is not None:
+            self.recorder.span("sleep", "", start, self.now())

@@ -1,0 +1,204 @@
+// Draws a player's story at a time t: cards with cells, messages on their way between them, marks on what has just changed.
+//
+// A cell shows whose contributions it holds: one stripe for each rank, in that rank's colour and at that rank's place.
+
+const COLOURS = 16; // --rank-0 ... --rank-15 in player.css
+
+const middle = (box) => ({ x: box.x + box.w / 2, y: box.y + box.h / 2 });
+const smooth = (f) => f * f * (3 - 2 * f);
+const colour = (rank) => `fill: var(--rank-${rank % COLOURS})`;
+
+class Picture {
+  constructor(story, texts, root) {
+    Object.assign(this, { story, texts, root });
+  }
+
+  // Starts afresh: at the beginning and when the width has changed.
+  resize(width) {
+    const { scene } = this.story, boxes = layout(scene, width);
+    Object.assign(this, boxes);
+    const slim = Math.min(...boxes.cellBoxes.map((box) => box.w));
+    const labels = this.story.history.flat().map((state) => String(state.label ?? ""));
+    this.labelled = labels.every((label) => textWidth(label, 11) + 3 <= slim);
+    this.layered = slim / Math.max(1, scene.whole) < 2.5; // too slim for upright stripes: lay them on top of one another
+    this.root.classList.toggle("slim", slim < 10);
+    this.arrows = svg("g", { class: "arrows" });
+    this.tokens = svg("g", { class: "tokens" });
+    this.groups = boxes.cellBoxes.map(() => svg("g", { class: "cell" }));
+    this.shown = boxes.cellBoxes.map(() => -1);
+    this.live = new Map();
+    this.root.setAttribute("viewBox", `0 0 ${width} ${Math.round(boxes.height)}`);
+    this.root.replaceChildren(this.arrows, ...scene.ranks.map((_, r) => this.card(r)), this.tokens);
+  }
+
+  card(r) {
+    const { scene, contributors, cellsOf } = this.story, box = this.cards[r], name = String(scene.ranks[r].name);
+    const group = svg("g", { class: "card", "data-rank": r }, svg("rect", { class: "frame", x: box.x, y: box.y, width: box.w, height: box.h, rx: 6 }));
+    const key = contributors.includes(r) ? 14 : 0, x = box.x + (box.w < 80 ? 5 : 8), room = box.x + box.w - 6 - x - key;
+    if (key) group.append(svg("rect", { class: "key", x, y: box.y + 7, width: 10, height: 10, rx: 2, style: colour(r) }));
+    const full = /^\d+$/.test(name) ? fill(this.texts.rank, { name }) : name;
+    const title = shorten(textWidth(full, 12) <= room ? full : name, 12, room);
+    group.append(svg("text", { class: "name", x: x + key, y: box.y + 16 }, title));
+    scene.rows.forEach((row, i) => row.rank === r && group.append(...this.rowName(row, i, room - textWidth(title, 12) - 8)));
+    group.append(...cellsOf[r].map((c) => this.groups[c]));
+    return group;
+  }
+
+  // Above the row where a card has several rows, at the right of the card's head where it has one and there is room.
+  rowName(row, i, room) {
+    const box = this.rowBoxes[i], name = String(row.name ?? "");
+    if (this.captioned) return [svg("text", { class: "row", x: box.x + 1, y: box.y - 4 }, shorten(name, 10.5, box.w))];
+    if (textWidth(name, 10.5) > room) return [];
+    return [svg("text", { class: "row", x: box.x + box.w, y: box.y - 6, "text-anchor": "end" }, name)];
+  }
+
+  // The picture of what a cell or a part of a message holds: outline, label, stripes, and its marks.
+  content({ x, y, w, h }, state) {
+    const from = state.from ?? [], repeated = from.length - new Set(from).size > 0, complete = this.story.complete(from);
+    const kind = repeated ? "repeated" : complete ? "complete" : from.length ? "partial" : "blank";
+    const band = this.labelled ? 14 : complete || repeated ? 6 : 0; // the label's place above the stripes, a cap when complete
+    const group = svg("g", { class: kind }, svg("rect", { class: "paper", x, y, width: w, height: h, rx: Math.min(2, w / 4) }));
+    const inside = { x: x + 1, y: y + Math.max(1, band), w: w - 2, h: h - Math.max(1, band) - 1 };
+    for (const [rank, place, total] of this.story.stripes(from)) {
+      group.append(...this.stripe(inside, rank, place, total, from.filter((other) => other === rank).length > 1));
+    }
+    if (complete || repeated) group.append(svg("rect", { class: "cap", x, y, width: w, height: band }));
+    group.append(svg("rect", { class: "outline", x, y, width: w, height: h, rx: Math.min(2, w / 4) }));
+    if (this.labelled) group.append(svg("text", { class: "label", x: x + w / 2, y: y + 11 }, this.label(state, kind, w)));
+    return group;
+  }
+
+  // The label, and where there is room a sign: ✓ complete, ×2 counted twice.
+  label(state, kind, w) {
+    const from = state.from ?? [], label = from.length ? String(state.label ?? "") : "";
+    const count = Math.max(0, ...from.map((rank) => from.filter((other) => other === rank).length));
+    const sign = { complete: "✓", repeated: `×${count}` }[kind] ?? "", both = [label, sign].filter(Boolean).join(" ");
+    return kind === "repeated" ? sign : textWidth(both, 11) + 3 <= w ? both : label;
+  }
+
+  stripe(box, rank, place, total, repeated) {
+    const { x, y, w, h } = this.layered
+      ? { x: box.x, y: box.y + (box.h * (total - 1 - place)) / total, w: box.w, h: box.h / total }
+      : { x: box.x + (box.w * place) / total, y: box.y, w: box.w / total, h: box.h };
+    const thin = !this.layered && w > 5 ? 0.7 : 0; // a hairline between broad stripes
+    const nodes = [svg("rect", { class: "stripe", "data-rank": rank, x, y, width: Math.max(0.5, w - thin), height: h, style: colour(rank) })];
+    if (repeated) {
+      const lines = [];
+      for (let at = Math.min(5, h); at <= h; at += 4) lines.push(`M${x} ${y + at}L${x + w} ${y + at - Math.min(5, h)}`);
+      nodes.push(svg("path", { class: "hatch", d: lines.join("") }));
+    }
+    return nodes;
+  }
+
+  // Brings the picture to time t. Only what differs from the last picture is touched.
+  draw(t) {
+    const { history, messages, stride, eps } = this.story, fade = stride * 0.4;
+    this.groups.forEach((group, c) => {
+      const i = indexAt(history[c], t + eps);
+      if (i === this.shown[c]) return;
+      this.shown[c] = i;
+      const state = history[c][i];
+      group.replaceChildren(this.content(this.cellBoxes[c], state), svg("title", {}, this.describe(state)));
+    });
+    const wanted = new Map();
+    const keep = (key, make, value) => {
+      const entry = this.live.get(key) ?? make();
+      entry.move(value);
+      wanted.set(key, entry);
+    };
+    this.shown.forEach((i, c) => {
+      const age = t - history[c][i].t; // a cell that has just changed wears a mark for a while
+      if (i > 0 && age < fade) keep(`c${c}.${i}`, () => this.mark(c, history[c][i]), 1 - Math.max(0, age) / fade);
+    });
+    messages.forEach((message, i) => {
+      if (message.start > t + eps || message.end <= t + eps) return;
+      keep(i, () => this.flight(message), Math.max(0, (t - message.start) / (message.end - message.start)));
+    });
+    for (const [key, { nodes }] of this.live) if (!wanted.has(key)) for (const [, node] of nodes) node.remove();
+    // What lies above what depends on t alone, not on what was drawn before.
+    const added = [...wanted.keys()].some((key) => !this.live.has(key));
+    if (added) for (const { nodes } of wanted.values()) for (const [layer, node] of nodes) layer.append(node);
+    this.live = wanted;
+  }
+
+  describe({ label, from }) {
+    return from.length ? fill(this.texts.cell, { label: label ?? "", from: from.join(" + ") }) : this.texts.blank;
+  }
+
+  // A sign on a cell that has just changed: + combined, ↓ received, = copied.
+  mark(c, { how, op, from }) {
+    const box = this.cellBoxes[c], r = box.w < 14 ? 5.5 : 7, x = box.x + box.w / 2, y = box.y + box.h, s = r * 0.55;
+    const plus = `M${x - s} ${y}H${x + s}M${x} ${y - s}V${y + s}`, down = `M${x} ${y - s}V${y + s}M${x - s} ${y}L${x} ${y + s}L${x + s} ${y}`;
+    const cross = `M${x - s} ${y - s}L${x + s} ${y + s}M${x - s} ${y + s}L${x + s} ${y - s}`, equal = `M${x - s} ${y - s / 2}H${x + s}M${x - s} ${y + s / 2}H${x + s}`;
+    const sign = how === "combine" ? (/^prod/i.test(op ?? "") ? cross : plus) : how === "copy" ? equal : down;
+    const group = svg("g", { class: `mark ${how}` }, ...(new Set(from).size < from.length ? [] : [this.frame(box)]), svg("circle", { cx: x, cy: y, r }), svg("path", { d: sign }));
+    return { nodes: [[this.tokens, group]], move: (strength) => group.setAttribute("opacity", strength.toFixed(3)) };
+  }
+
+  frame(box) {
+    return svg("rect", { class: "focus", x: box.x - 1.5, y: box.y - 1.5, width: box.w + 3, height: box.h + 3, rx: 3 });
+  }
+
+  // A message in flight: an arrow under the cards, and a token that lifts off from its source cells and lands on its targets.
+  flight(message) {
+    const { scene } = this.story, from = this.story.sources(message), to = this.story.targets(message);
+    const source = this.cards[message.src], target = this.cards[message.dst], curve = this.curve(middle(source), middle(target), message.lane);
+    const lift = this.offset(from, source), land = this.offset(to, target);
+    const title = [fill(this.texts.sends, {
+      what: "", src: scene.ranks[message.src].name, dst: scene.ranks[message.dst].name, bytes: quantity(message.bytes ?? 0, "B"),
+    }), message.tag ? fill(this.texts.tag, { tag: message.tag }) : ""].filter(Boolean).join(", ");
+    const arrow = svg("g", { class: "arrow" }, svg("title", {}, title), ...this.arrow(curve, source, target));
+    const focus = svg("g", { class: "sending" }, ...from.map((c) => this.frame(this.cellBoxes[c])));
+    const token = svg("g", { class: "token", "data-src": message.src, "data-dst": message.dst }, svg("title", {}, title), ...this.load(message.parts, from));
+    const move = (progress) => {
+      // Rounds have no duration of their own, so they may start and stop softly; real time must run evenly.
+      const f = scene.unit === "s" ? progress : smooth(progress), { x, y } = curve(f);
+      const up = 1 - smooth(clamp(f * 3, 0, 1)), down = smooth(clamp(f * 3 - 2, 0, 1));
+      const strength = clamp(progress / 0.06, 0, 1).toFixed(3);
+      token.setAttribute("transform", `translate(${(x + up * lift.x + down * land.x).toFixed(2)} ${(y + up * lift.y + down * land.y).toFixed(2)})`);
+      for (const node of [arrow, token, focus]) node.setAttribute("opacity", strength);
+    };
+    return { nodes: [[this.arrows, arrow], [this.tokens, focus], [this.tokens, token]], move };
+  }
+
+  // From the middle of a card to the middle of some of its cells.
+  offset(cells, card) {
+    const points = cells.map((c) => middle(this.cellBoxes[c])), centre = middle(card);
+    const mean = (key) => points.reduce((sum, p) => sum + p[key] - centre[key], 0) / (points.length || 1);
+    return { x: mean("x"), y: mean("y") };
+  }
+
+  // Bends to the right of its direction, so that there and back are two paths; messages that leave together bend apart.
+  // Near the centre, where the paths of many pairs cross, it bends more.
+  curve(start, end, lane) {
+    const control = mix(start, end, 0.5), off = Math.hypot(control.x - this.width / 2, control.y - this.height / 2);
+    const bend = 0.16 + 0.14 * lane + 0.22 * Math.max(0, 1 - (3 * off) / Math.min(this.width, this.height));
+    control.x = clamp(control.x - (end.y - start.y) * bend, 0, this.width);
+    control.y = clamp(control.y + (end.x - start.x) * bend, 0, this.height);
+    const point = (f) => mix(mix(start, control, f), mix(control, end, f), f);
+    point.part = (a, b) => [point(a), mix(mix(start, control, a), mix(control, end, a), b), point(b)];
+    return point;
+  }
+
+  // The piece of the curve between the two cards, with a head.
+  arrow(curve, source, target) {
+    const within = (p, box, d) => p.x > box.x - d && p.x < box.x + box.w + d && p.y > box.y - d && p.y < box.y + box.h + d;
+    let a = 0, b = 1;
+    while (a < 1 && within(curve(a), source, 3)) a += 0.01;
+    while (b > 0 && within(curve(b), target, 4)) b -= 0.01;
+    if (a >= b) return []; // nothing between them
+    const [p, q, r] = curve.part(a, b), angle = Math.atan2(r.y - q.y, r.x - q.x);
+    const wing = (turn) => `${r.x - 9 * Math.cos(angle + turn)} ${r.y - 9 * Math.sin(angle + turn)}`;
+    const neck = mix(r, { x: r.x - Math.cos(angle), y: r.y - Math.sin(angle) }, 6);
+    return [svg("path", { class: "shaft", d: `M${p.x} ${p.y}Q${q.x} ${q.y} ${neck.x} ${neck.y}` }), svg("path", { class: "head", d: `M${wing(0.4)}L${r.x} ${r.y}L${wing(-0.4)}Z` })];
+  }
+
+  // The parts of a message side by side around the origin.
+  load(parts, cells) {
+    const natural = cells.length ? this.cellBoxes[cells[0]].w : 24;
+    const w = Math.max(Math.min(natural, 40, 110 / Math.max(1, parts.length)), 110 / parts.length < 9 ? 4 : 9), h = 28;
+    const total = w * Math.max(1, parts.length), left = -total / 2;
+    const back = svg("rect", { class: "back", x: left - 2.5, y: -h / 2 - 2.5, width: total + 5, height: h + 5, rx: 4 });
+    return [back, ...parts.map((part, i) => this.content({ x: left + i * w, y: -h / 2, w, h }, part))];
+  }
+}

@@ -1,0 +1,78 @@
+// The run that a player shows: what each cell of memory holds when, and what a message takes from where to where.
+
+// The last entry of a list sorted by t that isn't after `t`.
+function indexAt(list, t) {
+  let low = 0, high = list.length;
+  while (high - low > 1) {
+    const centre = (low + high) >> 1;
+    if (list[centre].t <= t) low = centre; else high = centre;
+  }
+  return low;
+}
+
+// Numbers the messages that leave one rank for another at the same time.
+function withLanes(messages) {
+  const seen = new Map();
+  return messages.map((message) => {
+    const key = [message.src, message.dst, message.start].join(), lane = seen.get(key) ?? 0;
+    seen.set(key, lane + 1);
+    return { ...message, lane: lane % 5 };
+  });
+}
+
+class Story {
+  constructor(scene) {
+    this.scene = scene;
+    this.end = scene.end;
+    this.eps = this.end * 1e-9; // times that went through JSON and a slider are equal up to this
+    this.stops = scene.stops;
+    this.stride = this.end / Math.max(1, this.stops.length - 1);
+    this.messages = withLanes(scene.messages);
+    this.cellsOf = scene.ranks.map(() => []);
+    scene.cells.forEach((cell, c) => this.cellsOf[scene.rows[cell.row].rank].push(c));
+    this.history = scene.cells.map((_, c) => [{ t: -Infinity, label: "", from: [], ...scene.initial[c] }]);
+    for (const change of scene.changes) this.history[change.cell].push({ ...change, from: change.from ?? [] });
+    const held = [...this.history.flat(), ...this.messages.flatMap((m) => m.parts)];
+    this.contributors = [...new Set(held.flatMap((state) => state.from))].sort((a, b) => a - b);
+    this.repeats = held.some((state) => new Set(state.from).size < state.from.length);
+  }
+
+  state(cell, t) {
+    return this.history[cell][indexAt(this.history[cell], t + this.eps)];
+  }
+
+  // Where the stripe of each contributor lies: [rank, place, places]. Where the scene says how many contributions are the
+  // whole, a cell fills up, each rank at a fixed place; otherwise the contributors share the cell.
+  stripes(from) {
+    const distinct = [...new Set(from)].sort((a, b) => a - b);
+    const { whole } = this.scene, fixed = this.contributors.length === whole;
+    const places = Math.max(whole, distinct.length);
+    return distinct.map((rank, i) => [rank, whole && fixed ? this.contributors.indexOf(rank) : i, places]);
+  }
+
+  complete(from) {
+    return this.scene.whole > 0 && new Set(from).size === this.scene.whole && from.length === this.scene.whole;
+  }
+
+  // The cells that a message is read from: those that look like its parts when it leaves.
+  sources(message) {
+    const alike = (a, b) => [...a].sort().join() === [...b].sort().join();
+    return message.parts.map((part) => {
+      const same = this.cellsOf[message.src].filter((c) => this.state(c, message.start).label === part.label);
+      return same.find((c) => alike(this.state(c, message.start).from, part.from)) ?? same[0];
+    }).filter((c) => c !== undefined);
+  }
+
+  // The cells that a message ends in: those that change first once it has arrived.
+  targets(message) {
+    const changed = (c, label) => this.history[c].find((s) => s.t >= message.end - this.eps && s.label === label && s.how !== "copy");
+    return message.parts.map(({ label }) => this.cellsOf[message.dst].map((c) => ({ c, change: changed(c, label) }))
+      .filter(({ change }) => change).sort((a, b) => a.change.t - b.change.t)[0]?.c).filter((c) => c !== undefined);
+  }
+
+  // The stop that the playhead has reached or is on its way to: its caption tells what is in flight now.
+  stopIndex(t) {
+    const i = this.stops.findIndex((stop) => stop.t >= t - this.eps);
+    return i < 0 ? this.stops.length - 1 : i;
+  }
+}

@@ -1,0 +1,195 @@
+"""`comm.start` in the worlds of real processes: functions that go on beside their rank, each with messages of its own."""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from launching import nothing_left
+
+import d2lps
+from d2lps import Communicator, Mismatch, RankHung
+from d2lps.collectives import all_reduce, broadcast
+
+Runner = Callable[..., d2lps.Run]
+
+
+@pytest.fixture(params=["gloo", "shm"] if sys.platform == "linux" else ["gloo"])
+def run(request: pytest.FixtureRequest) -> Runner:
+    return functools.partial(d2lps.run, backend=request.param)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("algorithm", ["ring", "native"])
+def test_several_at_a_time_and_the_ranks_own_do_not_disturb_one_another(run: Runner, ranks: int, algorithm: str) -> None:
+    sizes = [1, 1000, 100_000, 700_000]
+
+    def work(comm: Communicator) -> list[list[float]]:
+        tensors = [torch.full((size,), float(comm.rank + k)) for k, size in enumerate(sizes * 2)]
+        works = [comm.start(all_reduce, tensor, d2lps.ReduceOp.SUM, algorithm) for tensor in tensors]
+        own = torch.full((200_000,), 1.0)
+        for _ in range(3):
+            all_reduce(comm, own, algorithm=algorithm)
+        for work in reversed(works):  # in whatever order
+            work.wait()
+            work.wait()
+        return [tensor.unique().tolist() for tensor in [*tensors, own]]
+
+    total = ranks * (ranks - 1) / 2
+    assert run(work, ranks) == [[[total + ranks * k] for k in range(8)] + [[float(ranks**3)]]] * ranks
+
+
+def test_they_go_on_while_their_ranks_wait_for_one_another_in_any_order(run: Runner) -> None:
+    def work(comm: Communicator) -> list[float]:
+        def slow(beside: Communicator, into: torch.Tensor) -> None:
+            comm_sees[0].wait()  # until the rank's own function has got on: neither keeps the other from it
+            beside.sendrecv(torch.tensor([float(beside.rank)]), 1 - beside.rank, into, 1 - beside.rank)
+
+        comm_sees = [threading.Event()]
+        first, second = torch.zeros(1), torch.zeros(1)
+        works = [comm.start(slow, first), comm.start(slow, second)]
+        if comm.rank == 1:
+            comm.sleep(0.2)
+        comm.barrier()
+        comm_sees[0].set()
+        comm.sendrecv(torch.tensor([10.0 + comm.rank]), 1 - comm.rank, own := torch.zeros(1), 1 - comm.rank)
+        for work in works:
+            work.wait()
+        return [first.item(), second.item(), own.item()]
+
+    assert run(work, 2) == [[1.0, 1.0, 11.0], [0.0, 0.0, 10.0]]
+
+
+def test_one_may_be_started_later_by_one_rank_and_never_used_by_another(run: Runner) -> None:
+    def work(comm: Communicator) -> float:
+        def pair(beside: Communicator, tensor: torch.Tensor) -> None:
+            if beside.rank == 0:
+                beside.send(tensor, 1)
+            if beside.rank == 1:
+                beside.recv(tensor, 0)
+
+        comm.sleep(0.1 * comm.rank)
+        tensor = torch.full((1,), float(comm.rank))
+        comm.start(pair, tensor).wait()
+        return tensor.item()
+
+    assert run(work, 3) == [0.0, 0.0, 2.0]
+
+
+def test_groups_and_started_functions_may_start_and_split_again(run: Runner) -> None:
+    def work(comm: Communicator) -> list[float]:
+        def outer(beside: Communicator, tensor: torch.Tensor) -> None:
+            pair = beside.split(beside.rank // 2)
+            assert pair is not None
+            pair.start(all_reduce, tensor).wait()
+            all_reduce(beside, tensor)
+
+        half = comm.split(comm.rank % 2)
+        assert half is not None
+        one, other = torch.tensor([float(comm.rank)]), torch.tensor([float(comm.rank)])
+        works = [comm.start(outer, one), half.start(all_reduce, other)]
+        for work in works:
+            work.wait()
+        return [one.item(), other.item()]
+
+    assert run(work, 4) == [[12.0, 2.0], [12.0, 4.0]] * 2
+
+
+def test_an_error_comes_out_of_wait(run: Runner) -> None:
+    def work(comm: Communicator) -> str:
+        def fail(beside: Communicator) -> None:
+            beside.barrier()
+            raise KeyError(f"of rank {beside.rank}")
+
+        started = comm.start(fail)
+        with pytest.raises(KeyError) as caught:
+            started.wait()
+        return str(caught.value)
+
+    assert run(work, 2) == ["'of rank 0'", "'of rank 1'"]
+
+
+def test_an_error_for_which_nobody_waits_is_not_lost(run: Runner) -> None:
+    def work(comm: Communicator) -> str:
+        def fail(beside: Communicator) -> None:
+            if beside.rank == 1:
+                raise ValueError("on purpose")
+
+        comm.start(fail)
+        return "as if nothing had happened"
+
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        run(work, 2)
+    assert caught.value.__notes__ == ["raised by rank 1 of 2"]
+
+
+def test_a_message_that_does_not_fit_is_a_mismatch_there_too(run: Runner) -> None:
+    def work(comm: Communicator) -> str:
+        def misfit(beside: Communicator) -> None:
+            beside.send(torch.zeros(2), 1) if beside.rank == 0 else beside.recv(torch.zeros(4), 0)
+
+        started = comm.start(misfit)
+        with pytest.raises(Mismatch) as caught:
+            started.wait()
+        return str(caught.value)
+
+    said = "message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[4]"
+    assert run(work, 2) == [said] * 2
+
+
+def test_a_rank_that_hangs_in_what_it_has_started_is_named(run: Runner, nothing_left: object) -> None:
+    def work(comm: Communicator) -> None:
+        def hang(beside: Communicator) -> None:
+            if beside.rank == 0:
+                beside.recv(torch.zeros(10), 1)
+
+        comm.start(hang).wait()
+        comm.barrier()
+
+    with pytest.raises(RankHung) as caught:
+        run(work, 2, timeout=1)
+    where = f"(in hang, line {work.__code__.co_firstlineno + 3}: beside.recv(torch.zeros(10), 1))"
+    assert f"  rank 0 waits for rank 1 to send 40 B, tag 0 {where}" in str(caught.value)
+    assert "  rank 1 waits at a barrier (in work" in str(caught.value)
+
+
+def test_a_start_that_only_some_ranks_call_is_named(run: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank:
+            comm.start(broadcast, torch.zeros(1)).wait()
+        while comm.rank == 0:
+            pass
+
+    with pytest.raises(RankHung, match=r"rank [12] waits for the others to call start"):
+        run(work, 3, timeout=1)
+
+
+def test_many_leave_nothing_behind(run: Runner, nothing_left: object) -> None:
+    def work(comm: Communicator) -> tuple[int, int]:
+        def rounds(number: int) -> None:
+            for _ in range(number):
+                tensor = torch.ones(100_000)
+                works = [comm.start(all_reduce, tensor, d2lps.ReduceOp.SUM, "native"), comm.start(broadcast, torch.ones(10))]
+                for work in works:
+                    work.wait()
+
+        def held() -> tuple[int, int]:
+            import psutil
+
+            me = psutil.Process()
+            return me.memory_info().rss // 2**20, me.num_fds()
+
+        rounds(10)
+        memory, files = held()
+        rounds(60)
+        return held()[0] - memory, held()[1] - files
+
+    for grown, opened in run(work, 3):
+        assert grown < 30 and opened <= 0, (grown, opened)
+    assert threading.active_count() < 20
