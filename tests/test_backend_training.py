@@ -206,6 +206,112 @@ def test_hooks_and_accumulation() -> None:
         assert torch.equal(ours_16, gloo_16)
 
 
+def test_the_builtin_hooks() -> None:
+    """C++'s own, which takes from a process group what Python's hooks do not."""
+
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        results = []
+        for group in (None, dist.new_group(backend="gloo")):
+            for hook in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+                model = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.005)
+                model._register_builtin_comm_hook(hook)
+                train(model, batches(comm.rank))
+                results.append(weights(model))
+        return results
+
+    for ours, ours_16, gloo, gloo_16 in run(work, 2):
+        assert torch.equal(ours, gloo)
+        assert torch.equal(ours_16, gloo_16)
+        assert not torch.equal(ours, ours_16)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_power_sgd_with_several_buckets(wrapped: bool) -> None:
+    """Each bucket's callbacks all-reduce twice more, which on gloo meet wrongly, or end the process. Of full rank it is exact."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    def work(comm: Communicator) -> tuple[torch.Tensor, int]:
+        model = DistributedDataParallel(net(), bucket_cap_mb=0.001)
+        state = PowerSGDState(None, matrix_approximation_rank=64, start_powerSGD_iter=2, min_compression_rate=0.1)
+        state.orthogonalization_epsilon = 1e-8
+        model.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook) if wrapped else powerSGD_hook)
+        train(model, batches(comm.rank))
+        return weights(model), len(state.error_dict)
+
+    expected = by_hand(3)
+    for found, buckets in run(work, 3):
+        assert buckets > 1
+        if wrapped:
+            assert torch.isfinite(found).all()
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+class Words(nn.Module):
+    """A sum of vectors that are looked up, of which each batch touches few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.top = nn.EmbeddingBag(1000, 8, mode="sum", sparse=True), nn.Linear(8, 10)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.top(self.table(words))
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_sparse_gradients_are_summed_as_on_gloo(transport: str) -> None:
+    def work(comm: Communicator) -> list[Any]:
+        d2lps.backend.use(transport=transport)
+        results: list[Any] = []
+        for group in (dist.new_group(), dist.new_group(backend="gloo")):
+            model = DistributedDataParallel(Words(), process_group=group)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, y in batches(comm.rank):
+                optimizer.zero_grad()
+                words = (x[:, : 4 + comm.rank].abs() * 300).long().clamp(max=999)  # ranks look up different numbers of words
+                nn.functional.cross_entropy(model(words), y).backward()
+                optimizer.step()
+            results.append(weights(model))
+        nothing = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (6,))
+        few = nothing if comm.rank == 0 else torch.sparse_coo_tensor([[1, 4, 4]], [1.0, 2.0, 3.0 + comm.rank], (6,))
+        dist.all_reduce(few)
+        return [*results, few.to_dense().tolist()]
+
+    for ours, gloo, few in run(work, 3):
+        torch.testing.assert_close(ours, gloo, rtol=1e-5, atol=1e-6)
+        assert few == [0.0, 2.0, 0.0, 0.0, 13.0, 0.0]
+
+
+def test_sparse_tensors_that_do_not_fit_are_named() -> None:
+    def work(comm: Communicator) -> list[str]:
+        said = []
+        for shape, op in (((3 + comm.rank,), dist.ReduceOp.SUM), ((3,), dist.ReduceOp.MAX)):
+            try:
+                dist.all_reduce(torch.ones(shape).to_sparse(), op, dist.new_group())
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return said
+
+    for shapes, op in run(work, 2):
+        assert "all_reduce of a sparse [3] of torch.float32" in shapes and "all_reduce of a sparse [4]" in shapes
+        assert op.startswith("NotImplementedError: d2lps: all_reduce of a sparse tensor with op=")
+
+
+def test_a_compiled_ddp_trains_as_the_model_does() -> None:
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        results = []
+        for compile in (lambda model: model, functools.partial(torch.compile, backend="aot_eager")):
+            model = DistributedDataParallel(net())
+            train(compile(model), batches(comm.rank))
+            results.append(weights(model))
+        return results
+
+    for plain, compiled in run(work, 2):
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
+
+
 # ---- FSDP2 and DTensor ------------------------------------------------------------------------------------------------
 
 

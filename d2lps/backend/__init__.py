@@ -4,11 +4,12 @@
 >>> dist.init_process_group("d2lps")                                    # doctest: +SKIP
 >>> d2lps.backend.use(all_reduce="ring")        # by name, or a function that you wrote     # doctest: +SKIP
 
-A call of torch.distributed becomes a task (`group`). One thread for each process group takes the tasks one after another
-(`worker`), so that DDP sums gradients while backward computes others, and all ranks do the same in the same order; what the
-program holds meanwhile is a `work`. A task runs a collective on a communicator: on memory that all ranks share if they all
-live on one machine (`memory`), else on sockets (`sockets`); between GPUs, on NCCL. Who started the processes does not matter.
-Tensors of GPUs are what no test has seen so far: neither NCCL (`sockets.nccl`) nor the streams (`surroundings`).
+A call of torch.distributed (`operations`) becomes a task. One thread for each process group takes the tasks one after another
+(`tasks`), so that DDP sums gradients while backward computes others, and all ranks do the same in the same order, also what
+callbacks call; what the program holds meanwhile is a `work`. A task runs a collective on a communicator (`transports`): on
+memory that all ranks share if they all live on one machine (`shm`), else on gloo's sockets; between GPUs, on NCCL. Who started
+the processes does not matter. Tensors of GPUs are what no test has seen so far: neither NCCL nor the streams
+(`tasks.callers_context`).
 """
 
 from d2lps.backend.choice import use

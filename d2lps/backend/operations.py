@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -24,22 +23,22 @@ class Operations:
     _run: Callable[..., Any]
     transports: Any
 
+    def _call(self, name: str, results: Tensors, inputs: Tensors, opts: Any, *arguments: Any) -> Any:
+        """One of the book's collectives as it is."""
+        return self._run(name, results, inputs, lambda comm: call(name, comm, *arguments), opts)
+
     # ---- one to all, all to one -----------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
-        return self._run("broadcast", tensors, [], lambda comm: call("broadcast", comm, tensors[0], opts.rootRank), opts)
+        return self._call("broadcast", tensors, [], opts, tensors[0], opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> Any:
         parts = inputs[0] if inputs else None
-
-        def work(comm: Communicator) -> None:
-            call("scatter", comm, outputs[0], parts, opts.rootRank)
-
-        return self._run("scatter", outputs, parts or [], work, opts)
+        return self._call("scatter", outputs, parts or [], opts, outputs[0], parts, opts.rootRank)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULTS) -> Any:
         room = outputs[0] if outputs else None
-        return self._run("gather", room or [], inputs, lambda comm: call("gather", comm, inputs[0], room, opts.rootRank), opts)
+        return self._call("gather", room or [], inputs, opts, inputs[0], room, opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
         def work(comm: Communicator) -> None:
@@ -52,27 +51,27 @@ class Operations:
     # ---- all to all -----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
-        def work(comm: Communicator) -> None:
-            (data,), op = scaled(tensors, opts.reduceOp)
-            if data.layout is torch.strided:
-                all_reduce(comm, data, op, self.transports.default)
-            else:
-                all_reduce_sparse(comm, data, op)
-            put(tensors[0], data)
-
-        return self._run("all_reduce", tensors, [], work, opts)
+        return self._run("all_reduce", tensors, [], lambda comm: self._all_reduce(comm, tensors[0], opts.reduceOp), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
         def work(comm: Communicator) -> None:
-            with joined(tensors) as joint:
-                (data,), op = scaled([joint], opts.reduceOp)
-                all_reduce(comm, data, op, self.transports.default)
-                put(joint, data)
+            data = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self._all_reduce(comm, data, opts.reduceOp)
+            for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
         return self._run("all_reduce_coalesced", tensors, [], work, opts)
 
+    def _all_reduce(self, comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+        (data,), op = scaled([tensor], op)
+        if data.layout is torch.strided:
+            all_reduce(comm, data, op, self.transports.default)
+        else:
+            all_reduce_sparse(comm, data, op)
+        put(tensor, data)
+
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        return self._run("all_gather", outputs[0], inputs, lambda comm: call("all_gather", comm, outputs[0], inputs[0]), opts)
+        return self._call("all_gather", outputs[0], inputs, opts, outputs[0], inputs[0])
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         def work(comm: Communicator) -> None:
@@ -109,7 +108,7 @@ class Operations:
         return self._run("reduce_scatter_tensor", outputs, inputs, work, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        return self._run("all_to_all", outputs, inputs, lambda comm: call("all_to_all", comm, outputs, inputs), opts)
+        return self._call("all_to_all", outputs, inputs, opts, outputs, inputs)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -168,12 +167,3 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Te
     if sizes and (len(sizes) != ranks or sum(sizes) != tensor.size(0)):
         raise ValueError(f"split sizes {list(sizes)} do not cut a tensor of {tensor.size(0)} rows into {ranks} parts")
     return list(tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks))
-
-
-@contextmanager
-def joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The elements of several tensors of one dtype, one after another, to be read and written."""
-    data = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    yield data
-    for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +47,23 @@ class BookProcessGroup(Operations, _Base):
     ) -> CollectiveWork:
         """Have a collective done, and return its work."""
         self._check(name, [*results, *inputs])
+        work = CollectiveWork(self, name, results, _seconds(options))
         device = next((tensor.device for tensor in (*results, *inputs)), CPU)
-        work = CollectiveWork(name, results, self.tasks, partial(self._call_back, name), _seconds(options))
-        task = partial(self._do, work, collective, callers_context(device), device)
+        context = callers_context(device)
+
+        def task() -> None:
+            if self.broken is not None:  # since this was asked for
+                work.finish(self._unusable(name))
+                return
+            comm = self.transports.communicator("collectives", device)
+            comm.touched = False
+            try:
+                with context():
+                    collective(comm)
+                work.finish(None)
+            except BaseException as error:
+                work.finish(self._failed(error, comm, name))
+
         self.tasks.submit(task, at_once=getattr(options, "asyncOp", True) is False)
         return self._noted(work)
 
@@ -66,46 +79,20 @@ class BookProcessGroup(Operations, _Base):
     def _unusable(self, name: str) -> RankFailed:
         return RankFailed(f"{name}: this process group is of no more use since {self.broken}")
 
-    def _do(
-        self,
-        work: CollectiveWork,
-        collective: Callable[[Communicator], None],
-        context: Callable[[], Any],
-        device: torch.device,
-    ) -> None:
-        """One collective, in the thread that does it; nothing is raised here."""
-        error: BaseException | None = None
-        if self.broken is not None:  # since it was asked for
-            error = self._unusable(work.name)
-        else:
-            comm = self.transports.communicator("collectives", device)
-            comm.touched = False
-            try:
-                with context():
-                    collective(comm)
-            except BaseException as raised:
-                error = self._failed(raised, comm, work.name)
-        work.finish(error)
-
     def _failed(self, error: BaseException, comm: Any, name: str) -> BaseException:
         """What to raise for an error on this communicator; the group goes no further if others may be waiting."""
-        if not comm.touched:
-            return error
-        if self.broken is None:
+        if comm.touched and self.broken is None:
             release(error)
-            error = self._break(explained(error, comm, name, self.transports.members))
+            error = self.broken = explained(error, comm, name, self.transports.members)
+            self.transports.close(failed=True)
         return error
 
-    def _break(self, why: BaseException) -> BaseException:
-        self.broken = why
-        self.transports.give_up()
-        return why
-
-    def _call_back(self, name: str, callbacks: Task) -> None:
+    def call_back(self, name: str, callbacks: Task) -> None:
         """Run what follows a collective; if it never ends, what waits for its turn fails, and with it all that hangs."""
         timeout = self.transports.timeout
         if not self.tasks.call_back(callbacks, timeout) and self.broken is None:
-            self._break(RankHung(f"a callback that follows {name} has done nothing for more than timeout={timeout:g} s"))
+            self.broken = RankHung(f"a callback that follows {name} has done nothing for more than timeout={timeout:g} s")
+            self.transports.close(failed=True)
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -149,8 +136,7 @@ class BookProcessGroup(Operations, _Base):
     def getBackendName(self) -> str:
         return "d2lps"
 
-    def name(self) -> str:
-        return "d2lps"
+    name = getBackendName
 
     def _set_group_name(self, name: str) -> None:
         self.group_name = name

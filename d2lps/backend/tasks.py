@@ -42,11 +42,12 @@ class TaskQueue:
         self._pending = 0  # tasks that have not ended
         self._thread: threading.Thread | None = None
         self._at_work: int | None = None  # the thread that has the turn
+        self._stopped = False
         self._moved = 0.0  # when the last task has ended
 
     def submit(self, task: Task, at_once: bool = False) -> None:
         """Have a task done, which raises nothing; `at_once`: here, if no other comes before it."""
-        if self.inside():  # a part of the task that is being done
+        if self.inside() or self._stopped:  # a part of the task that is being done, or what is left when all is done
             self._do(task)
             return
         with self._lock:
@@ -55,19 +56,16 @@ class TaskQueue:
             if here:
                 self._turn.acquire()  # free, for nothing is pending; who comes next waits for it
             else:
-                self._start()
                 self._tasks.put(task)
+            if not here and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"d2lps {self.name}", daemon=True)
+                self._thread.start()
         if here:
             self._take_turn(task)
 
     def inside(self) -> bool:
         """Whether the calling thread is the one that has the turn: in a task, or in what follows one."""
         return self._at_work == threading.get_ident()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"d2lps {self.name}", daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -77,13 +75,11 @@ class TaskQueue:
 
     def _take_turn(self, task: Task) -> None:
         self._at_work = threading.get_ident()
-        try:
-            self._do(task)
-        finally:
-            with self._lock:
-                self._pending -= 1
-                self._at_work = None
-                self._turn.release()
+        self._do(task)
+        with self._lock:
+            self._pending -= 1
+            self._at_work = None
+            self._turn.release()
 
     def _do(self, task: Task) -> None:
         task()
@@ -121,6 +117,7 @@ class TaskQueue:
 
     def stop(self, patience: float = 10.0) -> None:
         """Let what was submitted be done, and end the thread; one that is stuck is left to die with the process."""
+        self._stopped = True
         if self._thread is not None:
             self._tasks.put(None)
             if not self.inside():

@@ -81,12 +81,11 @@ class Transports:
             self._made[what, device] = self._connect("nccl", what, device)
         return self._made[what, device]
 
-    def give_up(self) -> None:
-        """This rank goes on no more: who waits for it shall know."""
-        self.close(failed=True)
-
     def close(self, failed: bool = False) -> None:
-        """Let go of memory and sockets: gloo's are closed when nobody knows them any more, and others notice."""
+        """Let go of memory and sockets: gloo's are closed when nobody knows them any more, and others notice.
+
+        failed: this rank goes on no more, and who waits for it shall know.
+        """
         for comm in self._made.values():
             if isinstance(comm, EngineCommunicator):
                 comm.group = None

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from d2lps import comm
-from d2lps.backend.tasks import TaskQueue
 from d2lps.comm import RankHung
 
 Future = torch.futures.Future
@@ -38,21 +37,11 @@ class BookWork(_Base):
 
 
 class CollectiveWork(BookWork):
-    """A collective that a group's thread will do, or has done. An error there is raised here, by `wait`.
+    """A collective that a group's thread will do, or has done. An error there is raised here, by `wait`."""
 
-    `call_back(callbacks)` runs what follows it, on a thread that may wait for more of the group's collectives.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        results: Sequence[torch.Tensor],
-        tasks: TaskQueue,
-        call_back: Callable[[Callable[[], None]], None],
-        limit: float | None = None,
-    ) -> None:
+    def __init__(self, group: Any, name: str, results: Sequence[torch.Tensor], limit: float | None = None) -> None:
         super().__init__()
-        self.name, self.results, self.tasks, self.call_back, self.limit = name, list(results), tasks, call_back, limit
+        self.group, self.tasks, self.name, self.results, self.limit = group, group.tasks, name, list(results), limit
         self.error: BaseException | None = None
         self._done = threading.Event()
 
@@ -67,7 +56,8 @@ class CollectiveWork(BookWork):
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done.wait(seconds if seconds > 0 else self.limit):
             raise RankHung(f"{self.name} was not complete after {seconds or self.limit:g} s")
-        self._outcome()
+        if self.error is not None:
+            raise self.error
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
@@ -78,18 +68,13 @@ class CollectiveWork(BookWork):
         self.tasks.do_until(self.is_completed)
         future = CollectiveFuture(self)
         if _by_python(sys._getframe().f_back):
-            self.tasks.submit(partial(self.call_back, future.complete))
+            self.tasks.submit(partial(self.group.call_back, self.name, future.complete))
             return future
         if any(tensor.dtype == torch.float16 for tensor in self.results):
             self.wait()  # DDP's hook for FP16 is C++ and takes C++'s lists only: `fork` makes one, of results that are there
             return torch.jit.fork(lambda: self.results)
         self.tasks.submit(future.complete)
         return future.then(lambda future: future.value())  # an error that C++ understands too
-
-    def _outcome(self) -> list[torch.Tensor]:
-        if self.error is not None:
-            raise self.error
-        return self.results
 
     def is_completed(self) -> bool:
         return self._done.is_set()
