@@ -51,8 +51,8 @@ class ProcessGroupCommunicator(Communicator):
         self.signatures = signatures or Signatures(self.store)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         self._splits = 0
-        # All engines made from this one, for one's sockets close with its last reference, and who still talks to others over it
-        # would take that for this rank's death; and the barrier behind which all ranks are done with it, for a started function's.
+        # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
+        # would take that for this rank's death. Beside that of a started function, the barrier behind which all are done with it.
         self._engines: list[list[Any]] = []
 
     # ---- messages -------------------------------------------------------------------------------------------------
