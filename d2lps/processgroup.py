@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -51,7 +51,9 @@ class ProcessGroupCommunicator(Communicator):
         self.signatures = signatures or Signatures(self.store)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         self._splits = 0
-        self._ended: list[tuple[Any, Any]] = []  # engines of what was started and is done here, perhaps not on every rank
+        # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
+        # would take that for this rank's death. Beside that of a started function, the barrier behind which all are done with it.
+        self._engines: list[list[Any]] = []
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -139,14 +141,26 @@ class ProcessGroupCommunicator(Communicator):
     def _child(self, ranks: Sequence[int], name: str) -> ProcessGroupCommunicator:
         """A communicator of some of these ranks, yet to be connected."""
         members, rank = [self.members[each] for each in ranks], ranks.index(self.rank)
-        return ProcessGroupCommunicator(
+        made = ProcessGroupCommunicator(
             None, self.device, members, name, self.timeout, self.store, rank, self.backend, self.signatures
         )
+        made._engines = self._engines
+        return made
 
     def connect(self) -> None:
         """Make the engine, as every rank of the group does."""
         store = dist.PrefixStore(f"engine of {self.name}", self.store)
         self.group = connect(self.backend, store, self.rank, self.size, timedelta(seconds=self.timeout))
+        self._engines.append([self.group])
+
+    def _disconnect(self) -> None:
+        """Let go of the engine as soon as all ranks do."""
+        self._engines.remove([self.group])
+        self._engines.append([self.group, self.group.barrier(self._barrier_options())])
+        self.group = None
+        for ended in [each for each in self._engines if each[1:] and each[1].is_completed()]:
+            with suppress(ValueError):  # another thread has let go of it
+                self._engines.remove(ended)
 
     def _beside(self, name: str) -> ProcessGroupCommunicator:
         return self._child(range(self.size), name)
@@ -159,12 +173,7 @@ class ProcessGroupCommunicator(Communicator):
             try:
                 function(comm, *args)
             finally:
-                self._ended.append((comm.group, comm.group.barrier(comm._barrier_options())))
-                comm.group = None
-
-        # Sockets are closed with the last reference, and who still talks to others would take that for a rank's death.
-        for ended in [ended for ended in self._ended if ended[1].is_completed()]:
-            self._ended.remove(ended)
+                comm._disconnect()
 
         return InThread(beside, work, args)
 

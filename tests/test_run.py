@@ -530,16 +530,23 @@ def test_a_send_is_complete_only_when_its_receive_is_posted(run: Runner) -> None
         run(both_send_first, 2, timeout=0.5)
 
 
-def test_a_work_is_complete_once_waited_for(run: Runner) -> None:
-    def work(comm: Communicator) -> list[bool]:
-        tensor = torch.zeros(1)
-        transfer = comm.isend(tensor, 1) if comm.rank == 0 else comm.irecv(tensor, 0)
-        before = transfer.is_completed()
-        transfer.wait()
-        transfer.wait()  # a second wait returns at once
-        return [before, transfer.is_completed()]
+def test_a_work_knows_without_waiting_whether_it_is_complete(run: Runner) -> None:
+    def work(comm: Communicator) -> list[Any]:
+        other, into = 1 - comm.rank, torch.zeros(1)
+        comm.barrier()
+        if comm.rank == 0:  # rank 1 posts nothing before it has seen this rank's first test
+            transfers = [comm.irecv(into, other, tag=1), comm.isend(torch.ones(1), other, tag=2)]
+            before = [transfer.test() for transfer in transfers]
+            comm.barrier()
+        else:
+            comm.barrier()
+            transfers, before = [comm.isend(torch.ones(1), other, tag=1), comm.irecv(into, other, tag=2)], [False, False]
+        after = until(lambda: all(transfer.test() for transfer in transfers))
+        for transfer in transfers:
+            transfer.wait()  # returns at once
+        return [before, after, into.item()]
 
-    assert run(work, 2) == [[False, True]] * 2
+    assert run(work, 2) == [[[False, False], True, 1.0]] * 2
 
 
 def test_strided_tensors_at_both_ends(run: Runner) -> None:

@@ -184,19 +184,19 @@ class Group:
     def check_waits(self) -> None:
         """End the run if a rank has waited for longer than `timeout` in one place."""
         notes = self._notes()
-        late = self._overdue(notes)
-        if not late:
+        if not self._overdue(notes):
+            return
+        self.collect(0)  # a rank that is waited for in vain has sent its outcome before
+        notes = {rank: note for rank, note in notes.items() if rank in self.pending}
+        if not (late := self._overdue(notes)):
             return
         for rank in notes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR2)  # faulthandler writes where it is
         time.sleep(_TICK)
-        self.collect(0)
         # Whose note has changed by now is not stuck: it is no part of a deadlock.
         notes = {rank: note if rank in late or note == self.board.read(rank) else None for rank, note in notes.items()}
-        notes = {rank: note for rank, note in notes.items() if rank in self.pending}
-        if late := self._overdue(notes):
-            raise hung(self.job, late, notes, {rank: self._stack(rank) for rank in notes}, self.pids)
+        raise hung(self.job, self._overdue(notes), notes, {rank: self._stack(rank) for rank in notes}, self.pids)
 
     def _notes(self) -> dict[int, Standing | None]:
         return {rank: self.board.read(rank) for rank in self.pending}

@@ -23,9 +23,8 @@ from d2lps.comm.work import Transfer
 from d2lps.sharedmemory import all_reduce
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena, bytes_of
 from d2lps.sharedmemory.mailbox import Mailbox
-from d2lps.sharedmemory.meeting import Call, Meeting, Values, call_of, disagree, values_of
+from d2lps.sharedmemory.meeting import Call, Meeting, Places, Values, call_of, disagree, values_of
 from d2lps.sharedmemory.message import Receiving, Sending
-from d2lps.sharedmemory.places import Places
 from d2lps.sharedmemory.reading import allow_siblings
 from d2lps.sharedmemory.stage import Stage
 from d2lps.sharedmemory.waiting import Waiting

@@ -18,7 +18,7 @@ from d2lps.sharedmemory import futex
 from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.layout import RING
 from d2lps.sharedmemory.message import GROUP, SLIP, TAG, Receiving, Sending, beside
-from d2lps.sharedmemory.pool import Pool
+from d2lps.sharedmemory.space import Pool
 from d2lps.sharedmemory.waiting import Waiting
 
 Key = tuple[int, int, int]  # group, source, tag

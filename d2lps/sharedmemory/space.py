@@ -7,9 +7,10 @@ what can fail: a page that the kernel cannot provide at the moment when it is to
 import mmap
 import os
 import threading
+from collections import defaultdict
 from pathlib import Path
 
-from d2lps.sharedmemory.layout import pages
+from d2lps.sharedmemory.layout import PAGE, pages
 
 _SMALL = 1 << 20  # not worth a look at the machine's memory
 _REMOVE = getattr(mmap, "MADV_REMOVE", 9)
@@ -69,6 +70,33 @@ class Space:
                     begin = merged.pop()[0]
                 merged.append((begin, end))
             self.holes = [hole for hole in merged if hole[0] < hole[1]]
+
+
+class Pool:
+    """Pieces of a space that come and go with every message, kept for the next one by their size."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._idle: defaultdict[int, list[int]] = defaultdict(list)
+        self._size: dict[int, int] = {}
+
+    def take(self, nbytes: int) -> int:
+        """The offset of a piece of at least so many bytes."""
+        size = rounded(nbytes)
+        if idle := self._idle[size]:
+            return idle.pop()  # the last that came back is still in the processor's cache
+        begin = self.space.take(size)
+        self._size[begin] = size
+        return begin
+
+    def give(self, begin: int) -> None:
+        self._idle[self._size[begin]].append(begin)
+
+
+def rounded(nbytes: int) -> int:
+    """Few sizes, so that a piece is used again: `rounded(128) == 4096`, `rounded(5000) == 8192`."""
+    step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
 
 
 def available() -> int:
