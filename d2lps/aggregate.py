@@ -11,7 +11,6 @@ Every rank ends with the sum. With 4 devices, 16 GB/s and 160 MB they take 60, 8
 0.06
 """
 
-import torch
 from torch import Tensor
 
 from d2lps.collectives.all_reduce import all_reduce
@@ -60,7 +59,7 @@ def _by_one(comm: Communicator, tensor: Tensor, name: str, root: int, own: bool)
 def _add_up(comm: Communicator, data: Tensor, own: bool) -> None:
     """Take in all, add, and hand out; `own`: whether `data` is part of the sum."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
-    incoming = [torch.empty_like(data) for _ in others]
+    incoming = [data.new_empty(data.shape) for _ in others]
     if others and not own:
         incoming[0] = data  # the first to come in is what the others are added to
     comm.step("to the one that adds")

@@ -1,6 +1,5 @@
 """Reduce: the sum (or product, minimum, ...) of all ranks' tensors, on one of them."""
 
-import torch
 from torch import Tensor
 
 from d2lps.collectives.arguments import check_rank, check_tensor, collective, divide, doublings
@@ -34,7 +33,7 @@ def _flat(comm: Communicator, data: Tensor, dst: int, op: ReduceOp) -> None:
     if comm.rank != dst:
         comm.send(data, dst)
         return
-    scratch = torch.empty_like(data)
+    scratch = data.new_empty(data.shape)
     for src in range(comm.size):
         if src != dst:
             comm.step("reduce from {}", src)
@@ -56,13 +55,13 @@ def _tree(comm: Communicator, data: Tensor, dst: int, op: ReduceOp) -> None:
             return
         if position + distance < comm.size:
             if incoming is None:
-                incoming = torch.empty_like(data)
+                incoming = data.new_empty(data.shape)
                 total = data if position == 0 else _copy(comm, data)  # the others' tensors stay as they were
             comm.recv(incoming, (comm.rank + distance) % comm.size)
             comm.combine(total, incoming, op)
 
 
 def _copy(comm: Communicator, data: Tensor) -> Tensor:
-    total = torch.empty_like(data)
+    total = data.new_empty(data.shape)
     comm.copy(total, data)
     return total

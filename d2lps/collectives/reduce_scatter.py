@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from d2lps.collectives.arguments import check_fits, check_list, check_tensor, collective, divide
@@ -63,7 +62,7 @@ def _ring(comm: Communicator, data: Tensor, parts: Sequence[Tensor], op: ReduceO
 def _pairwise(comm: Communicator, data: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
     """Each rank hands every other one its share directly: in step k, to the rank k to the right."""
     comm.copy(data, parts[comm.rank])
-    scratch = torch.empty_like(data)
+    scratch = data.new_empty(data.shape)
     for step in range(1, comm.size):
         comm.step("reduce-scatter {}/{}", step, comm.size - 1)
         dst, src = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size

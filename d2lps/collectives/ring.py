@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from d2lps.comm import Communicator, ReduceOp
@@ -44,7 +43,7 @@ def reduce_scatter_steps(comm: Communicator, ring: Ring, op: ReduceOp, keep: boo
     room = rooms(passing)
     for step in range(1, len(passing)):
         mine = passing[step]
-        incoming = torch.empty_like(mine) if keep else room[mine.numel()]
+        incoming = mine.new_empty(mine.shape) if keep else room[mine.numel()]
         yield passing[step - 1], right, incoming, left
         if keep:
             comm.combine(incoming, mine, op)

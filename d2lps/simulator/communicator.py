@@ -15,7 +15,7 @@ from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.started import Started
 from d2lps.simulator.lane import InLane
 from d2lps.simulator.mailbox import End, Stream
-from d2lps.simulator.recording import DONE, WAITED
+from d2lps.simulator.recording import DONE, SEQ, STEP, WAITED
 from d2lps.simulator.scheduler import Task
 from d2lps.simulator.within import SimulatedRank, World
 
@@ -39,17 +39,16 @@ class SimulatedCommunicator(SimulatedRank):
     def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
         if self.task.counting is not None:
             self.catch_up()
-        incoming, outgoing, last = [], [], self._ends.get
+        ends, last = [], self._ends.get
         for tensor, src in receives:
-            end = last((False, src, tag))  # round a ring, the same as before but for some
-            incoming.append(end[1] if end is not None and end[0] is tensor else self._end(False, tensor, src, tag))
+            known = last((False, src, tag))  # round a ring, the same as before but for some
+            ends.append(known[1] if known is not None and known[0] is tensor else self._end(False, tensor, src, tag))
         for tensor, dst in sends:
-            end = last((True, dst, tag))
-            outgoing.append(end[1] if end is not None and end[0] is tensor else self._end(True, tensor, dst, tag))
+            known = last((True, dst, tag))
+            ends.append(known[1] if known is not None and known[0] is tensor else self._end(True, tensor, dst, tag))
         if self.recorder is not None:
-            for _, _, _, _, note in (*incoming, *outgoing):
-                note[DONE] = self.recorder.next(2) + 1  # they are waited for in this order
-        self.task.script.write((incoming, outgoing))
+            self._number(ends, waited=True)
+        self.task.script.exchange(tuple(ends))
         if self._contents or not self._collective:
             contents, self._contents = self._contents, []
             self.catch_up()
@@ -68,8 +67,9 @@ class SimulatedCommunicator(SimulatedRank):
             if not tensor.is_meta:
                 content = stage(tensor)
                 self._contents.append((content, tensor))
-        end = stream, content, tensor.nbytes, tensor.dtype, None if self.recorder is None else self._note(tensor)
-        if content is None and self.recorder is None:
+        note = None if self.recorder is None else self._note(tensor)
+        end = stream, content, self.mailbox.one(tensor.nbytes), tensor.dtype, note, sends
+        if content is None and note is None:
             self._ends[key] = tensor, end
         return end
 
@@ -84,17 +84,28 @@ class SimulatedCommunicator(SimulatedRank):
 
     def _note(self, tensor: torch.Tensor) -> list[float]:
         """What the trace shall say of one end of a message; see recording.py."""
+        assert self.recorder is not None
+        return [0, *self.recorder.vocabulary.buffers.part(self.recorder.rank, tensor), 0, math.nan, -1, math.nan]
+
+    def _number(self, ends: Sequence[End], waited: bool) -> None:
+        """Give ends that are posted together, and perhaps waited for in the same order, their places in the program."""
         recorder = self.recorder
         assert recorder is not None
-        words = recorder.vocabulary
-        part = words.buffers.part(recorder.rank, tensor)
-        return [recorder.next(), *part, words.steps.number(recorder.step), math.nan, -1, math.nan]
+        count, step = len(ends), recorder.vocabulary.steps.number(recorder.step)
+        first = recorder.next(3 * count if waited else count)
+        for k, end in enumerate(ends):
+            note = end[4]
+            note[SEQ], note[STEP] = first + k, step
+            if waited:
+                note[DONE] = first + count + 2 * k + 1  # after the row of its wait
 
     def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         sends, mailbox = action == "send", self.mailbox
         self.catch_up()
         end = self._end(sends, tensor, peer, tag)
         self._contents.clear()
+        if self.recorder is not None:
+            self._number([end], waited=False)
         message = mailbox.send(end) if sends else mailbox.recv(end)
 
         def is_done() -> bool:
@@ -105,7 +116,7 @@ class SimulatedCommunicator(SimulatedRank):
             start = self.now()
             if not is_done():
                 setattr(message, "sender" if sends else "receiver", self.task)
-                self.world.scheduler.block(self.task, ([], [end]) if sends else ([end], []))
+                self.world.scheduler.block(self.task, (end,))
             if not sends and end[1] is not None:
                 unstage(end[1], tensor)
             if self.recorder is not None and mailbox.recording is not None:

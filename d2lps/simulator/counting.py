@@ -16,8 +16,9 @@ _known: dict[tuple[Any, ...], tuple[float, float]] = {}  # an operation of given
 class Counting(TorchDispatchMode):
     """Sums up over all operations in the block, each distinct one (by shapes and dtypes) counted once.
 
+    >>> one, other = torch.empty(2, 3, device="meta"), torch.empty(3, 4, device="meta")
     >>> with Counting() as counting:
-    ...     product = torch.empty(2, 3, device="meta") @ torch.empty(3, 4, device="meta")
+    ...     product = one @ other
     >>> counting.flops, counting.bytes          # 2 x 2 x 3 x 4; 6 + 12 + 8 floats
     (48.0, 104.0)
 

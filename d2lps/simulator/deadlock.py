@@ -32,12 +32,12 @@ def _waits_for(task: Task) -> tuple[str, str, int, int, int]:
         return what, "", -1, 0, 0
     if isinstance(what[0], str):  # a meeting, and of whom
         return what[0], what[1], -1, 0, 0
-    for action, ends in zip(("recv", "send"), what, strict=True):
-        for end in ends:
-            waiting = end[0].recvs if action == "recv" else end[0].sends
-            if any((message.incoming if action == "recv" else message.outgoing) is end for message in waiting):
-                group, src, dst, tag = end[0].key
-                return action, group, src if action == "recv" else dst, tag, end[2]
+    for end in what:
+        stream, _, nbytes, _, _, sends = end
+        waiting = [message.outgoing for message in stream.sends] if sends else [message.incoming for message in stream.recvs]
+        if any(posted is end for posted in waiting):
+            group, src, dst, tag = stream.key
+            return "send" if sends else "recv", group, dst if sends else src, tag, nbytes
     return "flow", "", -1, 0, 0  # on a link that is cut
 
 

@@ -31,9 +31,9 @@ class Stream:
         self.recvs: list[Message] = []
 
 
-# One end of a message, as it is posted: where, the tensor if it has contents, its bytes, its dtype, and what the trace is to
-# say of it (see recording.py).
-End = tuple[Stream, Any, int, torch.dtype, Any]
+# One end of a message, as it is posted: where, the tensor if it has contents, its bytes, its dtype, what the trace is to say
+# of it (see recording.py), and whether it is the sender's.
+End = tuple[Stream, Any, int, torch.dtype, Any, bool]
 
 
 class Message(Flow):
@@ -91,6 +91,7 @@ class Mailbox:
         self.eager = model.eager
         self.careful = bool(model.eager or recording is not None)
         self.streams: dict[Key, Stream] = {}
+        self._sizes: dict[int, int] = {}
         self.dead: dict[int, str] = {}  # rank -> how it died
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
 
@@ -98,6 +99,10 @@ class Mailbox:
         if key not in self.streams:
             self.streams[key] = Stream(len(self.streams), key, route, self.model)
         return self.streams[key]
+
+    def one(self, nbytes: int) -> int:
+        """One object for all equal numbers: a thousand ranks' own would fill the processor's cache."""
+        return self._sizes.setdefault(nbytes, nbytes)
 
     def send(self, end: End) -> Message:
         """Post a send. Under the eager rule the network carries a copy, and the sender need not wait."""
@@ -149,10 +154,10 @@ class Mailbox:
             end[4][POSTED] = self.network.now
 
     def _send_eagerly(self, end: End) -> Message:
-        stream, content, nbytes, dtype, note = end
+        stream, content, nbytes, dtype, note, _ = end
         if note is not None:
             note[WAITED] = -self.network.now  # nobody waits for it
-        copied = stream, None if content is None else content.clone(), nbytes, dtype, note
+        copied = stream, None if content is None else content.clone(), nbytes, dtype, note, True
         if stream.recvs:
             message = stream.recvs.pop(0)
             message.outgoing = copied
@@ -171,13 +176,13 @@ class Mailbox:
             if rank in stream.key[1:3]:
                 stream.sends, stream.recvs = [], []
         for task in scheduler.tasks:
-            ends = [end for side in task.waiting_for if isinstance(side, list) for end in side]
+            ends = [end for end in task.waiting_for if isinstance(end, tuple)]
             if task.rank != rank and any(rank in end[0].key[1:3] for end in ends):
                 scheduler.fail(task, RankDied(how))
 
     def _depart(self, message: Message) -> None:
         """Both ends are there, and speak of the same: the bytes set out."""
-        stream, _, nbytes, dtype, _ = message.outgoing
+        stream, _, nbytes, dtype, _, _ = message.outgoing
         if nbytes != message.incoming[2] or dtype is not message.incoming[3]:
             check(message)
         self.network.send(message, stream.links, stream.latency, nbytes, stream.bandwidth)
@@ -188,6 +193,6 @@ def check(message: Message) -> None:
     outgoing, incoming = message.outgoing, message.incoming
     if outgoing[2] != incoming[2] or outgoing[3] is not incoming[3]:
         _, src, dst, tag = outgoing[0].key
-        said = (f"{str(dtype).removeprefix('torch.')}[{n // dtype.itemsize}]" for _, _, n, dtype, _ in (outgoing, incoming))
+        said = (f"{str(dtype).removeprefix('torch.')}[{n // dtype.itemsize}]" for _, _, n, dtype, *_ in (outgoing, incoming))
         where = f"message from rank {src} to rank {dst}, tag {tag}"
         raise Mismatch(f"{where}: the sender sends {next(said)}, the receiver expects {next(said)}")

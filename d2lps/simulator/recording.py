@@ -10,13 +10,11 @@ from array import array
 
 import numpy as np
 
-from d2lps.trace.columns import Columns
-
 # What a rank notes of its end of a message when it posts it: its place in the program, what memory, in which step. The last
 # two may become known later: at which place of its program it has waited for the message, and since when (nan: since it
 # was posted).
 _NOTE = ("seq", "buffer", "offset", "length", "step", "posted", "done_seq", "waited")
-POSTED, DONE, WAITED = 5, 6, 7
+SEQ, STEP, POSTED, DONE, WAITED = 0, 4, 5, 6, 7
 Note = list[float]
 _COLUMNS = ("stream", "nbytes", "end", *(f"{side}_{name}" for side in ("src", "dst") for name in _NOTE))
 _TIMES = {"end", *(f"{side}_{name}" for side in ("src", "dst") for name in ("posted", "waited"))}
@@ -40,6 +38,7 @@ class Recording:
         first += 3 + (0 if sends else len(_NOTE))
         self.cells[first + DONE], self.cells[first + WAITED] = note[DONE:]
 
-    def columns(self) -> Columns:
+    def column(self, name: str) -> np.ndarray:
+        """One column, in the order of arrival."""
         rows = np.frombuffer(self.cells, dtype=np.float64).reshape(-1, len(_COLUMNS))
-        return {name: rows[:, k].astype(np.float64 if name in _TIMES else np.int64) for k, name in enumerate(_COLUMNS)}
+        return rows[:, _COLUMNS.index(name)].astype(np.float64 if name in _TIMES else np.int64)

@@ -13,16 +13,16 @@ rank that goes on for hundreds of messages finds them there, and the player of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from d2lps.simulator.mailbox import End, Mailbox
 from d2lps.simulator.scheduler import Scheduler, Task
 
-# An exchange: what to receive, and what to send at the same time. Or something that happens within the rank: a function that
+# An exchange: the ends of messages to be posted at the same time. Or something that happens within the rank: a function that
 # is called when its time has come, and says how long the rank is busy with it, in seconds of its device.
-Step = tuple[Sequence[End], Sequence[End]] | Callable[[], float]
+Step = tuple[End, ...] | Callable[[], float]
 
-LONGEST = 512  # steps; a rank that has written so many waits for them, or all of a long program would stand in memory
+LONGEST = 128  # steps; a rank that has written so many waits for them, or all of a long program would stand in memory
 
 
 class Script:
@@ -36,8 +36,13 @@ class Script:
         self._rest: Iterator[Step] = iter(())
         self._error: Exception | None = None
 
-    def write(self, step: Step) -> None:
+    def exchange(self, ends: tuple[End, ...]) -> None:
         """Called by the task, in place of waiting."""
+        last = self.steps[-1:]
+        # Round a ring, the same as before but for some: copies of it would fill the processor's cache.
+        self.write(last[0] if last and last[0] == ends else ends)
+
+    def write(self, step: Step) -> None:
         self.steps.append(step)
         if len(self.steps) >= LONGEST:
             self.play()
@@ -60,16 +65,17 @@ class Script:
             for step in self._rest:
                 wanted = 0
                 if type(step) is tuple:
-                    for end in step[0]:
-                        message = recv(end)
-                        if not message.done:
-                            message.receiver = task
-                            wanted += 1
-                    for end in step[1]:
-                        message = send(end)
-                        if not (message.done or (eager and mailbox.is_buffered(end))):
-                            message.sender = task
-                            wanted += 1
+                    for end in step:
+                        if end[5]:
+                            message = send(end)
+                            if not (message.done or (eager and mailbox.is_buffered(end))):
+                                message.sender = task
+                                wanted += 1
+                        else:
+                            message = recv(end)
+                            if not message.done:
+                                message.receiver = task
+                                wanted += 1
                 elif seconds := step():  # type: ignore[operator]
                     self._scheduler.busy(task, seconds)
                     wanted = 1

@@ -35,6 +35,7 @@ class Buffers:
         self.seen: list[Buffer] = []
         # The weak reference keeps a freed storage's address from being given to another one, but not its memory alive.
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._names: dict[int, tuple[str, bool, StorageWeakRef]] = {}
 
     def part(self, rank: int, tensor: torch.Tensor) -> tuple[int, int, int]:
         """(buffer, offset, length) of a rank's tensor, in bytes; for a strided tensor, the bytes that it spans."""
@@ -45,18 +46,21 @@ class Buffers:
         return number, tensor.storage_offset() * itemsize, length  # type: ignore[return-value]
 
     def _number(self, rank: int, storage: torch.UntypedStorage, itemsize: int) -> int:
-        name, scratch = _variable(storage)
+        key = storage._cdata
+        if key not in self._names:  # all that can be seen from here are looked up at once: a list may hold a thousand
+            self._names.update(_variables())
+        name, scratch, _ = self._names.get(key, ("", True, None))
         with _new:
-            if storage._cdata not in self._numbers:
-                self._numbers[storage._cdata] = len(self.seen), StorageWeakRef(storage)
+            if key not in self._numbers:
+                self._numbers[key] = len(self.seen), StorageWeakRef(storage)
                 self.seen.append(Buffer(rank, name, storage.nbytes(), itemsize, scratch))
-        return self._numbers[storage._cdata][0]
+        return self._numbers[key][0]
 
     def __getstate__(self) -> list[Buffer]:
         return self.seen  # on its way to another process, nothing more will be added
 
     def __setstate__(self, seen: list[Buffer]) -> None:
-        self.seen, self._numbers = seen, {}
+        self.seen, self._numbers, self._names = seen, {}, {}
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -66,31 +70,29 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _variable(storage: torch.UntypedStorage) -> tuple[str, bool]:
-    """The name under which the outermost function knows this storage, and whether that function is the library's."""
-    name, scratch = "", True
+def _variables() -> dict[int, tuple[str, bool, StorageWeakRef]]:
+    """Of all storages that the callers' variables hold: the name by which the outermost function knows it, and whether that
+    function is the library's."""
+    found: dict[int, tuple[str, bool, StorageWeakRef]] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         inside = frame.f_code.co_filename.startswith(_PACKAGE)
         if inside and f"{os.sep}launch{os.sep}" in frame.f_code.co_filename:
             break  # below here is the launcher, not the algorithm
-        found = _lookup(storage, frame)
-        if found:
-            name, scratch = found, inside
+        for key, (name, storage) in _local_names(frame).items():
+            found[key] = name, inside, StorageWeakRef(storage)
         frame = frame.f_back
-    return name, scratch
+    return found
 
 
-def _lookup(storage: torch.UntypedStorage, frame: FrameType) -> str:
-    """The local variable of a frame that holds the whole storage, else the largest part of it."""
-    best, most = "", -1
+def _local_names(frame: FrameType) -> dict[int, tuple[str, torch.UntypedStorage]]:
+    """The local variables that hold whole storages, or else the largest part of one."""
+    best: dict[int, tuple[int, str, torch.UntypedStorage]] = {}
     for name, value in list(frame.f_locals.items()):
         listed = isinstance(value, list | tuple)
         for index, item in enumerate(value if listed else [value]):
-            if isinstance(item, torch.Tensor) and item.numel() > most and _holds(item, storage):
-                best, most = (f"{name}[{index}]" if listed else name), item.numel()
-    return best
-
-
-def _holds(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    return tensor.layout == torch.strided and tensor.untyped_storage()._cdata == storage._cdata
+            if isinstance(item, torch.Tensor) and item.layout == torch.strided:
+                storage = item.untyped_storage()
+                if storage._cdata not in best or item.numel() > best[storage._cdata][0]:
+                    best[storage._cdata] = item.numel(), f"{name}[{index}]" if listed else name, storage
+    return {key: (name, storage) for key, (_, name, storage) in best.items()}

@@ -1,6 +1,5 @@
 """All-reduce by blocks: each rank is the server of one block, and all talk to all at once."""
 
-import torch
 from torch import Tensor
 
 from d2lps.collectives.arguments import divide
@@ -17,7 +16,7 @@ def blockwise(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
     blocks = comm.chunks(data, comm.size)
     mine = blocks[comm.rank]
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]  # everyone begins with another one
-    incoming = [torch.empty_like(mine) for _ in others]
+    incoming = [mine.new_empty(mine.shape) for _ in others]
     comm.step("reduce-scatter")
     comm.exchange([(blocks[dst], dst) for dst in others], zip(incoming, others, strict=True))
     for block in incoming:

@@ -7,7 +7,6 @@ receives more than 2n bytes, however many ranks there are.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from d2lps import cost
@@ -93,7 +92,7 @@ class Seat(NamedTuple):
     def of(cls, rank: int, order: Sequence[int], chunks: Sequence[Tensor]) -> "Seat":
         depth, parent, children = family(order.index(rank), len(order))
         parents = [] if parent is None else [order[parent]]
-        rooms = [torch.empty_like(chunks[0]) for _ in children]  # the first chunk is never smaller than another
+        rooms = [chunks[0].new_empty(chunks[0].shape) for _ in children]  # the first chunk is never smaller than another
         return cls(depth, parents, [order[child] for child in children], chunks, rooms)
 
     def chunk(self, turn: int) -> Sequence[Tensor]:

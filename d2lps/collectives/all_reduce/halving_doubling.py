@@ -1,6 +1,5 @@
 """All-reduce by halves: as few bytes as the ring, in as few steps as a tree."""
 
-import torch
 from torch import Tensor
 
 from d2lps.collectives.arguments import divide, doublings
@@ -22,7 +21,7 @@ def halving_doubling(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
         comm.step("fold out")
         comm.recv(data, comm.rank - core)
         return
-    scratch = torch.empty_like(data)
+    scratch = data.new_empty(data.shape)
     folded = comm.rank + core < comm.size
     if folded:
         comm.step("fold in")
