@@ -12,22 +12,27 @@ from d2lps import aggregate, check, collectives, cost, kvstore, topology
 from d2lps.comm import Communicator, Deadlock, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.launch import run
 from d2lps.result import Run
-from d2lps.simulator import Model, simulate
-from d2lps.topology import Topology
+from d2lps.simulator import Cut, Kill, Model, Narrow, Slow, simulate
+from d2lps.topology import Device, Topology
 from d2lps.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
     "Communicator",
+    "Cut",
     "Deadlock",
+    "Device",
+    "Kill",
     "Mismatch",
     "Model",
+    "Narrow",
     "OutOfMemory",
     "RankDied",
     "RankFailed",
     "RankHung",
     "ReduceOp",
     "Run",
+    "Slow",
     "Topology",
     "Trace",
     "Work",

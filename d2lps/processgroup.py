@@ -54,6 +54,7 @@ class ProcessGroupCommunicator(Communicator):
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. Beside that of a started function, the barrier behind which all are done with it.
         self._engines: list[list[Any]] = []
+        self._stores: list[Any] = []  # connections to the store that no started function uses just now
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class ProcessGroupCommunicator(Communicator):
         made = ProcessGroupCommunicator(
             None, self.device, members, name, self.timeout, self.store, rank, self.backend, self.signatures
         )
-        made._engines = self._engines
+        made._engines, made._stores = self._engines, self._stores
         return made
 
     def connect(self) -> None:
@@ -167,13 +168,18 @@ class ProcessGroupCommunicator(Communicator):
 
     def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
         def work(comm: ProcessGroupCommunicator, *args: Any) -> None:
-            comm.store = own_connection(self.store)  # while one start waits there for the other ranks, another one may
+            # While one start waits there for the other ranks, another one may.
+            try:
+                comm.store = self._stores.pop()
+            except IndexError:
+                comm.store = own_connection(self.store)
             with comm.standing("start"):
                 comm.connect()
             try:
                 function(comm, *args)
             finally:
                 comm._disconnect()
+                self._stores.append(comm.store)
 
         return InThread(beside, work, args)
 

@@ -180,6 +180,16 @@ def _room(signature: str) -> torch.Tensor:
     return torch.zeros(int(length), dtype=getattr(torch, dtype))
 
 
+def store_at(port: int, ranks: int, rank: int, listener: int | None, **options: Any) -> dist.TCPStore:
+    """The store at which ranks of one machine meet: at a port of the loopback interface, where rank 0 listens already."""
+    # In torch 2.6 only the older of its two servers takes a socket that listens.
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+    options |= {"use_libuv": False} if old else {}
+    return dist.TCPStore(
+        "127.0.0.1", port, ranks, rank == 0, wait_for_workers=False, master_listen_fd=listener if rank == 0 else None, **options
+    )
+
+
 def own_connection(store: dist.Store) -> Any:
     """A client of the same store, for one holds a lock while it waits, and all its other users up."""
     if hasattr(store, "clone"):

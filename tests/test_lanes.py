@@ -166,12 +166,26 @@ def test_a_backward_pass_starts_collectives_from_its_hooks() -> None:
     assert run[0][1] == run[1][1] == pytest.approx([3 * grad for grad in alone], rel=1e-5)  # inputs of 1 and of 2
 
 
-def test_ones_communicator_is_not_for_what_one_has_started() -> None:
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("use", [lambda comm: comm.barrier(), lambda comm: all_reduce(comm, torch.ones(3))])
+def test_ones_communicator_is_not_for_what_one_has_started(world: str, use: Callable[[Communicator], None]) -> None:
     def work(comm: Communicator) -> None:
-        comm.start(lambda beside: comm.barrier()).wait()
+        started = comm.start(lambda beside: use(comm))
+        all_reduce(comm, torch.ones(3))
+        started.wait()
 
-    with pytest.raises(RuntimeError, match="belongs to another of its lanes"):
-        simulate(work, star(2, 1e6))
+    with pytest.raises(RuntimeError, match="belongs to another of its rank's lanes"):
+        go(world, work, 2)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_is_started_ends_with_what_it_has_started(world: str) -> None:
+    def work(comm: Communicator) -> float:
+        tensor = torch.ones(1)
+        comm.start(lambda beside: beside.start(all_reduce, tensor)).wait()
+        return tensor.item()
+
+    assert go(world, work, 3) == [3.0] * 3
 
 
 def test_a_deadlock_of_lanes_is_explained() -> None:
@@ -429,10 +443,141 @@ def test_a_rank_that_died_begins_anew() -> None:
     assert run == pytest.approx([1 + 3, 1 + 3])
 
 
+def test_what_a_dead_rank_has_sent_does_not_arrive_and_ends_no_other_wait() -> None:
+    """1 ms a message. Rank 1 dies when half of its own is through; rank 2 sends at 10 ms."""
+
+    def work(comm: Communicator, then: str) -> tuple[float, float]:
+        tensor, other = torch.full((250,), float(comm.rank)), torch.zeros(250)
+        if comm.rank == 1:
+            comm.send(tensor, 0)
+        if comm.rank == 2:
+            comm.sleep(10e-3)
+            if then == "recv":
+                comm.send(tensor, 0)
+        if comm.rank == 0:
+            with pytest.raises(RankDied):
+                comm.exchange([], [(torch.zeros(250), 1), (torch.zeros(250), 3)] if then == "sleep" else [(torch.zeros(250), 1)])
+            if then == "recv":
+                comm.recv(other, 2)
+            elif then == "sleep":
+                comm.sleep(5e-3)
+            else:
+                with comm.compute("x", flops=1e9):  # 3 ms
+                    pass
+        if comm.rank == 3 and then == "sleep":
+            comm.send(tensor, 0)
+        return comm.now(), other.sum().item()
+
+    wanted = {"recv": (11e-3, 500.0), "sleep": (5.5e-3, 0.0), "compute": (3.5e-3, 0.0)}
+    for then, seen in wanted.items():
+        assert simulate(work, chips(4), then, faults=[Kill("gpu1", 0.5e-3)])[0] == pytest.approx(seen), then
+
+
+def test_a_message_that_was_posted_before_its_sender_died_is_not_delivered() -> None:
+    def work(comm: Communicator) -> float:
+        tensor = torch.ones(250)
+        if comm.rank == 1:
+            comm.send(tensor, 0)
+        if comm.rank == 0:
+            posted = comm.irecv(tensor := torch.zeros(250), 1)
+            comm.sleep(5e-3)
+            with pytest.raises(RankDied):
+                posted.wait()
+        return tensor.sum().item()
+
+    assert simulate(work, star(2, 1e6), faults=[Kill("gpu1", 0.5e-3)]) == [0.0, None]
+
+
+def test_the_dead_leave_links_and_devices_to_others() -> None:
+    def work(comm: Communicator) -> float:
+        if comm.rank == 0:
+            with pytest.raises(RankDied):
+                comm.exchange([], [(torch.zeros(250), 1), (torch.zeros(250), 2)])
+            return comm.now()
+        comm.send(torch.ones(250), 0)
+        return comm.now()
+
+    def again(comm: Communicator) -> float:
+        with comm.compute("x", flops=1e9):  # 3 ms
+            pass
+        return comm.now()
+
+    assert simulate(work, star(3, 1e6), faults=[Kill("gpu1", 1e-3)])[2] == pytest.approx(1.5e-3)  # half of it at half of the rate
+    assert simulate(again, chips(1), faults=[Kill("gpu0", 1e-3, until=2e-3)]) == [pytest.approx(5e-3)]
+
+
+@pytest.mark.parametrize("way_out", [BaseException, Exception])
+def test_nobody_survives_his_own_death(way_out: type[BaseException]) -> None:
+    def work(comm: Communicator) -> str:
+        for _ in range(100):
+            try:
+                comm.sleep(1e-3)
+            except way_out:
+                continue
+        return "alive"
+
+    assert simulate(work, star(2, 1e6), faults=[Kill("gpu1", 5e-3)]) == ["alive", None]
+
+
+@pytest.mark.parametrize(
+    ("faults", "seconds"),
+    [
+        ([Cut(("gpu0", "switch"), 0, 2e-3), Cut(("gpu0", "switch"), 1e-3, 4e-3)], 5e-3),
+        ([Narrow(("gpu0", "switch"), 2), Cut(("gpu0", "switch"), 1e-3, 3e-3)], 4e-3),
+        ([Narrow(("gpu0", "switch"), 3), Narrow(("gpu0", "switch"), 2)], 6e-3),
+    ],
+)
+def test_what_is_wrong_with_a_link_adds_up(faults: list[Any], seconds: float) -> None:
+    assert simulate(pass_on, star(2, 1e6), faults=faults) == [pytest.approx(seconds)] * 2
+
+
+def test_a_killed_rank_is_not_said_to_have_returned() -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.recv(torch.ones(1), 2)
+        comm.sleep(1)
+        if comm.rank == 2:
+            comm.recv(torch.ones(1), 0)
+
+    with pytest.raises(RankHung, match="rank 1 was killed"):
+        simulate(work, star(3, 1e6), faults=[Kill("gpu1", 0.5)])
+
+
+def test_testing_for_ever_is_an_error_in_a_world_in_which_time_stands_still_meanwhile() -> None:
+    def work(comm: Communicator) -> None:
+        posted = comm.irecv(torch.ones(1), 1) if comm.rank == 0 else comm.isend(torch.ones(1), 0)
+        while not posted.test():
+            pass
+
+    with pytest.raises(RankHung, match="goes on only while it waits"):
+        simulate(work, star(2, 1e6))
+
+
+def test_a_collective_in_a_block_that_is_counted_costs_the_same_with_and_without_contents() -> None:
+    def work(comm: Communicator) -> float:
+        x = torch.ones(4000, device=comm.device)
+        with comm.compute("x"):
+            all_reduce(comm, x)
+            comm.sendrecv(x, comm.rank ^ 1, torch.empty(4000, device=comm.device), comm.rank ^ 1)
+        return comm.now()
+
+    assert list(simulate(work, chips(2))) == list(simulate(work, chips(2), device="meta"))
+
+
+def test_what_is_started_keeps_the_readers_names() -> None:
+    def work(comm: Communicator) -> None:
+        gradient = torch.ones(4)
+        comm.start(all_reduce, gradient).wait()
+
+    for run in (simulate(work, star(2, 1e6)), d2lps.run(work, 2, trace=True)):
+        assert {buffer.name for buffer in run.trace.buffers if not buffer.scratch} == {"gradient"}
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "told"),
     [
-        (Kill("gpu7", 1), ValueError, "no node 'gpu7'"),
+        (Kill("gpu7", 1), ValueError, "no rank lives on 'gpu7'"),
+        (Slow("switch", 2), ValueError, "no rank lives on 'switch'"),
         (Slow("gpu0", 0), ValueError, "factor=0"),
         (Narrow(("gpu0", "gpu1"), 2), ValueError, "no link"),
         (Cut(("gpu0", "switch"), at=-1), ValueError, "at must be"),

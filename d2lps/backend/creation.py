@@ -14,6 +14,7 @@ from d2lps.backend.operations import Operations
 from d2lps.backend.processgroup import BookProcessGroup
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator
+from d2lps.signatures import store_at
 
 
 def create(options: Any, _: Any = None) -> BookProcessGroup:
@@ -60,8 +61,7 @@ def _store(comm: Communicator) -> dist.Store:
         port += listener.getsockname()[1]
     broadcast(comm, port)
     descriptor = listener.detach() if listener is not None else None
-    where = ("127.0.0.1", int(port), comm.size, comm.rank == 0)
-    return dist.TCPStore(*where, wait_for_workers=False, master_listen_fd=descriptor)
+    return store_at(int(port), comm.size, comm.rank, descriptor)
 
 
 register()

@@ -21,7 +21,7 @@ import torch
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.rank import Rank
 from d2lps.comm.staging import check_writable, stage, unstage
-from d2lps.comm.started import InThread, Started
+from d2lps.comm.started import InThread, Started, check_lane
 from d2lps.comm.work import Transfer, Work
 
 Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
@@ -96,6 +96,7 @@ class Communicator(Rank):
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this."""
+        check_lane(self.lane)
         with self.standing("barrier"):
             self._barrier()
 
@@ -109,6 +110,7 @@ class Communicator(Rank):
         for name, value in (("color", color), ("key", key)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**62):
                 raise ValueError(f"{name} must be None or an integer below 2**62, not {value!r}")
+        check_lane(self.lane)
         with self.standing("split"):
             child = self._split(color, self.rank if key is None else key)
         if child is not None:
@@ -123,20 +125,31 @@ class Communicator(Rank):
         >>> work.wait()                                     # now `gradient` is the sum     # doctest: +SKIP
 
         comm' has the same ranks, and messages of its own: they meet none of this communicator's. The nth start on each rank of
-        a communicator belong together. `wait` raises what the function raised, and so does the end of the rank's own
-        function if nobody has waited. In the trace it has a lane of its own. Costs a thread (a greenlet in a simulation), and
-        over torch.distributed a process group.
+        a communicator belong together. A function ends when all that it has started has ended, and raises what nobody has
+        waited for; `wait` raises what the function raised. Within it only comm' is to be used: RuntimeError otherwise. In the
+        trace it has a lane of its own. Costs a thread (a greenlet in a simulation), and over torch.distributed a process group.
         """
         if not callable(function):
             raise TypeError(f"start needs a function of a communicator, not {function!r}")
+        check_lane(self.lane)
         self._starts += 1
         beside = self._beside(f"{self.name}/start{self._starts}")
         self._hand_down(beside)
-        busy = {started.comm.lane for started in self.started if not started.is_done()}
-        beside.lane = next(lane for lane in range(1, len(busy) + 2) if lane not in busy)
+        beside.started = []
+        beside.lane = next(lane for lane in range(1, len(self.lanes) + 2) if lane not in self.lanes)
+        self.lanes.add(beside.lane)
         if self.recorder:
+            self.recorder.vocabulary.buffers.look_around()
             beside.recorder = self.recorder.beside(beside.lane, getattr(function, "__name__", "function"))
-        started = self._start(beside, function, args)
+
+        def to_its_end(comm: Communicator, *args: Any) -> None:
+            try:
+                function(comm, *args)
+                comm.finish()
+            finally:
+                comm.lanes.discard(comm.lane)
+
+        started = self._start(beside, to_its_end, args)
         self.started.append(started)
         return Work(lambda: self._join(started), started.is_done)
 
@@ -156,11 +169,12 @@ class Communicator(Rank):
         """What a communicator made from this one has from it."""
         child.recorder, child.board, child.debug, child.lane = self.recorder, self.board, self.debug, self.lane
         child.device, child.node, child.generator = self.device, self.node, self.generator
-        child.topology, child.started, child._memory = self.topology, self.started, self._memory
+        child.topology, child.started, child.lanes, child._memory = self.topology, self.started, self.lanes, self._memory
 
     # ---- checks and glue ------------------------------------------------------------------------------------------
 
     def _check_message(self, tensor: torch.Tensor, side: str, peer: int, tag: int) -> None:
+        check_lane(self.lane)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a message is a torch.Tensor, not {type(tensor).__name__}: {tensor!r}")
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:

@@ -14,7 +14,7 @@ from d2lps.comm import ops
 from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.standing import Board, NoBoard, Standing, callers_line
-from d2lps.comm.started import Started
+from d2lps.comm.started import Started, check_lane
 from d2lps.trace.recorder import Recorder
 
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
@@ -39,7 +39,8 @@ class Rank(ABC):
         self.recorder: Recorder | None = None
         self.board: Board = NoBoard()
         self.lane = 0  # 0 is the rank's own thread of control, the others are those of what it has started
-        self.started: list[Started] = []  # by any communicator of this rank, and perhaps not yet waited for
+        self.started: list[Started] = []  # by any communicator of this lane, and perhaps not yet waited for
+        self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
         self._memory: dict[str, Memory] = {}
         self._starts = 0
         self._collective = ""
@@ -150,6 +151,7 @@ class Rank(ABC):
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:
         """Say that the messages of this block belong to a collective; True for the outermost one."""
+        check_lane(self.lane)
         outermost = not self._collective
         label = self.recorder.step if self.recorder else ()
         if outermost:

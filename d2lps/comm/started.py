@@ -6,6 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+_here = threading.local()
+
+
+def check_lane(lane: int) -> None:
+    """Refuse a communicator of another lane in a started function; threads that are nobody's lane may have any."""
+    if getattr(_here, "lane", lane) != lane:
+        told = "this communicator belongs to another of its rank's lanes"
+        raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
+
 
 class Beside(Protocol):
     """What is asked of the communicator that a started function gets."""
@@ -41,6 +50,7 @@ class InThread(Started):
         self._thread.start()
 
     def _live(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        _here.lane = self.comm.lane
         try:
             function(self.comm, *args)
         except BaseException as error:  # of the rank's, who hears of it when it waits

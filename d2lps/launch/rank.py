@@ -25,6 +25,7 @@ from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED
 from d2lps.comm.standing import SharedBoard
 from d2lps.processgroup import ProcessGroupCommunicator
+from d2lps.signatures import store_at
 from d2lps.trace.recorder import Log, Recorder
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -159,15 +160,7 @@ def _join(rank: int, job: Job, listener: int) -> Communicator:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
     patience = timedelta(seconds=max(30.0, 2 * job.timeout))  # ours runs out first, and knows more
-    store = dist.TCPStore(
-        "127.0.0.1",
-        job.store_port,
-        job.ranks,
-        is_master=rank == 0,
-        timeout=patience,
-        wait_for_workers=False,
-        master_listen_fd=listener if rank == 0 else None,
-    )
+    store = store_at(job.store_port, job.ranks, rank, listener, timeout=patience)
     device = _device(job.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

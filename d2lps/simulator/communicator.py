@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from d2lps.comm import Communicator, Mismatch, ReduceOp, Work
 from d2lps.comm.communicator import Addressed
@@ -38,7 +39,8 @@ class SimulatedCommunicator(SimulatedRank):
 
     def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
         if self.task.counting is not None:
-            self.catch_up()
+            with self._uncounted():
+                return self.exchange(sends, receives, tag)
         ends, last = [], self._ends.get
         for tensor, src in receives:
             known = last((False, src, tag))  # round a ring, the same as before but for some
@@ -54,6 +56,7 @@ class SimulatedCommunicator(SimulatedRank):
             self.catch_up()
             for staged, tensor in contents:
                 unstage(staged, tensor)
+        return None
 
     def _end(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> End:
         """One end of a message. A stream that was used before has had its checks; contents are looked at each time."""
@@ -110,11 +113,13 @@ class SimulatedCommunicator(SimulatedRank):
 
         def is_done() -> bool:
             self.catch_up()
+            self.world.scheduler.looked(self.task)
             return message.done or (sends and mailbox.is_buffered(end))
 
         def finish() -> None:
             start = self.now()
             if not is_done():
+                mailbox.check_alive(end)
                 setattr(message, "sender" if sends else "receiver", self.task)
                 self.world.scheduler.block(self.task, (end,))
             if not sends and end[1] is not None:
@@ -129,7 +134,7 @@ class SimulatedCommunicator(SimulatedRank):
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:
-        with super().inside(collective) as outermost:
+        with super().inside(collective) as outermost, self._uncounted():
             try:
                 yield outermost
             except Exception:  # when its time has come
@@ -137,6 +142,20 @@ class SimulatedCommunicator(SimulatedRank):
                 raise
             if outermost:
                 self.catch_up()
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """What a collective does with tensors is priced by the model, whether they have contents or not."""
+        if self.task.counting is None:
+            yield
+            return
+        self.catch_up()
+        counting, self.task.counting = self.task.counting, None
+        try:
+            with disable_current_modes():
+                yield
+        finally:
+            self.task.counting = counting
 
     def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
         if self.recorder is not None or not tensor.is_meta:

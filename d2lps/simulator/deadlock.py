@@ -14,12 +14,14 @@ from d2lps.simulator.scheduler import Task
 
 def explain_standstill(tasks: Sequence[Task], reason: str) -> RankHung:
     """The exception that says what each rank waits for, at which line, and in what circle."""
-    return explain([_state(task) for task in tasks], reason)
+    standing = [task for task in tasks if task.ended is None]
+    left = {task.rank: task for task in tasks if task.ended is not None and task.rank not in {task.rank for task in standing}}
+    return explain([_state(task) for task in sorted([*standing, *left.values()], key=lambda task: task.rank)], reason)
 
 
 def _state(task: Task) -> State:
     if task.ended is not None:
-        return State(task.rank, None, "has returned")
+        return State(task.rank, None, "was killed" if task.killed else "has returned")
     call, group, peer, tag, nbytes = _waits_for(task)
     comm = task.groups.get(group) or next(iter(task.groups.values()))
     return State(task.rank, Standing(call, peer, tag, nbytes, comm._collective, comm.members, *_line(task), 0.0))

@@ -64,8 +64,10 @@ class Narrow:
 Fault = Kill | Slow | Cut | Narrow
 
 
-def check(faults: Sequence[Fault], topology: Topology) -> None:
-    """Name the fault that can't happen to this cluster."""
+def check(faults: Sequence[Fault], topology: Topology, nodes: Sequence[Hashable]) -> None:
+    """Name the fault that can't happen to this cluster, with ranks on these nodes."""
+    if not isinstance(faults, list | tuple):
+        raise TypeError(f"faults must be a list of Kill, Slow, Cut and Narrow, not {faults!r}")
     for fault in faults:
         if not isinstance(fault, Fault):
             raise TypeError(f"faults must be Kill, Slow, Cut or Narrow, not {fault!r}")
@@ -73,8 +75,8 @@ def check(faults: Sequence[Fault], topology: Topology) -> None:
             raise ValueError(f"{fault}: at must be a time from 0 up, in seconds, and until a later one")
         if isinstance(fault, Slow | Narrow) and not 0 < fault.factor < math.inf:
             raise ValueError(f"{fault}: factor={fault.factor!r} is not a number above 0")
-        if isinstance(fault, Kill | Slow) and fault.node not in topology.nodes:
-            raise ValueError(f"{fault}: {topology.name} has no node {fault.node!r}")
+        if isinstance(fault, Kill | Slow) and fault.node not in nodes:
+            raise ValueError(f"{fault}: no rank lives on {fault.node!r}")
         if isinstance(fault, Cut | Narrow) and not cables(fault.link, topology):
             raise ValueError(f"{fault}: {topology.name} has no link {fault.link!r}")
 

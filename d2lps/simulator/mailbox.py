@@ -55,6 +55,8 @@ class Message(Flow):
             content.copy_(self.outgoing[1])
         self.done = True
         mailbox, sent = self.mailbox, self.outgoing
+        if mailbox.under_way is not None:
+            mailbox.under_way.discard(self)
         if mailbox.recording is not None:
             notes = sent[4], self.incoming[4]
             self.row = mailbox.recording.arrived(sent[0].number, sent[2], mailbox.network.now, *notes)
@@ -91,6 +93,7 @@ class Mailbox:
         self.eager = model.eager
         self.careful = bool(model.eager or recording is not None)
         self.streams: dict[Key, Stream] = {}
+        self.under_way: set[Message] | None = None  # kept where ranks are going to die
         self._sizes: dict[int, int] = {}
         self.dead: dict[int, str] = {}  # rank -> how it died
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
@@ -147,11 +150,14 @@ class Mailbox:
 
     def _look_at(self, end: End) -> None:
         """What most simulations have no need of: is the other rank alive, and when was this posted?"""
+        self.check_alive(end)
+        if end[4] is not None:
+            end[4][POSTED] = self.network.now
+
+    def check_alive(self, end: End) -> None:
         for rank in end[0].key[1:3] if self.dead else ():
             if rank in self.dead:
                 raise RankDied(self.dead[rank])
-        if end[4] is not None:
-            end[4][POSTED] = self.network.now
 
     def _send_eagerly(self, end: End) -> Message:
         stream, content, nbytes, dtype, note, _ = end
@@ -166,25 +172,43 @@ class Mailbox:
             message = Buffered(self)
             message.outgoing = copied
             stream.sends.append(message)
+            if self.under_way is not None:
+                self.under_way.add(message)
             self.network.send(message, stream.links, stream.latency, nbytes, stream.bandwidth)
         return message
 
     def lost(self, rank: int, how: str, scheduler: Scheduler) -> None:
-        """A rank has died: what it has posted is no more, and who waits for a message of its hears of it."""
+        """A rank has died: what it has posted, and what was under way to it or from it, is no more; who waits for that hears
+        of it, and waits for nothing else that it had posted together with it."""
         self.dead[rank], self.careful = how, True
         for stream in self.streams.values():
             if rank in stream.key[1:3]:
                 stream.sends, stream.recvs = [], []
+        for message in [message for message in self.under_way or () if rank in message.outgoing[0].key[1:3]]:
+            self.under_way.discard(message)  # type: ignore[union-attr]
+            self.network.cancel(message)
         for task in scheduler.tasks:
-            ends = [end for end in task.waiting_for if isinstance(end, tuple)]
+            ends = [end for end in task.waiting_for if isinstance(end, tuple)] if task.wanted > 0 else []
             if task.rank != rank and any(rank in end[0].key[1:3] for end in ends):
+                self._let_go(task)
                 scheduler.fail(task, RankDied(how))
+
+    def _let_go(self, task: Task) -> None:
+        """Whatever arrives from now on is not what this task waits for."""
+        posted = [message for stream in self.streams.values() for message in (*stream.sends, *stream.recvs)]
+        for message in (*posted, *(self.under_way or ())):
+            if message.sender is task:
+                message.sender = None
+            if message.receiver is task:
+                message.receiver = None
 
     def _depart(self, message: Message) -> None:
         """Both ends are there, and speak of the same: the bytes set out."""
         stream, _, nbytes, dtype, _, _ = message.outgoing
         if nbytes != message.incoming[2] or dtype is not message.incoming[3]:
             check(message)
+        if self.under_way is not None:
+            self.under_way.add(message)
         self.network.send(message, stream.links, stream.latency, nbytes, stream.bandwidth)
 
 

@@ -74,6 +74,15 @@ class Network:
         else:
             self._schedule(flow, time)
 
+    def cancel(self, flow: Flow) -> None:
+        """It never arrives, and leaves its links to the others."""
+        began, flow.end = flow.rate >= 0, -1.0
+        touched = []
+        for link in flow.route if began else ():
+            if self.flows_on[link].pop(flow, flow) is None:
+                touched.append(link)
+        self._solve(self._connected(touched))
+
     def call_at(self, time: float, function: Callable[[], None]) -> None:
         """An alarm clock."""
         self.send(Alarm(function), (), time - self.now, 0, 0.0)

@@ -17,11 +17,14 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch.utils._python_dispatch import _disable_current_modes
 
+from d2lps.comm import RankHung
+from d2lps.simulator import saving
 from d2lps.simulator.network import Flow, Network
+
+_MOST_LOOKS = 10_000
 
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 _is_inference_mode_enabled, _is_any_autocast_enabled = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
-_hooks, _push_hooks = torch._C._autograd._top_saved_tensors_default_hooks, torch._C._autograd._push_saved_tensors_default_hooks
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -34,9 +37,12 @@ class Task:
         "device",
         "ended",
         "error",
+        "flow",
         "go_on",
         "greenlet",
         "groups",
+        "killed",
+        "looks",
         "pause",
         "rank",
         "result",
@@ -52,6 +58,9 @@ class Task:
         self.counting: Any = None  # what it computes, while that is counted
         self.script: Any = None  # what it will do next, where it has said so (see script.py)
         self.greenlet: Any = None
+        self.flow: Busy | None = None  # what it computes, while it does
+        self.killed = False
+        self.looks = 0.0, 0  # when it has last tested for something, and how often at that time
         self.wanted = 0  # how many things must happen before it goes on
         self.waiting_for: Any = ""  # those: a word, (a meeting, of whom), or an exchange: the ends of messages in and out
         self.ended: float | None = None
@@ -71,6 +80,7 @@ class Busy(Flow):
         self.scheduler, self.task = scheduler, task
 
     def arrived(self) -> None:
+        self.task.flow = None
         self.scheduler.happened(self.task)
 
 
@@ -96,6 +106,8 @@ class Scheduler:
             except BaseException as error:
                 task.error = error
                 self.failed |= ended is None
+            if task.killed:
+                task.result = None  # whatever it has made of its end
             task.ended = self.network.now
             if ended is not None:
                 ended()
@@ -120,8 +132,10 @@ class Scheduler:
     def block(self, task: Task, waiting_for: Any = None) -> None:
         """Called by a task: go on when `happened` has been called for it (as often as `task.wanted` says, if that is given)."""
         if task.backward is None and getcurrent() is not task.greenlet:
-            told = f"rank {task.rank} waits in a communicator that belongs to another of its lanes"
+            told = f"rank {task.rank}: this communicator belongs to another of its rank's lanes"
             raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
+        if task.killed:
+            raise GreenletExit
         if waiting_for is not None:
             task.waiting_for, task.wanted = waiting_for, 1
         step_aside(task.pause)
@@ -146,17 +160,28 @@ class Scheduler:
             task.error, task.wanted, task.go_on = error, 0, task.greenlet.switch
             self.ready.append(task)
 
-    def busy(self, task: Task, seconds: float) -> Busy:
+    def looked(self, task: Task) -> None:
+        """A task asks whether something has happened; if it does nothing else, nothing ever will."""
+        now = self.network.now
+        task.looks = (now, task.looks[1] + 1 if task.looks[0] == now else 1)
+        if task.looks[1] > _MOST_LOOKS:
+            told = f"rank {task.rank} has tested {_MOST_LOOKS:,} times at {now:.6g} s of virtual time"
+            raise RankHung(f"{told}, which goes on only while it waits, sleeps or computes")
+
+    def busy(self, task: Task, seconds: float) -> None:
         """Let a task's device compute for so long; `happened` when it has."""
-        flow = Busy(self, task)
-        self.network.send(flow, (task.device,), 0.0, seconds, 1.0)
-        return flow
+        task.flow = Busy(self, task)
+        self.network.send(task.flow, (task.device,), 0.0, seconds, 1.0)
 
     def end(self, task: Task) -> None:
         """End a task where it stands."""
-        task.wanted = -1  # whatever happens to it now comes too late
+        task.killed, task.wanted = True, -1  # whatever happens to it now comes too late
+        if task.flow is not None:
+            self.network.cancel(task.flow)
         if task.ended is None and task.greenlet:
             task.greenlet.throw()
+        elif task.ended is None:
+            task.ended = self.network.now  # it had not begun
 
     def kill(self) -> None:
         """End what still hangs, so that no greenlet outlives the simulation with its references."""
@@ -166,7 +191,7 @@ class Scheduler:
 
 def step_aside(pause: Callable[[], Any]) -> None:
     """Let others go on, in none of the modes that this rank is in."""
-    modes = _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or _hooks(True)
+    modes = _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or saving.top(True)
     if _is_grad_enabled() and not modes:
         pause()
     else:
@@ -182,15 +207,15 @@ def _neutral() -> Iterator[None]:
         torch.set_autocast_enabled("cpu", False)
         torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
-    while (pair := _hooks(True)) is not None:
+    while (pair := saving.top(True)) is not None:
         hooks.append(pair)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        saving.pop()
     try:
         with torch.inference_mode(False), _disable_current_modes():
             yield
     finally:
         for pair in reversed(hooks):
-            _push_hooks(*pair)
+            saving.push(*pair)
         if autocast:
             torch.autocast_increment_nesting()
             torch.set_autocast_enabled("cpu", True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from d2lps.simulator import faults as harm
 from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
-from d2lps.simulator.faults import Cut, Fault, Kill, Narrow
+from d2lps.simulator.faults import Cut, Fault, Kill, Narrow, Slow
 from d2lps.simulator.mailbox import Mailbox
 from d2lps.simulator.meetings import Meetings
 from d2lps.simulator.model import Model
@@ -65,7 +66,7 @@ def simulate(
         raise TypeError(f"simulate needs a function of a communicator, not {function!r}")
     if device not in ("cpu", "meta"):
         raise ValueError(f"device={device!r} is unknown: choose 'cpu' or 'meta'")
-    harm.check(faults, topology)
+    harm.check(faults, topology, nodes)
     simulation = _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug)
     return simulation.run(function, args, faults)
 
@@ -99,6 +100,7 @@ class _Simulation:
         computing = {node: network.add_link(1.0) for node in dict.fromkeys(nodes)}
         self.world = World(topology, nodes, device, network, scheduler, mailbox, Meetings(scheduler), computing, {}, {})
         self.debug = debug
+        self.harmed: dict[int, list[Slow | Cut | Narrow]] = {}  # by link: what is wrong with it
         self.comms = [self._communicator(rank) for rank in range(len(nodes))]
 
     def _communicator(self, rank: int) -> SimulatedCommunicator:
@@ -140,25 +142,26 @@ class _Simulation:
 
     def _expect(self, fault: Fault) -> None:
         """Let a fault begin and end at its times."""
-        network, topology = self.world.network, self.world.topology
+        network = self.world.network
         if isinstance(fault, Kill):
+            self.world.mailbox.under_way = set()
             begin, end = (lambda: self._kill(fault.node)), (lambda: self._revive(fault.node))
         else:
-            links = harm.cables(fault.link, topology) if isinstance(fault, Cut | Narrow) else [self.world.computing[fault.node]]
-            factor = 0.0 if isinstance(fault, Cut) else 1 / fault.factor
-            whole = [network.bandwidth[link] for link in links]
-
-            def begin() -> None:
-                for link, bandwidth in zip(links, whole, strict=True):
-                    network.change(link, bandwidth * factor)
-
-            def end() -> None:
-                for link, bandwidth in zip(links, whole, strict=True):
-                    network.change(link, bandwidth)
-
+            begin, end = (lambda: self._harm(fault, True)), (lambda: self._harm(fault, False))
         network.call_at(fault.at, begin)
         if fault.until is not None:
             network.call_at(fault.until, end)
+
+    def _harm(self, fault: Slow | Cut | Narrow, begins: bool) -> None:
+        """What a link, or a device, is left with by all the faults that it has at this time."""
+        world = self.world
+        links = [world.computing[fault.node]] if isinstance(fault, Slow) else harm.cables(fault.link, world.topology)
+        for link in links:
+            present = self.harmed.setdefault(link, [])
+            present.append(fault) if begins else present.remove(fault)
+            whole = world.topology.bandwidth[link] if link < len(world.topology.links) else 1.0
+            factors = [0.0 if isinstance(other, Cut) else 1 / other.factor for other in present]
+            world.network.change(link, math.prod(factors, start=whole))
 
     def _kill(self, node: Hashable) -> None:
         world = self.world

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from d2lps.comm import Communicator, ReduceOp, ops
 from d2lps.comm.memory import Memory
@@ -57,7 +58,8 @@ class SimulatedRank(Communicator):
         self._check_pair("combine", into, other)
         if not into.is_meta:
             self.catch_up()
-            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
+            with disable_current_modes() if self.task.counting else nullcontext():
+                ops.apply(op, into.detach(), other.detach().reshape(into.shape))
         gamma = self.mailbox.model.per_combined_byte
         if self.recorder is not None or gamma:
             self._happens(ops.op_name(op), into, other, gamma * other.nbytes)
@@ -66,7 +68,8 @@ class SimulatedRank(Communicator):
         self._check_pair("copy", into, other)
         if not into.is_meta:
             self.catch_up()
-            into.detach().copy_(other.detach().reshape(into.shape))
+            with disable_current_modes() if self.task.counting else nullcontext():
+                into.detach().copy_(other.detach().reshape(into.shape))
         if self.recorder is not None:
             self._happens("COPY", into, other, 0.0)
 

@@ -48,13 +48,17 @@ class Buffers:
     def _number(self, rank: int, storage: torch.UntypedStorage, itemsize: int) -> int:
         key = storage._cdata
         if key not in self._names:  # all that can be seen from here are looked up at once: a list may hold a thousand
-            self._names.update(_variables())
+            self.look_around()
         name, scratch, _ = self._names.get(key, ("", True, None))
         with _new:
             if key not in self._numbers:
                 self._numbers[key] = len(self.seen), StorageWeakRef(storage)
                 self.seen.append(Buffer(rank, name, storage.nbytes(), itemsize, scratch))
         return self._numbers[key][0]
+
+    def look_around(self) -> None:
+        """Learn the names of what the callers' variables hold: what is started now will not see them."""
+        self._names = _variables() | self._names  # whoever has known it first knows it best
 
     def __getstate__(self) -> list[Buffer]:
         return self.seen  # on its way to another process, nothing more will be added

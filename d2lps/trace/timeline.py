@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -69,8 +69,15 @@ def _arrows(ax: Axes, trace: Tables, used: np.ndarray, scale: float) -> None:
     """Lines rather than arrows where there are thousands: their heads would cover everything."""
     m = trace.messages
     tails, tips = (_height(used, m[end], m[f"{end}_lane"]).tolist() for end in ("src", "dst"))
-    style: dict[str, Any] = {"arrowstyle": "-|>" if len(trace) <= 200 else "-", "color": COLORS["moving"], "linewidth": 0.8}
-    for start, tail, end, tip in zip(m["start"] / scale, tails, m["end"] / scale, tips, strict=True):
-        ax.annotate("", xy=(end, tip), xytext=(start, tail), arrowprops=style | {"shrinkA": 0, "shrinkB": 0})
+    ends = zip(m["start"] / scale, tails, m["end"] / scale, tips, strict=True)
+    if len(trace) > 200:
+        from matplotlib.collections import LineCollection
+
+        lines = [((start, tail), (end, tip)) for start, tail, end, tip in ends]
+        ax.add_collection(LineCollection(lines, colors=COLORS["moving"], linewidths=0.8), autolim=False)
+    else:
+        style = {"arrowstyle": "-|>", "color": COLORS["moving"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+        for start, tail, end, tip in ends:
+            ax.annotate("", xy=(end, tip), xytext=(start, tail), arrowprops=style)
     if len(trace):
         ax.plot([], [], color=COLORS["moving"], label="message")

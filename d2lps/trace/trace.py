@@ -70,8 +70,10 @@ class Trace(Tables):
         return len(np.unique(self.replay.round_of[touched]))
 
     def time_waiting(self) -> np.ndarray:
-        """Seconds that each rank spent in waits, by rank."""
-        return np.bincount(self.waits["rank"], self.waits["end"] - self.waits["start"], self.ranks)
+        """Seconds that each rank's own thread of control spent in waits, by rank."""
+        own = self.waits["lane"] == 0
+        seconds = (self.waits["end"] - self.waits["start"])[own]
+        return np.bincount(self.waits["rank"][own], seconds, self.ranks)
 
     def summary(self) -> str:
         """A small table: per rank, the messages and bytes that it sent and received, and the rounds it took part in."""
@@ -90,7 +92,7 @@ class Trace(Tables):
         return Replay(self)
 
     def timeline(self, ax: Axes | None = None) -> Axes:
-        """Draw one lane a rank: messages as arrows, waiting and arithmetic as bars."""
+        """Draw each rank and what goes on beside it: messages as arrows, computing, waiting and arithmetic as bars."""
         return timeline.draw(self, ax)
 
     def perfetto(self) -> dict[str, Any]:
