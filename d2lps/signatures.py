@@ -195,6 +195,8 @@ def own_connection(store: dist.Store) -> Any:
     if hasattr(store, "clone"):
         return store.clone()
     prefixes: list[str] = []
+    if isinstance(store, dist.PrefixStore) and not hasattr(store, "prefix"):
+        return store  # torch 2.6 does not tell the prefix: there, they do wait for one another
     while isinstance(store, dist.PrefixStore):
         prefixes, store = [store.prefix, *prefixes], store.underlying_store  # type: ignore[attr-defined]
     client: Any = dist.TCPStore(store.host, store.port, is_master=False) if isinstance(store, dist.TCPStore) else store
