@@ -60,7 +60,8 @@ class Coordinator:
         self.finishing = True
         for node in self.serving:
             self._tell(node, b"finish")
-        self._until(lambda: all(node.report is not None for node in self.serving), "all servers had reported")
+        # A report comes by a pipe, and may overtake the last word, which comes by a socket, with the monitor's last numbers.
+        self._until(lambda: all(node.over and node.report is not None for node in self.serving), "all servers had reported")
         return [node.report for node in self.serving if node.report is not None]
 
     def end(self) -> None:
@@ -115,6 +116,8 @@ class Coordinator:
             self._announce()
         elif word == b"measured" and self.monitor is not None and node in self.serving:
             self.monitor.heard(self.serving.index(node), text)
+        elif word == b"over":
+            node.over = True
         elif word == b"deposed":
             self.say(f"node {node.number} is no server any more: {text}")
 

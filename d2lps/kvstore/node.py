@@ -29,6 +29,7 @@ class Node:
         self.starts = self.failed = 0  # how often it was started, and since it was last ready
         self.asked: float | None = None  # when it was asked something that it has not answered
         self.report: ServerReport | None = None
+        self.over = False  # it has said its last word
 
     @property
     def alive(self) -> bool:

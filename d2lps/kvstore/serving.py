@@ -191,7 +191,9 @@ class Serving:
             word, *parts = self.control.recv_multipart()
             if word in (b"measure", b"finish"):
                 self.tell(b"measured", self.meter.said(self.report, self.server.seen))
-                self.over |= word == b"finish"
+                if word == b"finish":
+                    self.tell(b"over")
+                    self.over = True
             elif word == b"ping":
                 self.tell(b"pong")
             elif word == b"alone" and self.backup is not None:
