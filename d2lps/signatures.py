@@ -26,6 +26,7 @@ _LONG = 0.2  # seconds between two looks at what is waited for; what is older th
 _CODE = 15  # bits of gloo's 31 that say what a message is; a tag that needs more than the others is a code altogether
 _STATEMENT = 512  # bytes of a statement that ranks compare; a longer one ends in its hash
 _ENDS = ("send", "recv")
+_NOTHING = "?"  # what a store gives for a key that it has not, if it is asked to put this in the place of this
 
 Stream = tuple[str, str, int, int, int]  # which end ("send", "recv"), group, source and destination in the run, tag
 Post = Callable[[torch.Tensor, int], Any]
@@ -127,8 +128,9 @@ class Message:
                 self._told = True
                 store.set(self._key(end), self.signature)
             there = self._key(_ENDS[1 - _ENDS.index(end)])
-            if not self._other and store.check([there]):
-                self._other = store.get(there).decode()
+            # Not `check` and then `get`: between the two the other end may be done, and delete it, and `get` waits for ever.
+            if not self._other and (other := store.compare_set(there, _NOTHING, _NOTHING).decode()) != _NOTHING:
+                self._other = other
                 if self._other != self.signature and self.patience is None:
                     self.signatures.keep(self.post(_room(self._other), self._coded(self._other)))
 
