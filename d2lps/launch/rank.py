@@ -77,6 +77,8 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, me
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
     np.random.seed()  # a fork copies numpy's state: without this, all ranks would draw the same numbers
     torch.manual_seed(SEED)
+    # A fork spoils torch's pool of threads; the first who asks for it makes another one, and two at a time would fail.
+    torch.set_num_threads(torch.get_num_threads())
     caller = Connection(control)
     job: Job = pickle.loads(caller.recv_bytes())
     program = caller.recv_bytes()
