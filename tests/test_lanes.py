@@ -473,6 +473,23 @@ def test_what_a_dead_rank_has_sent_does_not_arrive_and_ends_no_other_wait() -> N
         assert simulate(work, chips(4), then, faults=[Kill("gpu1", 0.5e-3)])[0] == pytest.approx(seen), then
 
 
+def test_an_exchange_that_is_refused_ends_no_other_wait() -> None:
+    """Rank 2's message comes at 6 ms: long after rank 0 has given up the exchange that it was to be part of."""
+
+    def work(comm: Communicator) -> float:
+        if comm.rank == 2:
+            comm.sleep(5e-3)
+            comm.send(torch.ones(250), 0)
+        if comm.rank == 0:
+            comm.sleep(2e-3)
+            with pytest.raises(RankDied):
+                comm.exchange([], [(torch.zeros(250), 2), (torch.zeros(250), 1)])
+            comm.sleep(10e-3)
+        return comm.now()
+
+    assert simulate(work, star(3, 1e6), faults=[Kill("gpu1", 1e-3)])[0] == pytest.approx(12e-3)
+
+
 def test_a_message_that_was_posted_before_its_sender_died_is_not_delivered() -> None:
     def work(comm: Communicator) -> float:
         tensor = torch.ones(250)

@@ -190,13 +190,13 @@ class Mailbox:
         for task in scheduler.tasks:
             ends = [end for end in task.waiting_for if isinstance(end, tuple)] if task.wanted > 0 else []
             if task.rank != rank and any(rank in end[0].key[1:3] for end in ends):
-                self._let_go(task)
+                self.let_go(task)
                 scheduler.fail(task, RankDied(how))
 
-    def _let_go(self, task: Task) -> None:
+    def let_go(self, task: Task) -> None:
         """Whatever arrives from now on is not what this task waits for."""
         posted = [message for stream in self.streams.values() for message in (*stream.sends, *stream.recvs)]
-        for message in (*posted, *(self.under_way or ())):
+        for message in (*posted, *(flow for flow in self.network.flows() if isinstance(flow, Message))):
             if message.sender is task:
                 message.sender = None
             if message.receiver is task:

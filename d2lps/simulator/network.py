@@ -74,6 +74,10 @@ class Network:
         else:
             self._schedule(flow, time)
 
+    def flows(self) -> list[Flow]:
+        """All that are to arrive: on their way, before their latency is over, or standing still."""
+        return [flow for flows in (*self._at.values(), *self.flows_on) for flow in flows]
+
     def cancel(self, flow: Flow) -> None:
         """It never arrives, and leaves its links to the others."""
         began, flow.end = flow.rate >= 0, -1.0

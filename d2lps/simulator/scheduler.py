@@ -62,7 +62,7 @@ class Task:
         self.killed = False
         self.looks = 0.0, 0  # when it has last tested for something, and how often at that time
         self.wanted = 0  # how many things must happen before it goes on
-        self.waiting_for: Any = ""  # those: a word, (a meeting, of whom), or an exchange: the ends of messages in and out
+        self.waiting_for: Any = ""  # those: a word, (a meeting, of whom), or the ends of an exchange
         self.ended: float | None = None
         self.result: Any = None
         self.error: BaseException | None = None  # what it ended with; before that, what its wait will end with

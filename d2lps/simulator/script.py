@@ -84,5 +84,6 @@ class Script:
                     return
         except Exception as error:  # the rank's own
             self._error = error
+            mailbox.let_go(task)
         task.go_on = task.greenlet.switch
         task.go_on()
