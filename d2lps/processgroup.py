@@ -6,8 +6,9 @@ them the book's vocabulary; every byte is moved by torch's own engine.
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from d2lps.comm import Communicator, Mismatch, ReduceOp
-from d2lps.comm.started import InThread
+from d2lps.comm import Communicator, ReduceOp
+from d2lps.comm.statements import packed
 from d2lps.comm.work import Transfer
-from d2lps.signatures import Signatures, by_statement, fixed, own_connection
+from d2lps.signatures import Signatures, own_connection
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -50,7 +51,6 @@ class ProcessGroupCommunicator(Communicator):
         self.store: Any = store or dist.distributed_c10d._get_default_store()
         self.signatures = signatures or Signatures(self.store)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
-        self._splits = 0
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. Beside that of a started function, the barrier behind which all are done with it.
         self._engines: list[list[Any]] = []
@@ -92,21 +92,13 @@ class ProcessGroupCommunicator(Communicator):
             yield
         self._posting = None
 
-    def agree(self, statement: str) -> None:
-        with self.standing("agree"):
-            rows = self._gather_rows(torch.frombuffer(bytearray(fixed(statement.encode())), dtype=torch.uint8))
-        said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-        if len(set(said)) > 1:
-            raise Mismatch("the ranks disagree: " + by_statement(said, self.members))
+    # ---- together -------------------------------------------------------------------------------------------------
 
-    def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """The small tensor of every rank, by rank; moved by torch, outside the trace."""
-        mine = mine.to(self._wire())
+    def _tell(self, call: str, word: Any) -> list[Any]:
+        mine = torch.frombuffer(bytearray(packed(word)), dtype=torch.uint8).to(self._wire())
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         self.group.allgather([rows], [mine]).wait()
-        return [row.cpu() for row in rows]
-
-    # ---- together -------------------------------------------------------------------------------------------------
+        return [json.loads(bytes(row.tolist())) for row in rows]
 
     def _barrier(self) -> None:
         self.group.barrier(self._barrier_options()).wait()
@@ -129,59 +121,36 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
-    def _split(self, color: int | None, key: int) -> ProcessGroupCommunicator | None:
-        rows = self._gather_rows(torch.tensor([color is not None, color or 0, key]))
-        self._splits += 1
-        if color is None:
-            return None
-        chosen = [(int(row[2]), rank) for rank, row in enumerate(rows) if row[0] and row[1] == color]
-        child = self._child([rank for _, rank in sorted(chosen)], f"{self.name}/{self._splits}.{color}")
-        child.connect()
-        return child
-
-    def _child(self, ranks: Sequence[int], name: str) -> ProcessGroupCommunicator:
-        """A communicator of some of these ranks, yet to be connected."""
+    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> ProcessGroupCommunicator:
         members, rank = [self.members[each] for each in ranks], ranks.index(self.rank)
         made = ProcessGroupCommunicator(
             None, self.device, members, name, self.timeout, self.store, rank, self.backend, self.signatures
         )
         made._engines, made._stores = self._engines, self._stores
+        if beside:
+            made.store = None  # one of its own: while this start waits there for the other ranks, another one may
         return made
 
     def connect(self) -> None:
         """Make the engine, as every rank of the group does."""
+        if self.store is None:
+            try:
+                self.store = self._stores.pop()
+            except IndexError:
+                self.store = own_connection(self.signatures.store)
         store = dist.PrefixStore(f"engine of {self.name}", self.store)
         self.group = connect(self.backend, store, self.rank, self.size, timedelta(seconds=self.timeout))
         self._engines.append([self.group])
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
         """Let go of the engine as soon as all ranks do."""
+        self._stores.append(self.store)
         self._engines.remove([self.group])
         self._engines.append([self.group, self.group.barrier(self._barrier_options())])
         self.group = None
         for ended in [each for each in self._engines if each[1:] and each[1].is_completed()]:
             with suppress(ValueError):  # another thread has let go of it
                 self._engines.remove(ended)
-
-    def _beside(self, name: str) -> ProcessGroupCommunicator:
-        return self._child(range(self.size), name)
-
-    def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
-        def work(comm: ProcessGroupCommunicator, *args: Any) -> None:
-            # While one start waits there for the other ranks, another one may.
-            try:
-                comm.store = self._stores.pop()
-            except IndexError:
-                comm.store = own_connection(self.store)
-            with comm.standing("start"):
-                comm.connect()
-            try:
-                function(comm, *args)
-            finally:
-                comm._disconnect()
-                self._stores.append(comm.store)
-
-        return InThread(beside, work, args)
 
 
 def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -8,12 +8,11 @@ compare, let each other go, and raise Mismatch.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 import weakref
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ from d2lps.comm.explain import mismatch
 
 _LONG = 0.2  # seconds between two looks at what is waited for; what is older than that is compared
 _CODE = 15  # bits of gloo's 31 that say what a message is; a tag that needs more than the others is a code altogether
-_STATEMENT = 512  # bytes of a statement that ranks compare; a longer one ends in its hash
 _ENDS = ("send", "recv")
 _NOTHING = "?"  # what a store gives for a key that it has not, if it is asked to put this in the place of this
 
@@ -205,25 +203,3 @@ def own_connection(store: dist.Store) -> Any:
     for prefix in prefixes:
         client = dist.PrefixStore(prefix, client)
     return client
-
-
-# ---- what ranks say when they compare their calls ----------------------------------------------------------------------
-
-
-def fixed(text: bytes) -> bytes:
-    """Bytes of a fixed length, so that ranks with different statements can still exchange them."""
-    if len(text) > _STATEMENT:
-        text = text[: _STATEMENT - 40] + hashlib.sha1(text).hexdigest().encode()
-    return text.ljust(_STATEMENT, b"\0")
-
-
-def by_statement(said: list[str], members: list[int]) -> str:
-    """`rank 2 calls broadcast(src=1); ranks 0, 1, 3 call broadcast(src=0)`: the few first."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for rank, statement in enumerate(said):
-        groups[statement].append(members[rank])
-    parts = []
-    for statement, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1])):
-        who = f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
-        parts.append(f"{who} {statement}")
-    return "; ".join(parts)

@@ -12,16 +12,18 @@ end of the class. The rules are the same in all of them:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from d2lps.comm.errors import Mismatch
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.rank import Rank
 from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.started import InThread, Started, check_lane
+from d2lps.comm.statements import by_statement
 from d2lps.comm.work import Transfer, Work
 
 Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
@@ -100,6 +102,13 @@ class Communicator(Rank):
         with self.standing("barrier"):
             self._barrier()
 
+    def agree(self, statement: str) -> None:
+        """Raise Mismatch on every rank unless all ranks make the same statement."""
+        with self.standing("agree"):
+            said = self._tell("agree", statement)
+        if len(set(said)) > 1:
+            raise Mismatch("the ranks disagree: " + by_statement(said, self.members))
+
     # ---- groups and time ------------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
@@ -112,9 +121,14 @@ class Communicator(Rank):
                 raise ValueError(f"{name} must be None or an integer below 2**62, not {value!r}")
         check_lane(self.lane)
         with self.standing("split"):
-            child = self._split(color, self.rank if key is None else key)
-        if child is not None:
+            wishes = self._tell("split", (color, self.rank if key is None else key))
+            self._splits += 1
+            if color is None:
+                return None
+            ordered = sorted((wish[1], rank) for rank, wish in enumerate(wishes) if wish[0] == color)
+            child = self._child([rank for _, rank in ordered], f"{self.name}/{self._splits}.{color}")
             self._hand_down(child)
+            child.connect()
         return child
 
     def start(self, function: Callable[..., Any], *args: Any) -> Work:
@@ -133,7 +147,7 @@ class Communicator(Rank):
             raise TypeError(f"start needs a function of a communicator, not {function!r}")
         check_lane(self.lane)
         self._starts += 1
-        beside = self._beside(f"{self.name}/start{self._starts}")
+        beside = self._child(range(self.size), f"{self.name}/start{self._starts}", beside=True)
         self._hand_down(beside)
         beside.started = []
         beside.lane = next(lane for lane in range(1, len(self.lanes) + 2) if lane not in self.lanes)
@@ -221,19 +235,25 @@ class Communicator(Rank):
         raise NotImplementedError
 
     @abstractmethod
-    def _barrier(self) -> None: ...
+    def _tell(self, call: str, word: Any) -> list[Any]:
+        """What every rank of the group says with the same call ("barrier", "split", "agree"), by rank; outside the trace."""
+
+    def _barrier(self) -> None:
+        self._tell("barrier", None)
 
     @abstractmethod
-    def _split(self, color: int | None, key: int) -> Communicator | None: ...
+    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> Communicator:
+        """A communicator of some of these ranks whose messages meet none of this one's; must not wait for the others.
 
-    @abstractmethod
-    def _beside(self, name: str) -> Communicator:
-        """A communicator of the same ranks whose messages meet none of this one's; must not wait for the other ranks."""
+        beside: for a function that is started.
+        """
+
+    def connect(self) -> None:
+        """Wait for the other ranks of a child, if messages need that."""
+
+    def disconnect(self) -> None:
+        """What a started function leaves when it has ended."""
 
     @abstractmethod
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """The world's own all-reduce, to compare ours with."""
-
-    @abstractmethod
-    def agree(self, statement: str) -> None:
-        """Raise Mismatch on every rank unless all ranks make the same statement; outside the trace."""

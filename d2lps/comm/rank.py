@@ -42,7 +42,7 @@ class Rank(ABC):
         self.started: list[Started] = []  # by any communicator of this lane, and perhaps not yet waited for
         self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
         self._memory: dict[str, Memory] = {}
-        self._starts = 0
+        self._starts = self._splits = 0
         self._collective = ""
 
     def __repr__(self) -> str:

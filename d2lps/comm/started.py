@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 _here = threading.local()
 
@@ -16,17 +16,10 @@ def check_lane(lane: int) -> None:
         raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
 
 
-class Beside(Protocol):
-    """What is asked of the communicator that a started function gets."""
-
-    lane: int
-    recorder: Any
-
-
 class Started:
     """One call of `Communicator.start`; each world says how it goes on."""
 
-    def __init__(self, comm: Beside) -> None:
+    def __init__(self, comm: Any) -> None:
         self.comm = comm
         self.error: BaseException | None = None
 
@@ -44,7 +37,7 @@ class Started:
 class InThread(Started):
     """In real worlds: a thread, which lets go of the interpreter while it waits for other ranks or adds up tensors."""
 
-    def __init__(self, comm: Beside, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, comm: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(comm)
         self._thread = threading.Thread(target=self._live, args=(function, args), name=f"lane {comm.lane}", daemon=True)
         self._thread.start()
@@ -52,7 +45,12 @@ class InThread(Started):
     def _live(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         _here.lane = self.comm.lane
         try:
-            function(self.comm, *args)
+            with self.comm.standing("start"):
+                self.comm.connect()
+            try:
+                function(self.comm, *args)
+            finally:
+                self.comm.disconnect()
         except BaseException as error:  # of the rank's, who hears of it when it waits
             self.error = error
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from d2lps.comm import Communicator, Mismatch, ReduceOp
 from d2lps.comm.ops import op_name
 from d2lps.comm.standing import IN_VAIN, Standing, callers_line
-from d2lps.comm.started import InThread
+from d2lps.comm.statements import STATEMENT, by_statement, packed
 from d2lps.comm.work import Transfer
 from d2lps.sharedmemory import all_reduce
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena, bytes_of
@@ -28,9 +28,9 @@ from d2lps.sharedmemory.message import Receiving, Sending
 from d2lps.sharedmemory.reading import allow_siblings
 from d2lps.sharedmemory.stage import Stage
 from d2lps.sharedmemory.waiting import Waiting
-from d2lps.signatures import by_statement, fixed
 
-_BARRIER, _AGREE, _EMPTY, _SPLIT, _PLACES, _ALL_REDUCE = range(6)
+_CALLS = ("barrier", "agree", "split", "empty", "all_reduce")
+_BARRIER, _AGREE, _SPLIT, _EMPTY, _ALL_REDUCE = range(5)
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
@@ -56,7 +56,7 @@ class SharedMemoryCommunicator(Communicator):
         self.device, self.node = torch.device("cpu"), socket.gethostname()
         self.generator = torch.Generator().manual_seed(self.rank)
         self._number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")  # alike in all members
-        self._turn = self._splits = 0
+        self._turn = 0
         self.unreadable: str | None = None  # why ordinary tensors pass by a stage, however big; not known before the first one
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -94,13 +94,9 @@ class SharedMemoryCommunicator(Communicator):
     def _barrier(self) -> None:
         self._meet((_BARRIER, 0, 0, 0))
 
-    def agree(self, statement: str) -> None:
-        text = fixed(statement.encode())
-        with self.standing("agree"):
-            self._meet((_AGREE, 0, 0, 0), text=text)
-            said = [each.rstrip(b"\0").decode(errors="replace") for each in self.meeting.texts(len(text))]
-        if len(set(said)) > 1:
-            raise Mismatch("the ranks disagree: " + by_statement(said, self.members))
+    def _tell(self, call: str, word: Any) -> list[Any]:
+        self._meet((_CALLS.index(call), 0, 0, 0), text=packed(word))
+        return [json.loads(said) for said in self.meeting.texts(STATEMENT)]
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Every rank adds up a part, where the tensors are (see `d2lps.sharedmemory.all_reduce`)."""
@@ -136,41 +132,15 @@ class SharedMemoryCommunicator(Communicator):
             self.unreadable = all_reduce.unreadable(self.meeting, heard, meet)
         return self.unreadable
 
-    def _split(self, color: int | None, key: int) -> SharedMemoryCommunicator | None:
-        wishes = [values_of(said) for said in self._meet((_SPLIT, 0, 0, 0), (color is not None, color or 0, key))]
-        self._splits += 1
-        groups: defaultdict[int, list[int]] = defaultdict(list)
-        for rank in sorted(range(self.size), key=lambda rank: (wishes[rank][2], rank)):
-            if wishes[rank][0]:
-                groups[wishes[rank][1]].append(rank)
-        mine = groups[color] if color is not None else []
-        place = self.mine.places.new(len(mine)) if mine and mine[0] == self.rank else 0
-        places = [values_of(said)[0] for said in self._meet((_PLACES, 0, 0, 0), (place, 0, 0))]
-        if not mine:
-            return None
-        members = [self.members[rank] for rank in mine]
-        return SharedMemoryCommunicator(self.mine, members, places[mine[0]], f"{self.name}/{self._splits}.{color}")
-
     def _enter(self, place: int) -> None:
         self.meeting = Meeting(self.mine.arena, self.mine.mailbox, self.members, self.rank, place)
         self.mine.places.enter(self.meeting)
 
-    def _beside(self, name: str) -> SharedMemoryCommunicator:
-        return SharedMemoryCommunicator(self.mine, self.members, -1, name)
+    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(self.mine, [self.members[rank] for rank in ranks], -1, name)
 
-    def _start(self, beside: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> InThread:
-        def work(comm: SharedMemoryCommunicator, *args: Any) -> None:
-            with comm.standing("start"):
-                comm._agree_on_a_place()
-            try:
-                function(comm, *args)
-            finally:
-                del comm.meeting  # its place is free when the last rank has left it
-
-        return InThread(beside, work, args)
-
-    def _agree_on_a_place(self) -> None:
-        """The first rank tells the others, by message: there is no place yet where they could meet."""
+    def connect(self) -> None:
+        """The first rank tells the others where they meet, by message: there is no place yet where they could."""
         place = torch.tensor([self.mine.places.new(self.size) if self.rank == 0 else -1])
         if self.rank == 0:
             transfers = [self._post_send(place, other, 0) for other in range(1, self.size)]
@@ -179,6 +149,9 @@ class SharedMemoryCommunicator(Communicator):
         for transfer in transfers:
             transfer.wait()
         self._enter(int(place))
+
+    def disconnect(self) -> None:
+        del self.meeting  # its place is free when the last rank has left it
 
     def _meet(self, call: Call, values: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
         """Meet, and make sure that all mean the same."""

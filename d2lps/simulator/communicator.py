@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from d2lps.comm import Communicator, Mismatch, ReduceOp, Work
+from d2lps.comm import Communicator, ReduceOp, Work
 from d2lps.comm.communicator import Addressed
 from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.started import Started
@@ -28,12 +28,9 @@ class SimulatedCommunicator(SimulatedRank):
         super().__init__(world, members, rank, name, task)
         world.groups[name] = self.members
         task.groups[name] = self
-        world.groups[name] = self.members
-        task.groups[name] = self
         self._streams: dict[tuple[bool, int, int], Stream] = {}  # (whether this rank sends, peer, tag)
         self._ends: dict[tuple[bool, int, int], tuple[torch.Tensor, End]] = {}  # the last of each stream
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the exchange that is being written: staged, and whose
-        self._splits = 0
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -175,40 +172,18 @@ class SimulatedCommunicator(SimulatedRank):
         if self.recorder is not None:
             self.recorder.waited(action, self.name, self.members[peer] if peer >= 0 else -1, tag, nbytes, start)
 
-    def _meet(self, call: str, word: object) -> dict[int, object]:
-        """What every rank of the group said, by rank."""
+    def _tell(self, call: str, word: Any) -> list[Any]:
         self.catch_up()
         words = self.world.meetings.meet(self.task, self.members, self.name, call, word)
-        return {rank: words[member] for rank, member in enumerate(self.members)}
-
-    def _barrier(self) -> None:
-        self._meet("barrier", None)
-
-    def agree(self, statement: str) -> None:
-        words = self._meet("agree", statement)
-        if len(set(words.values())) > 1:
-            said = "; ".join(f"rank {self.members[rank]} calls {word}" for rank, word in words.items())
-            raise Mismatch(f"the ranks disagree: {said}")
+        return [words[member] for member in self.members]
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         raise ValueError("algorithm='native' is the all-reduce of gloo or NCCL; a simulated cluster has none of its own")
 
-    def _split(self, color: int | None, key: int) -> SimulatedCommunicator | None:
-        wishes = self._meet("split", (color, key))
-        self._splits += 1
-        if color is None:
-            return None
-        ordered = sorted((wish[1], rank) for rank, wish in wishes.items() if wish[0] == color)  # type: ignore[index]
-        ranks = [rank for _, rank in ordered]
-        members = [self.members[rank] for rank in ranks]
-        name = f"{self.name}/{self._splits}.{color}"
-        return SimulatedCommunicator(self.world, members, ranks.index(self.rank), name, self.task)
-
-    def _beside(self, name: str) -> SimulatedCommunicator:
-        task = Task(self.task.rank, self.task.device)
-        return SimulatedCommunicator(self.world, self.members, self.rank, name, task)
+    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> SimulatedCommunicator:
+        task = Task(self.task.rank, self.task.device) if beside else self.task
+        return SimulatedCommunicator(self.world, [self.members[rank] for rank in ranks], ranks.index(self.rank), name, task)
 
     def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
         self.catch_up()
-        assert isinstance(beside, SimulatedCommunicator)
-        return InLane(self.world.scheduler, beside.task, beside, function, args)
+        return InLane(beside, function, args)

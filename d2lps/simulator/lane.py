@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from d2lps.comm.started import Beside, Started
+from d2lps.comm.started import Started
 from d2lps.simulator.scheduler import Scheduler, Task
 
 
 class InLane(Started):
-    def __init__(
-        self, scheduler: Scheduler, task: Task, comm: Beside, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, comm: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(comm)
-        self.scheduler, self.task = scheduler, task
+        self.scheduler: Scheduler = comm.world.scheduler
+        self.task: Task = comm.task
         self._waiting: list[Task] = []
-        scheduler.add(task, lambda: function(comm, *args), self._ended)
+        self.scheduler.add(self.task, lambda: function(comm, *args), self._ended)
 
     def _ended(self) -> None:
         self.error, self.task.error = self.task.error, None
