@@ -6,7 +6,6 @@ them the book's vocabulary; every byte is moved by torch's own engine.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.comm.statements import packed
-from d2lps.comm.work import Transfer
 from d2lps.signatures import Signatures, own_connection
 
 
@@ -61,14 +58,8 @@ class ProcessGroupCommunicator(Communicator):
     def _wire(self) -> torch.device:
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
-        return self._message("send", self.group.send, staged, dst, tag)
-
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
-        return self._message("recv", self.group.recv, staged, src, tag)
-
-    def _message(self, end: str, post: Any, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
-        nccl = self.backend == "nccl"
+    def _post(self, action: str, staged: torch.Tensor, peer: int, tag: int) -> Any:
+        nccl, post = self.backend == "nccl", self.group.send if action == "send" else self.group.recv
         if nccl and tag:
             raise ValueError(f"tag={tag}: NCCL matches messages by their order alone and has no tags; use tag=0")
 
@@ -78,8 +69,8 @@ class ProcessGroupCommunicator(Communicator):
 
         if nccl and not self.debug:
             return posted(staged, 0)
-        src, dst = (self.rank, peer) if end == "send" else (peer, self.rank)
-        stream = (end, self.name, self.members[src], self.members[dst], tag)
+        src, dst = (self.rank, peer) if action == "send" else (peer, self.rank)
+        stream = (action, self.name, self.members[src], self.members[dst], tag)
         return self.signatures.message(stream, staged, posted, self.timeout if nccl else None)
 
     @contextmanager
@@ -94,11 +85,11 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- together -------------------------------------------------------------------------------------------------
 
-    def _tell(self, call: str, word: Any) -> list[Any]:
-        mine = torch.frombuffer(bytearray(packed(word)), dtype=torch.uint8).to(self._wire())
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self.group.allgather([rows], [mine]).wait()
-        return [json.loads(bytes(row.tolist())) for row in rows]
+    def _exchange_statements(self, call: str, mine: bytes) -> list[bytes]:
+        said = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._wire())
+        rows = [torch.empty_like(said) for _ in range(self.size)]
+        self.group.allgather([rows], [said]).wait()
+        return [bytes(row.tolist()) for row in rows]
 
     def _barrier(self) -> None:
         self.group.barrier(self._barrier_options()).wait()
@@ -112,7 +103,7 @@ class ProcessGroupCommunicator(Communicator):
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
         host = tensor.to(self._wire())
-        with self.standing("native", nbytes=tensor.numel() * tensor.element_size()):
+        with self.waiting("native", nbytes=tensor.numel() * tensor.element_size()):
             self.group.allreduce([host], options).wait()
             if self.backend == "nccl":
                 torch.cuda.current_stream().synchronize()

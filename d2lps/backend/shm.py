@@ -20,7 +20,7 @@ from d2lps.launch.lastnote import LastNote
 from d2lps.sharedmemory.communicator import Rank, SharedMemoryCommunicator
 
 
-class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[misc]
+class MemoryCommunicator(Noticing, SharedMemoryCommunicator):
     """Ranks are numbered as in the group, for the memory is the group's own."""
 
     def __init__(self, mine: Rank, name: str) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED
-from d2lps.comm.standing import SharedBoard
+from d2lps.comm.status import SharedBoard
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.signatures import store_at
 from d2lps.trace.recorder import Log, Recorder

@@ -35,14 +35,14 @@ def small(meeting: Meeting, turn: int, tensor: torch.Tensor, op: ReduceOp, meet:
     slots = meeting.slots(turn % 2, tensor.dtype, tensor.numel())
     slots[meeting.rank].copy_(tensor)
     meet()
-    combine(ops.kernel(op), slots, tensor)
+    combine(ops.KERNELS[ops.op_name(op)], slots, tensor)
 
 
 def in_place(meeting: Meeting, arena: Arena, tensor: torch.Tensor, op: ReduceOp, heard: Sequence[bytes]) -> None:
     """Two meetings, before and after; each rank reads n bytes and writes n bytes, in n / (p * 128 KB) rounds."""
     whole = [arena.tensor(values_of(said)[0], tensor.dtype, tensor.numel()) for said in heard]
     begin, end = block(tensor, meeting.rank, len(whole))
-    kernel, length = ops.kernel(op), CACHE // tensor.element_size()
+    kernel, length = ops.KERNELS[ops.op_name(op)], CACHE // tensor.element_size()
     room = tensor.new_empty(min(length, end - begin))
     for parts in zip(*(each[begin:end].split(length) for each in whole), strict=True):
         total = room[: parts[0].numel()]
@@ -67,7 +67,7 @@ def _pass_by(meeting: Meeting, stage: Stage, tensor: torch.Tensor, op: ReduceOp,
         mine[end:].copy_(tensor[end:])
         copies = [stage.arena.tensor(values_of(said)[0], tensor.dtype, tensor.numel()) for said in meet((offset, 0, 0))]
         parts = [own if rank == meeting.rank else copy[begin:end] for rank, copy in enumerate(copies)]
-        combine(ops.kernel(op), parts, mine[begin:end])
+        combine(ops.KERNELS[ops.op_name(op)], parts, mine[begin:end])
         own.copy_(mine[begin:end])
         meeting.come()
         meeting.complete()
@@ -90,7 +90,7 @@ def by_reading(meeting: Meeting, tensor: torch.Tensor, op: ReduceOp, heard: Sequ
         parts = [own if rank == meeting.rank else room[: own.numel()] for rank, room in enumerate(rooms)]
         for rank in meeting.others:
             _fetch(meeting, heard, rank, start, parts[rank])
-        combine(ops.kernel(op), parts, own, rooms[meeting.rank, : own.numel()])
+        combine(ops.KERNELS[ops.op_name(op)], parts, own, rooms[meeting.rank, : own.numel()])
     meeting.come()
     meeting.complete()
     for rank in meeting.others:

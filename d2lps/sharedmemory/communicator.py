@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
-from d2lps.comm import Communicator, Mismatch, ReduceOp
+from d2lps.comm import Communicator, ReduceOp
+from d2lps.comm.explain import disagreement
 from d2lps.comm.ops import op_name
-from d2lps.comm.standing import IN_VAIN, Standing, callers_line
-from d2lps.comm.statements import STATEMENT, by_statement, packed
-from d2lps.comm.work import Transfer
+from d2lps.comm.status import IN_VAIN, Status
 from d2lps.sharedmemory import all_reduce
 from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena, bytes_of
 from d2lps.sharedmemory.mailbox import Mailbox
@@ -67,7 +63,7 @@ class SharedMemoryCommunicator(Communicator):
         if self.device.type != "cpu":
             return super().empty(shape, dtype)
         nbytes = bytes_of(shape, dtype)
-        with self.standing("barrier"):
+        with self.waiting("barrier"):
             heard = self._meet((_EMPTY, 0, 0, 0), (nbytes, self.mine.arena.space.free(nbytes), 0))
         needed, free = sum(values_of(said)[0] for said in heard), min(values_of(said)[1] for said in heard)
         if needed > free:
@@ -80,27 +76,22 @@ class SharedMemoryCommunicator(Communicator):
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def _wire(self) -> torch.device:
-        return torch.device("cpu")
-
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
-        return _Transfer(self, self.mine.mailbox.send(staged, self.members[dst], self._number, tag), dst, tag)
-
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
-        return _Transfer(self, self.mine.mailbox.receive(staged, self.members[src], self._number, tag), src, tag)
+    def _post(self, action: str, staged: torch.Tensor, peer: int, tag: int) -> Any:
+        post = self.mine.mailbox.send if action == "send" else self.mine.mailbox.receive
+        return _Transfer(self, post(staged, self.members[peer], self._number, tag), peer, tag)
 
     # ---- together -------------------------------------------------------------------------------------------------
 
     def _barrier(self) -> None:
         self._meet((_BARRIER, 0, 0, 0))
 
-    def _tell(self, call: str, word: Any) -> list[Any]:
-        self._meet((_CALLS.index(call), 0, 0, 0), text=packed(word))
-        return [json.loads(said) for said in self.meeting.texts(STATEMENT)]
+    def _exchange_statements(self, call: str, mine: bytes) -> list[bytes]:
+        self._meet((_CALLS.index(call), 0, 0, 0), text=mine)
+        return self.meeting.texts(len(mine))
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Every rank adds up a part, where the tensors are (see `d2lps.sharedmemory.all_reduce`)."""
-        with self.standing("native", nbytes=tensor.nbytes):
+        with self.waiting("native", nbytes=tensor.nbytes):
             host = tensor.cpu()
             self._all_reduce(host, op)
         if host is not tensor:
@@ -143,9 +134,9 @@ class SharedMemoryCommunicator(Communicator):
         """The first rank tells the others where they meet, by message: there is no place yet where they could."""
         place = torch.tensor([self.mine.places.new(self.size) if self.rank == 0 else -1])
         if self.rank == 0:
-            transfers = [self._post_send(place, other, 0) for other in range(1, self.size)]
+            transfers = [self._post("send", place, other, 0) for other in range(1, self.size)]
         else:
-            transfers = [self._post_recv(place, 0, 0)]
+            transfers = [self._post("recv", place, 0, 0)]
         for transfer in transfers:
             transfer.wait()
         self._enter(int(place))
@@ -160,31 +151,21 @@ class SharedMemoryCommunicator(Communicator):
             calls = [call_of(said) for said in heard]
             if len({kind for kind, *_ in calls}) > 1:  # rank 0 at a barrier, rank 1 at a split: neither will ever be complete
                 self.mine.waiting.wait(lambda: False, lambda: [])  # as in every world: the launcher will see, and explain
-            raise Mismatch("the ranks disagree: " + by_statement([_spell(call) for call in calls], self.members))
+            raise disagreement([_spell(call) for call in calls], self.members)
         return heard
 
     # ---- notes ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
-        """As everywhere, but the note is only written once a wait turns out to be long: most are shorter than the writing."""
-        peer, waiting = self.members[peer] if peer >= 0 else -1, self.mine.waiting
-        start, since, noted = self.now(), time.monotonic(), False
-
-        def note(in_vain: bool) -> bool:
-            nonlocal noted
-            noted, line, when = True, callers_line(), IN_VAIN if in_vain else since
-            standing = Standing(action, peer, tag, nbytes, self._collective, self.members, *line, when)
-            self.board.write(standing, self.lane)
-            return self.board.watched
-
-        waiting.noting(note)
-        yield
-        waiting.noting(None)
-        if noted:
+    def _show(self, status: Callable[..., Status] | None) -> None:
+        """As everywhere, but only once a wait turns out to be long: most are shorter than the writing."""
+        waiting = self.mine.waiting
+        if status is None and waiting.noted():
             self.board.write(None, self.lane)
-        if self.recorder:
-            self.recorder.waited(action, self.name, peer, tag, nbytes, start)
+        waiting.noting(status and partial(self._write_late, status))
+
+    def _write_late(self, status: Callable[..., Status], in_vain: bool) -> bool:
+        self.board.write(status(IN_VAIN) if in_vain else status(), self.lane)
+        return self.board.watched
 
 
 class _Transfer:

@@ -101,7 +101,11 @@ class Waiting:
 
         Then it says whether somebody reads it, and ends the ranks with a better explanation than this one could give.
         """
-        self._notes.note = note
+        self._notes.note, self._notes.noted = note, False
+
+    def noted(self) -> bool:
+        """Whether it was called."""
+        return getattr(self._notes, "noted", False)
 
     def wait(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], only: int | None = None) -> None:
         """Return when `ready()`; an error if one of the ranks that are `awaited()` is gone. only: who alone can change it."""
@@ -129,6 +133,7 @@ class Waiting:
 
     def _note(self, in_vain: bool) -> bool:
         note: Note | None = getattr(self._notes, "note", None)
+        self._notes.noted = True
         return note is not None and note(in_vain)
 
     def _sleep_for(self, change: int, only: int | None) -> None:
