@@ -150,7 +150,8 @@ class Message:
     def _check(self) -> None:
         if self._other not in ("", self.signature):
             end, _, src, dst, tag = self.stream
-            raise mismatch(src, dst, tag, *((self.signature, self._other) if end == "send" else (self._other, self.signature)))
+            ends = (src, dst) if end == "send" else (dst, src)
+            raise mismatch(end == "send", *ends, tag, self.signature, self._other)
 
 
 class _Waiter(threading.Thread):

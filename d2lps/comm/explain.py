@@ -113,8 +113,9 @@ def _hints(at: Mapping[int, Status]) -> list[str]:
 # ---- what does not fit together ---------------------------------------------------------------------------------------
 
 
-def mismatch(src: int, dst: int, tag: int, sent: str, expected: str) -> Mismatch:
-    """`message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[4]`."""
+def mismatch(sends: bool, rank: int, peer: int, tag: int, mine: str, theirs: str) -> Mismatch:
+    """`message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[4]`; by either end."""
+    src, dst, sent, expected = (rank, peer, mine, theirs) if sends else (peer, rank, theirs, mine)
     where = f"message from rank {src} to rank {dst}, tag {tag}"
     return Mismatch(f"{where}: the sender sends {sent}, the receiver expects {expected}")
 

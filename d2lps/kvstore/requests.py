@@ -75,7 +75,7 @@ class SocketTransport:
         self.comm, self.plan, self.endpoints, self.patience = comm, plan, endpoints, patience
         self.nodes, self.view = list(range(plan.servers)), 0  # who serves now
         self.context = zmq.Context[zmq.Socket[bytes]]()
-        self.arena = comm.mine.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
+        self.arena = comm.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
         self.channels = [Channel(plan, self.context, endpoints[server], comm.rank, self.arena) for server in self.nodes]
         self.news = self._subscribed() if plan.replicated else None
         self.inbox: deque[tuple[int, Request, SocketAnswer]] = deque()

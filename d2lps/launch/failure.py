@@ -14,7 +14,7 @@ from d2lps.comm import RankDied, RankFailed, RankHung
 from d2lps.comm.explain import describe_status, explain
 from d2lps.comm.status import IN_VAIN, Status
 from d2lps.launch.rank import Failure, Job
-from d2lps.sharedmemory.procfs import is_stopped
+from d2lps.sharedmemory.linux import is_stopped
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<frozen")
