@@ -29,8 +29,6 @@ running = threading.local()  # .lane: in a thread of `Communicator.start`
 class Rank(ABC):
     """The half of a communicator that needs no other rank."""
 
-    rank: int  #: this rank's number in the group, 0 .. size - 1
-    size: int  #: how many ranks the group has
     device: torch.device  #: where this rank's tensors should live
     node: Any  #: the machine, or the node of the topology, that this rank lives on
     topology: Any = None  #: the described cluster, in a simulation
@@ -38,7 +36,8 @@ class Rank(ABC):
     debug: bool = False  #: whether ranks compare what they are about to do
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
-        self.rank, self.size, self.name = rank, len(members), name
+        self.rank = rank  #: this rank's number in the group, 0 .. size - 1
+        self.size, self.name = len(members), name  #: how many ranks the group has, and what traces call it
         self.members = list(members)  # members[r] is rank r's number in the whole run
         self.recorder: Recorder | None = None
         self.board = Board()

@@ -167,7 +167,7 @@ def _join(rank: int, job: Job, listener: int) -> Communicator:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=patience)
-    return ProcessGroupCommunicator(device=device, timeout=patience.total_seconds(), store=store)
+    return ProcessGroupCommunicator(dist.group.WORLD, device, store, patience.total_seconds())
 
 
 def _device(kind: str, rank: int) -> torch.device:

@@ -98,7 +98,7 @@ def _groups(backend: str, device: torch.device, timeout: float) -> tuple[Process
     group, meeting = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout)), dist.new_group(backend=backend)
     # A store of this run's own too: an earlier run that failed has left its signatures behind.
     store = dist.PrefixStore(f"d2lps/{group.group_name}", dist.distributed_c10d._get_default_store())
-    return ProcessGroupCommunicator(group, device, timeout=timeout, store=store), meeting
+    return ProcessGroupCommunicator(group, device, store, timeout), meeting
 
 
 def _explained(error: Exception, status: Status, timeout: float) -> Exception | None:
