@@ -1,7 +1,5 @@
 """What a rank does by itself, where a trace can see it: arithmetic, computing, memory, time; and the notes that it leaves."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

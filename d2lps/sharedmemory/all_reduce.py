@@ -9,8 +9,6 @@ In every way a rank adds in the order of the ranks, rounding in the tensor's dty
 on every rank, and in every run.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Every rank maps the whole file, so an offset means the same to all, and nothing 
 tensor is made later. Nobody else can open it, and it is gone when the last process that maps it has ended.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

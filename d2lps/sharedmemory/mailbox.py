@@ -6,8 +6,6 @@ completes while its receiver stands at a barrier, if the receive was posted befo
 (group, source, tag).
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import defaultdict, deque

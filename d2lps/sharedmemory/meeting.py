@@ -5,8 +5,6 @@ beginning and end of an all-reduce. Statements lie in two places in turn: nobody
 have come to the next, and so have heard this one.
 """
 
-from __future__ import annotations
-
 import struct
 import weakref
 from collections.abc import Sequence

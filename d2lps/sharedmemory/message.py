@@ -6,8 +6,6 @@ a big one piece by piece, round and round in a room of 1 MB, while the receiver 
 with a verdict, and from then on the slip is the sender's again. Each word of a slip has one writer: nothing to lock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 

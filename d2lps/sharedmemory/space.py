@@ -92,28 +92,25 @@ class Pool:
         size = -(-nbytes // step) * step
         with self._lock:
             if not self._idle[size]:
-                self._collect()
+                used, self._used = self._used, []
+                for begin, unused in used:
+                    self._put(begin, unused)
             if self._idle[size]:
                 return self._idle[size].pop()  # the last that came back is still in the processor's cache
             begin = self.space.take(size)
             self._size[begin] = size
             return begin
 
-    def give(self, begin: int, unused: Callable[[], bool] | None = None) -> None:
+    def give(self, begin: int, unused: Callable[[], bool] = lambda: True) -> None:
         """Hand a piece back; others may use it until `unused()`."""
         with self._lock:
-            if unused is None:
-                self._idle[self._size[begin]].append(begin)
-            else:
-                self._used.append((begin, unused))
+            self._put(begin, unused)
 
-    def _collect(self) -> None:
-        used, self._used = self._used, []
-        for begin, unused in used:
-            if unused():
-                self._idle[self._size[begin]].append(begin)
-            else:
-                self._used.append((begin, unused))
+    def _put(self, begin: int, unused: Callable[[], bool]) -> None:
+        if unused():
+            self._idle[self._size[begin]].append(begin)
+        else:
+            self._used.append((begin, unused))
 
 
 def pages(nbytes: int) -> int:

@@ -8,8 +8,6 @@ A long wait also looks for those who will never come, but only among the ranks t
 that has nothing more to do says so on its desk, and breaks nobody; who needs something of it still learns that it has left.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -69,9 +67,9 @@ class Waiting:
     def wake(self, ranks: Iterable[int], come: bool = False) -> None:
         """Wake those that sleep until anyone has news, or until this rank has come."""
         linux.full_fence()  # what they will look for is there before we look whether they sleep
+        may_wake = (_ANYONE, self.rank + 2) if come else (_ANYONE,)
         for rank in ranks:
-            sleeps_for = self.words[self._desk[rank] + _SLEEPS_FOR]
-            if sleeps_for and (sleeps_for == _ANYONE or (come and sleeps_for == self.rank + 2)):
+            if self.words[self._desk[rank] + _SLEEPS_FOR] in may_wake:
                 self._ring(rank)
 
     def leave(self, failed: bool) -> None:
@@ -122,8 +120,8 @@ class Waiting:
         """Say on this rank's desk who may wake it, when one of its threads more, or one less, is waiting."""
         with self._lock:
             self._sleepers += change
-            alone = self._sleepers == 1 and only is not None
-            self._write(_SLEEPS_FOR, only + 2 if alone and only is not None else _ANYONE if self._sleepers else _AWAKE)
+            only = only if self._sleepers == 1 else None
+            self._write(_SLEEPS_FOR, _AWAKE if not self._sleepers else _ANYONE if only is None else only + 2)
 
     # ---- those who will never come --------------------------------------------------------------------------------
 
