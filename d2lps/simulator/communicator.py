@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.comm import ReduceOp, Work
 from d2lps.comm.communicator import Addressed
-from d2lps.comm.staging import check_writable, stage, unstage
-from d2lps.comm.started import Started
+from d2lps.comm.staging import stage, unstage
 from d2lps.simulator.lane import InLane
 from d2lps.simulator.mailbox import End, Stream
 from d2lps.simulator.recording import DONE, SEQ, STEP, WAITED
@@ -60,9 +59,7 @@ class SimulatedCommunicator(SimulatedRank):
         key = sends, peer, tag
         stream, content = self._streams.get(key), None
         if stream is None or not getattr(tensor, "is_meta", False):
-            self._check_message(tensor, "dst" if sends else "src", peer, tag)
-            if not sends:
-                check_writable(tensor)
+            self._check_message("send" if sends else "recv", tensor, peer, tag)
             stream = stream or self._stream(sends, peer, tag)
             if not tensor.is_meta:
                 content = stage(tensor)
@@ -165,7 +162,7 @@ class SimulatedCommunicator(SimulatedRank):
     # ---- groups and lanes -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
+    def waiting(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """Only a row in the trace: a rank that waits can be asked where it stands (see deadlock.py)."""
         start = self.now()
         yield
@@ -184,6 +181,6 @@ class SimulatedCommunicator(SimulatedRank):
         task = Task(self.task.rank, self.task.device) if beside else self.task
         return SimulatedCommunicator(self.world, [self.members[rank] for rank in ranks], ranks.index(self.rank), name, task)
 
-    def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
+    def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:  # type: ignore[override]
         self.catch_up()
-        return InLane(beside, function, args)
+        return InLane(self.world.scheduler, beside.task, function)

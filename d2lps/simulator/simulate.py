@@ -194,8 +194,9 @@ class _Simulation:
                 raise task.error
         if any(task.ended is None for task in tasks):
             for comm in self.comms:
-                for started in comm.started:
-                    started.raise_its_error()  # of which the rank would have heard
+                for started in comm.started.values():
+                    if started.done() and (error := started.exception()) is not None:  # of which the rank would have heard
+                        raise error
             raise explain_standstill(tasks, f"at {now:.6g} s of virtual time nothing can happen any more{self._cut()}")
 
     def _cut(self) -> str:
