@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +15,9 @@ from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.started import Started
 from d2lps.simulator.lane import InLane
 from d2lps.simulator.mailbox import End, Stream
-from d2lps.simulator.recording import DONE, SEQ, STEP, WAITED
 from d2lps.simulator.scheduler import Task
 from d2lps.simulator.within import SimulatedRank, World
+from d2lps.trace.recorder import WAITED
 
 
 class SimulatedCommunicator(SimulatedRank):
@@ -46,7 +45,7 @@ class SimulatedCommunicator(SimulatedRank):
             known = last((True, dst, tag))
             ends.append(known[1] if known is not None and known[0] is tensor else self._end(True, tensor, dst, tag))
         if self.recorder is not None:
-            self._number(ends, waited=True)
+            self.recorder.all_done(len(ends))
         self.task.script.exchange(tuple(ends))
         if self._contents or not self._collective:
             contents, self._contents = self._contents, []
@@ -67,9 +66,11 @@ class SimulatedCommunicator(SimulatedRank):
             if not tensor.is_meta:
                 content = stage(tensor)
                 self._contents.append((content, tensor))
-        note = None if self.recorder is None else self._note(tensor)
-        end = stream, content, self.mailbox.one(tensor.nbytes), tensor.dtype, note, sends
-        if content is None and note is None:
+        if self.recorder is not None:
+            row = self.recorder.end(tensor, stream.number)
+            return stream, content, tensor.nbytes, tensor.dtype, sends, self.recorder.ends, row
+        end = stream, content, tensor.nbytes, tensor.dtype, sends, None, 0
+        if content is None:
             self._ends[key] = tensor, end
         return end
 
@@ -79,53 +80,32 @@ class SimulatedCommunicator(SimulatedRank):
         route = self.topology.route(self.nodes[src], self.nodes[dst])
         stream = self._streams[sends, peer, tag] = self.mailbox.stream((self.name, src, dst, tag), route)
         if self.recorder is not None:
-            setattr(stream, "src_thread" if sends else "dst_thread", self.recorder.thread)
+            stream.number = self.recorder.vocabulary.stream.number(stream.key)
         return stream
-
-    def _note(self, tensor: torch.Tensor) -> list[float]:
-        """What the trace shall say of one end of a message; see recording.py."""
-        assert self.recorder is not None
-        return [0, *self.recorder.vocabulary.buffers.part(self.recorder.rank, tensor), 0, math.nan, -1, math.nan]
-
-    def _number(self, ends: Sequence[End], waited: bool) -> None:
-        """Give ends that are posted together, and perhaps waited for in the same order, their places in the program."""
-        recorder = self.recorder
-        assert recorder is not None
-        count, step = len(ends), recorder.vocabulary.steps.number(recorder.step)
-        first = recorder.next(3 * count if waited else count)
-        for k, end in enumerate(ends):
-            note = end[4]
-            note[SEQ], note[STEP] = first + k, step
-            if waited:
-                note[DONE] = first + count + 2 * k + 1  # after the row of its wait
 
     def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         sends, mailbox = action == "send", self.mailbox
         self.catch_up()
         end = self._end(sends, tensor, peer, tag)
         self._contents.clear()
-        if self.recorder is not None:
-            self._number([end], waited=False)
-        message = mailbox.send(end) if sends else mailbox.recv(end)
+        message = mailbox.post(end)
 
         def is_done() -> bool:
             self.catch_up()
             self.world.scheduler.looked(self.task)
-            return message.done or (sends and mailbox.is_buffered(end))
+            return message.done or mailbox.is_buffered(end)
 
         def finish() -> None:
             start = self.now()
             if not is_done():
                 mailbox.check_alive(end)
-                setattr(message, "sender" if sends else "receiver", self.task)
+                message.tasks += (self.task,)
                 self.world.scheduler.block(self.task, (end,))
             if not sends and end[1] is not None:
                 unstage(end[1], tensor)
-            if self.recorder is not None and mailbox.recording is not None:
-                end[4][DONE] = self.recorder.next(2) + 1
-                end[4][WAITED] = -start if end[4][WAITED] <= 0 else start
-                if message.done:
-                    mailbox.recording.waited(message.row, end[4], sends)
+            if self.recorder is not None:
+                self.recorder.ends[end[6] + WAITED] = start
+                self.recorder.done(end[6])
 
         return Work(finish, is_done)
 

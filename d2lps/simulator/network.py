@@ -80,12 +80,8 @@ class Network:
 
     def cancel(self, flow: Flow) -> None:
         """It never arrives, and leaves its links to the others."""
-        began, flow.end = flow.rate >= 0, -1.0
-        touched = []
-        for link in flow.route if began else ():
-            if self.flows_on[link].pop(flow, flow) is None:
-                touched.append(link)
-        self._solve(self._connected(touched))
+        flow.end = -1.0
+        self._solve(self._connected([link for link, on in enumerate(self.flows_on) if on.pop(flow, flow) is None]))
 
     def call_at(self, time: float, function: Callable[[], None]) -> None:
         """An alarm clock."""

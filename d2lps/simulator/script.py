@@ -60,22 +60,16 @@ class Script:
     def _next(self) -> None:
         """Called by the scheduler where the task itself would have gone on: post a step, and wait for it."""
         task, mailbox = self._task, self._mailbox
-        recv, send, eager = mailbox.recv, mailbox.send, mailbox.eager > 0
+        post, eager = mailbox.post, mailbox.eager > 0
         try:
             for step in self._rest:
                 wanted = 0
                 if type(step) is tuple:
                     for end in step:
-                        if end[5]:
-                            message = send(end)
-                            if not (message.done or (eager and mailbox.is_buffered(end))):
-                                message.sender = task
-                                wanted += 1
-                        else:
-                            message = recv(end)
-                            if not message.done:
-                                message.receiver = task
-                                wanted += 1
+                        message = post(end)
+                        if not (message.done or (eager and mailbox.is_buffered(end))):
+                            message.tasks += (task,)
+                            wanted += 1
                 elif seconds := step():  # type: ignore[operator]
                     self._scheduler.busy(task, seconds)
                     wanted = 1

@@ -22,8 +22,6 @@ from d2lps.simulator.mailbox import Mailbox
 from d2lps.simulator.meetings import Meetings
 from d2lps.simulator.model import Model
 from d2lps.simulator.network import Network
-from d2lps.simulator.recorded import Recorded
-from d2lps.simulator.recording import Recording
 from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.simulator.within import World
 from d2lps.topology import Topology
@@ -95,8 +93,8 @@ class _Simulation:
     ) -> None:
         network = Network(topology.bandwidth)
         scheduler = Scheduler(network)
-        self.recording, self.vocabulary = Recording() if trace else None, Vocabulary()
-        mailbox = Mailbox(network, scheduler.ready, model, self.recording)
+        self.vocabulary = Vocabulary() if trace else None  # of all ranks
+        mailbox = Mailbox(network, scheduler.ready, model, trace)
         computing = {node: network.add_link(1.0) for node in dict.fromkeys(nodes)}
         self.world = World(topology, nodes, device, network, scheduler, mailbox, Meetings(scheduler), computing, {}, {})
         self.debug = debug
@@ -109,7 +107,7 @@ class _Simulation:
         task = Task(rank, world.computing[world.nodes[rank]])
         comm = SimulatedCommunicator(world, range(len(world.nodes)), rank, "world", task)
         comm.debug = self.debug
-        comm.recorder = Recorder(rank, comm.now, self.vocabulary) if self.recording is not None else None
+        comm.recorder = Recorder(rank, comm.now, self.vocabulary) if self.vocabulary is not None else None
         return comm
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], faults: Sequence[Fault]) -> Run:
@@ -144,7 +142,6 @@ class _Simulation:
         """Let a fault begin and end at its times."""
         network = self.world.network
         if isinstance(fault, Kill):
-            self.world.mailbox.under_way = set()
             begin, end = (lambda: self._kill(fault.node)), (lambda: self._revive(fault.node))
         else:
             begin, end = (lambda: self._harm(fault, True)), (lambda: self._harm(fault, False))
@@ -208,10 +205,9 @@ class _Simulation:
         return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), self._trace())
 
     def _trace(self) -> Trace | None:
-        if self.recording is None:
+        if self.vocabulary is None:
             return None
-        logs = [log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()]
-        trace = Trace(Recorded(logs, len(self.comms), self.recording, list(self.world.mailbox.streams.values())))
+        trace = Trace([log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()], len(self.comms))
         trace.topology, trace.nodes = self.world.topology, list(self.world.nodes)
         return trace
 

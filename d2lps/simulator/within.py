@@ -76,16 +76,17 @@ class SimulatedRank(Communicator):
     def _happens(self, op: str, into: torch.Tensor, other: torch.Tensor, seconds: float) -> None:
         """Arithmetic that takes so many seconds of this rank's device."""
         recorder, network = self.recorder, self.world.network
-        row = recorder.local(op, into, other, math.nan, math.nan) if recorder is not None else -1
+        if recorder is not None:
+            cells, start = recorder.tables["locals"].cells, recorder.local(op, into, other, math.nan, math.nan)
 
         def begins() -> float:
             if recorder is not None:
-                recorder.took(row, network.now, network.now)
+                cells[start] = cells[start + 1] = network.now
             return seconds
 
         def ends() -> float:
             if recorder is not None:
-                recorder.took(row, None, network.now)
+                cells[start + 1] = network.now
             return 0.0
 
         self.task.script.write(begins)

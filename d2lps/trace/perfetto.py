@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from d2lps.trace.columns import Columns, Tables
 from d2lps.trace.lanes import lanes
 from d2lps.trace.recorder import ACTIONS
+from d2lps.trace.tables import Columns, Tables
 
 Event = dict[str, Any]
 Bar = tuple[int, int, str, float, float, Event]  # rank, lane, name, start, end (s), and what else is known

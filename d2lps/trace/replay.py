@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from d2lps.trace.columns import Tables
 from d2lps.trace.recorder import ACTIONS
+from d2lps.trace.tables import Tables
 
 _TOGETHER = (ACTIONS.index("barrier"), ACTIONS.index("native"))  # waits of all ranks at once
 _JOIN = ACTIONS.index("join")
@@ -60,7 +60,7 @@ class Replay:
 
     def _programs(self) -> list[list[tuple[int, str, int]]]:
         """For each thread its events (seq, kind, row) in the order of its program."""
-        trace, programs = self.trace, [[] for _ in self.trace.threads.names]  # type: ignore[var-annotated]
+        trace, programs = self.trace, [[] for _ in self.trace.threads]  # type: ignore[var-annotated]
         m = trace.messages
         for kind, thread, seq in (
             ("post", m["src_thread"], m["src_seq"]),
@@ -77,17 +77,16 @@ class Replay:
         for row in np.flatnonzero(np.isin(waits["action"], (*_TOGETHER, _JOIN))).tolist():
             kind = "join" if waits["action"][row] == _JOIN else "meet"
             programs[int(waits["thread"][row])].append((int(waits["seq"][row]), kind, row))
-        for child, (parent, begins) in enumerate(zip(trace.threads.parent.tolist(), trace.threads.begins.tolist(), strict=True)):
-            if parent >= 0:
-                programs[parent].append((begins, "start", child))
+        for child, log in enumerate(trace.threads):
+            if log.parent >= 0:
+                programs[self._thread[log.rank, log.parent]].append((log.begins, "start", child))
                 programs[child].append((0, "begin", child))
         return [sorted(program) for program in programs]
 
     def _run(self) -> Iterator[Event]:
         """Let every thread go on until it needs something that has not happened yet; repeat."""
-        threads = self.trace.threads
-        self._rank = threads.rank.tolist()
-        self._thread = {(r, n): thread for thread, (r, n) in enumerate(zip(self._rank, threads.number.tolist(), strict=True))}
+        self._rank = [thread.rank for thread in self.trace.threads]
+        self._thread = {(thread.rank, thread.thread): index for index, thread in enumerate(self.trace.threads)}
         self._left = programs = [program[::-1] for program in self._programs()]  # what comes next stands at the end
         self._clock = [0] * len(programs)
         self._begun: dict[int, int] = {}  # thread -> its parent's clock when it was started

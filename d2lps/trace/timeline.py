@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from d2lps.trace.columns import Tables
 from d2lps.trace.lanes import Bars, bars, lanes
+from d2lps.trace.tables import Tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from d2lps.trace import perfetto, timeline
-from d2lps.trace.columns import Tables
 from d2lps.trace.replay import Replay
+from d2lps.trace.tables import Tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
