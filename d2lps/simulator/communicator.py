@@ -135,10 +135,13 @@ class SimulatedCommunicator(SimulatedRank):
             self.task.counting = counting
 
     def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
-        if self.recorder is not None or not tensor.is_meta:
+        if not tensor.is_meta:
             return super().chunks(tensor, parts)
-        # Without contents, and with nobody recording which part is which, equal chunks are one and the same: a thousand
-        # ranks would otherwise hold a million of them.
+        if self.recorder is not None:
+            with torch._C._AutoDispatchBelowADInplaceOrView():  # views that know nothing of gradients: half the memory
+                return super().chunks(tensor, parts)
+        # With nobody recording which part is which, equal chunks are one and the same: a thousand ranks would otherwise hold
+        # a million of them.
         length, longer = divmod(tensor.numel(), parts)
         return [tensor[: length + 1]] * longer + [tensor[:length]] * (parts - longer)
 

@@ -89,14 +89,14 @@ class Mailbox:
         if not queue or queue[0].first[4] is sends:
             message = Message(self, end)
             queue.append(message)
-            if not (self.careful and self.is_buffered(end)):
+            if not (self.eager and self.is_buffered(end)):
                 return message
         else:
             message = queue.pop(0)
             message.second, first = end, message.first
             if nbytes != first[2] or dtype is not first[3]:
                 raise _mismatch(first, end)
-            if self.careful and self.is_buffered(first):
+            if self.eager and self.is_buffered(first):
                 if message.end < 0:  # it is here
                     message.arrived()
                 return message
@@ -109,19 +109,19 @@ class Mailbox:
 
     def _looked_at(self, end: End) -> End:
         """What most simulations have no need of: is the other rank alive, when was this posted, is it copied?"""
-        self.check_alive(end)
+        if self.dead:
+            self.check_alive(end)
         stream, content, nbytes, dtype, sends, cells, row = end
-        buffered = self.is_buffered(end)
         if cells is not None:
             cells[row + POSTED] = cells[row + WAITED] = self.network.now
-            if buffered:
+        if self.eager and self.is_buffered(end):
+            if cells is not None:
                 cells[row + DONE] = self.network.now  # for the sender
-        if buffered:
             return stream, None if content is None else content.clone(), nbytes, dtype, sends, None, 0
         return end
 
     def check_alive(self, end: End) -> None:
-        for rank in end[0].key[1:3] if self.dead else ():
+        for rank in end[0].key[1:3]:
             if rank in self.dead:
                 raise RankDied(self.dead[rank])
 

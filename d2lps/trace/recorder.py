@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable
 from math import nan
+from struct import Struct
 from threading import Lock
 from typing import Any
 
@@ -26,6 +27,7 @@ _TABLES = {  # columns of whole numbers, and behind them the others
     "spans": ("seq kind label", "flops nbytes start end"),
 }
 _DONE_SEQ, POSTED, WAITED, DONE, _END = 1, 8, 9, 10, 11  # where they stand in a row of "ends", and its length
+_pack_end, _pack_local = Struct("11d").pack, Struct("11d").pack
 
 
 class Table:
@@ -123,11 +125,12 @@ class Recorder:
         return self.seq - number + 1
 
     def end(self, tensor: torch.Tensor, stream: int, posted: float = nan) -> int:
-        """Note one end of a message; where its row begins in the cells of `ends`."""
+        """Note one end of a message; where its row begins in `ends`."""
         words, row = self.vocabulary, len(self.ends)
-        self.seq += 1
-        part, step = words.buffers.part(self.rank, tensor), words.step.number(self.step)
-        self.ends.extend((self.seq, -1, stream, tensor.nbytes, *part, step, posted, nan, nan))
+        buffer, offset, length = words.buffers.part(self.rank, tensor)
+        step, self.seq = words.step.number(self.step), self.seq + 1
+        # Half the time of `extend`.
+        self.ends.frombytes(_pack_end(self.seq, -1, stream, tensor.nbytes, buffer, offset, length, step, posted, nan, nan))
         return row
 
     def done(self, row: int) -> None:
@@ -153,8 +156,8 @@ class Recorder:
     def local(self, op: str, into: torch.Tensor, other: torch.Tensor, start: float, end: float) -> int:
         """Note that `into` was overwritten ("COPY") or combined with `other`; where its times will stand in the cells."""
         words, cells = self.vocabulary, self.tables["locals"].cells
-        parts = *words.buffers.part(self.rank, into), *words.buffers.part(self.rank, other)
-        cells.extend((self.next(), words.op.number((op,)), *parts, words.step.number(self.step), start, end))
+        parts = words.buffers.part(self.rank, into) + words.buffers.part(self.rank, other)
+        cells.frombytes(_pack_local(self.next(), words.op.number((op,)), *parts, words.step.number(self.step), start, end))
         return len(cells) - 2
 
     def span(
