@@ -13,11 +13,34 @@ from d2lps.comm import Communicator, ReduceOp, Work
 from d2lps.comm.communicator import Addressed
 from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.started import Started
-from d2lps.simulator.lane import InLane
 from d2lps.simulator.mailbox import End, Stream
 from d2lps.simulator.scheduler import Task
 from d2lps.simulator.within import SimulatedRank, World
 from d2lps.trace.recorder import WAITED
+
+
+class InLane(Started):
+    """What a rank has started: a task beside its own."""
+
+    def __init__(self, comm: SimulatedCommunicator, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__(comm)
+        self.task, self.scheduler = comm.task, comm.world.scheduler
+        self._waiting: list[Task] = []
+        self.scheduler.add(self.task, lambda: function(comm, *args), self._ended)
+
+    def _ended(self) -> None:
+        self.error, self.task.error = self.task.error, None
+        for task in self._waiting:
+            self.scheduler.happened(task)
+
+    def is_done(self) -> bool:
+        return self.task.ended is not None
+
+    def wait(self) -> None:
+        if not self.is_done():
+            waiter = self.scheduler.current()
+            self._waiting.append(waiter)
+            self.scheduler.block(waiter, "join")
 
 
 class SimulatedCommunicator(SimulatedRank):
@@ -25,7 +48,6 @@ class SimulatedCommunicator(SimulatedRank):
 
     def __init__(self, world: World, members: Sequence[int], rank: int, name: str, task: Task) -> None:
         super().__init__(world, members, rank, name, task)
-        world.groups[name] = self.members
         task.groups[name] = self
         self._streams: dict[tuple[bool, int, int], Stream] = {}  # (whether this rank sends, peer, tag)
         self._ends: dict[tuple[bool, int, int], tuple[torch.Tensor, End]] = {}  # the last of each stream
@@ -98,7 +120,7 @@ class SimulatedCommunicator(SimulatedRank):
         def finish() -> None:
             start = self.now()
             if not is_done():
-                mailbox.check_alive(end)
+                mailbox.check_alive(end[0].key[1:3])
                 message.tasks += (self.task,)
                 self.world.scheduler.block(self.task, (end,))
             if not sends and end[1] is not None:
@@ -157,7 +179,7 @@ class SimulatedCommunicator(SimulatedRank):
 
     def _tell(self, call: str, word: Any) -> list[Any]:
         self.catch_up()
-        words = self.world.meetings.meet(self.task, self.members, self.name, call, word)
+        words = self.mailbox.meet(self.task, self.members, call, self.name, word)
         return [words[member] for member in self.members]
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -169,4 +191,5 @@ class SimulatedCommunicator(SimulatedRank):
 
     def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
         self.catch_up()
+        assert isinstance(beside, SimulatedCommunicator)
         return InLane(beside, function, args)

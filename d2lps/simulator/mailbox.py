@@ -1,7 +1,9 @@
-"""Where sends and receives find each other: first in, first out, by (group, source, destination, tag)."""
+"""Where sends and receives find each other: first in, first out, by (group, source, destination, tag). And where all ranks
+of a group do, who make a call together: it returns when the last one has come, and takes no time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import nan
 from typing import Any
@@ -61,17 +63,17 @@ class Message(Flow):
         for task in self.tasks:
             task.wanted -= 1
             if not task.wanted:
-                mailbox.ready.append(task)
+                mailbox.scheduler.ready.append(task)
 
 
 class Mailbox:
-    """All streams of a simulation, and the way from them to the network."""
+    """All streams of a simulation, and the way from them to the network; all meetings."""
 
-    def __init__(self, network: Network, ready: Any, model: Model, traced: bool) -> None:
-        self.network, self.ready, self.model = network, ready, model
-        self.eager = model.eager
+    def __init__(self, network: Network, scheduler: Scheduler, model: Model, traced: bool) -> None:
+        self.network, self.scheduler, self.model, self.eager = network, scheduler, model, model.eager
         self.careful = bool(model.eager or traced)
         self.streams: dict[Key, Stream] = {}
+        self.meetings: dict[tuple[str, str], dict[Task, Any]] = {}  # (call, group) -> who has come, and what it said
         self.dead: dict[int, str] = {}  # rank -> how it died
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
 
@@ -110,7 +112,7 @@ class Mailbox:
     def _looked_at(self, end: End) -> End:
         """What most simulations have no need of: is the other rank alive, when was this posted, is it copied?"""
         if self.dead:
-            self.check_alive(end)
+            self.check_alive(end[0].key[1:3])
         stream, content, nbytes, dtype, sends, cells, row = end
         if cells is not None:
             cells[row + POSTED] = cells[row + WAITED] = self.network.now
@@ -120,12 +122,25 @@ class Mailbox:
             return stream, None if content is None else content.clone(), nbytes, dtype, sends, None, 0
         return end
 
-    def check_alive(self, end: End) -> None:
-        for rank in end[0].key[1:3]:
+    def meet(self, task: Task, members: Sequence[int], call: str, group: str, word: object) -> dict[int, Any]:
+        """What every rank of the group said, by rank of the run."""
+        self.check_alive(members)
+        meeting = self.meetings.setdefault((call, group), {})
+        meeting[task] = word
+        if len(meeting) < len(members):
+            self.scheduler.block(task, (call, group))
+        else:
+            del self.meetings[call, group]
+            for other in list(meeting)[:-1]:
+                self.scheduler.happened(other)
+        return {other.rank: said for other, said in meeting.items()}
+
+    def check_alive(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
             if rank in self.dead:
                 raise RankDied(self.dead[rank])
 
-    def lost(self, rank: int, how: str, scheduler: Scheduler) -> None:
+    def lost(self, rank: int, how: str) -> None:
         """A rank has died: what it has posted, and what was under way to it or from it, is no more; who waits for that hears
         of it, and waits for nothing else that it had posted together with it."""
         self.dead[rank], self.careful = how, True
@@ -137,11 +152,15 @@ class Mailbox:
                 for *_, cells, row in filter(None, (message.first, message.second)):
                     if cells is not None:
                         cells[row + POSTED] = nan  # as if it had never been
-        for task in scheduler.tasks:
+        for task in self.scheduler.tasks:
             ends = [end for end in task.waiting_for if isinstance(end, tuple)] if task.wanted > 0 else []
-            if task.rank != rank and any(rank in end[0].key[1:3] for end in ends):
+            if any(rank in end[0].key[1:3] for end in ends):
                 self.let_go(task)
-                scheduler.fail(task, RankDied(how))
+                self.scheduler.fail(task, RankDied(how))
+        for (call, group), meeting in list(self.meetings.items()):
+            if rank in next(iter(meeting)).groups[group].members:
+                for task in self.meetings.pop((call, group)):
+                    self.scheduler.fail(task, RankDied(how))
 
     def let_go(self, task: Task) -> None:
         """Whatever arrives from now on is not what this task waits for."""

@@ -31,7 +31,7 @@ class Flow:
 
 
 class Alarm(Flow):
-    """Nothing flows: a function is called at a time."""
+    """A function is called."""
 
     __slots__ = ("function",)
 

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -18,11 +19,8 @@ from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
 from d2lps.simulator.faults import Cut, Fault, Kill, Narrow, Slow
-from d2lps.simulator.mailbox import Mailbox
-from d2lps.simulator.meetings import Meetings
 from d2lps.simulator.model import Model
-from d2lps.simulator.network import Network
-from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.scheduler import Task
 from d2lps.simulator.within import World
 from d2lps.topology import Topology
 from d2lps.trace import Recorder, Trace
@@ -65,8 +63,7 @@ def simulate(
     if device not in ("cpu", "meta"):
         raise ValueError(f"device={device!r} is unknown: choose 'cpu' or 'meta'")
     harm.check(faults, topology, nodes)
-    simulation = _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug)
-    return simulation.run(function, args, faults)
+    return _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug).run(function, args, faults)
 
 
 def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[Hashable]:
@@ -87,25 +84,20 @@ def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[
     return nodes
 
 
-class _Simulation:
+class _Simulation(World):
     def __init__(
         self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool, debug: bool
     ) -> None:
-        network = Network(topology.bandwidth)
-        scheduler = Scheduler(network)
+        super().__init__(topology, nodes, device, model, trace)
         self.vocabulary = Vocabulary() if trace else None  # of all ranks
-        mailbox = Mailbox(network, scheduler.ready, model, trace)
-        computing = {node: network.add_link(1.0) for node in dict.fromkeys(nodes)}
-        self.world = World(topology, nodes, device, network, scheduler, mailbox, Meetings(scheduler), computing, {}, {})
         self.debug = debug
         self.harmed: dict[int, list[Slow | Cut | Narrow]] = {}  # by link: what is wrong with it
-        self.comms = [self._communicator(rank) for rank in range(len(nodes))]
+        self.comms = [self._communicator(rank) for rank in range(len(self.nodes))]
 
     def _communicator(self, rank: int) -> SimulatedCommunicator:
         """A rank's, and its task."""
-        world = self.world
-        task = Task(rank, world.computing[world.nodes[rank]])
-        comm = SimulatedCommunicator(world, range(len(world.nodes)), rank, "world", task)
+        task = Task(rank, self.computing[self.nodes[rank]])
+        comm = SimulatedCommunicator(self, range(len(self.nodes)), rank, "world", task)
         comm.debug = self.debug
         comm.recorder = Recorder(rank, comm.now, self.vocabulary) if self.vocabulary is not None else None
         return comm
@@ -115,13 +107,15 @@ class _Simulation:
         for comm in self.comms:
             self._begin(comm)
         for fault in faults:
-            self._expect(fault)
+            self.network.call_at(fault.at, partial(self._happens, fault, True))
+            if fault.until is not None:
+                self.network.call_at(fault.until, partial(self._happens, fault, False))
         with _as_it_was(), backward_in_threads():
             try:
-                self.world.scheduler.run()
+                self.scheduler.run()
                 self._raise_first()
             finally:
-                self.world.scheduler.kill()
+                self.scheduler.kill()
         return self._result()
 
     def _begin(self, comm: SimulatedCommunicator) -> None:
@@ -134,82 +128,59 @@ class _Simulation:
             comm.finish()
             return result
 
-        self.world.scheduler.add(comm.task, life)
+        self.scheduler.add(comm.task, life)
 
     # ---- what happens to the cluster ------------------------------------------------------------------------------
 
-    def _expect(self, fault: Fault) -> None:
-        """Let a fault begin and end at its times."""
-        network = self.world.network
+    def _happens(self, fault: Fault, begins: bool) -> None:
         if isinstance(fault, Kill):
-            begin, end = (lambda: self._kill(fault.node)), (lambda: self._revive(fault.node))
-        else:
-            begin, end = (lambda: self._harm(fault, True)), (lambda: self._harm(fault, False))
-        network.call_at(fault.at, begin)
-        if fault.until is not None:
-            network.call_at(fault.until, end)
-
-    def _harm(self, fault: Slow | Cut | Narrow, begins: bool) -> None:
-        """What a link, or a device, is left with by all the faults that it has at this time."""
-        world = self.world
-        links = [world.computing[fault.node]] if isinstance(fault, Slow) else harm.cables(fault.link, world.topology)
+            for rank in [rank for rank, home in enumerate(self.nodes) if home == fault.node]:
+                self._kill(rank) if begins else self._revive(rank)
+            return
+        # A link, or a device, is left with what all the faults leave that it has at this time.
+        links = [self.computing[fault.node]] if isinstance(fault, Slow) else harm.cables(fault.link, self.topology)
         for link in links:
             present = self.harmed.setdefault(link, [])
             present.append(fault) if begins else present.remove(fault)
-            whole = world.topology.bandwidth[link] if link < len(world.topology.links) else 1.0
+            whole = self.topology.bandwidth[link] if link < len(self.topology.links) else 1.0
             factors = [0.0 if isinstance(other, Cut) else 1 / other.factor for other in present]
-            world.network.change(link, math.prod(factors, start=whole))
+            self.network.change(link, math.prod(factors, start=whole))
 
-    def _kill(self, node: Hashable) -> None:
-        world = self.world
-        for rank in [rank for rank, home in enumerate(world.nodes) if home == node]:
-            how = f"rank {rank} has died: {node!r} was killed at {world.network.now:.6g} s of virtual time"
-            for task in [task for task in world.scheduler.tasks if task.rank == rank and task.ended is None]:
-                world.scheduler.end(task)
-            world.mailbox.lost(rank, how, world.scheduler)
-            world.meetings.lost(rank, how, world.groups)
+    def _kill(self, rank: int) -> None:
+        for task in [task for task in self.scheduler.tasks if task.rank == rank and task.ended is None]:
+            self.scheduler.end(task)
+        at = f"{self.network.now:.6g} s of virtual time"
+        self.mailbox.lost(rank, f"rank {rank} has died: {self.nodes[rank]!r} was killed at {at}")
 
-    def _revive(self, node: Hashable) -> None:
+    def _revive(self, rank: int) -> None:
         """The node is back, with nothing of what it knew: its ranks begin once more."""
-        world = self.world
-        for rank in [rank for rank, home in enumerate(world.nodes) if home == node]:
-            world.mailbox.dead.pop(rank, None)
-            world.meetings.dead.pop(rank, None)
-            before, comm = self.comms[rank], self._communicator(rank)
-            if before.recorder is not None:
-                comm.recorder = before.recorder.beside(0, "begun anew")
-            self.comms[rank] = comm
-            self._begin(comm)
+        self.mailbox.dead.pop(rank, None)
+        before, comm = self.comms[rank], self._communicator(rank)
+        if before.recorder is not None:
+            comm.recorder = before.recorder.beside(0, "begun anew")
+        self.comms[rank] = comm
+        self._begin(comm)
 
     # ---- what came of it ------------------------------------------------------------------------------------------
 
     def _raise_first(self) -> None:
-        tasks, now = self.world.scheduler.tasks, self.world.network.now
+        tasks, now = self.scheduler.tasks, f"at {self.network.now:.6g} s of virtual time"
         for task in tasks:
             if task.error is not None:
-                task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, at {now:.6g} s of virtual time")
+                task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, {now}")
                 raise task.error
         if any(task.ended is None for task in tasks):
-            for comm in self.comms:
-                for started in comm.started:
-                    started.raise_its_error()  # of which the rank would have heard
-            raise explain_standstill(tasks, f"at {now:.6g} s of virtual time nothing can happen any more{self._cut()}")
-
-    def _cut(self) -> str:
-        links = self.world.topology.links
-        cut = [f"{links[link]}" for link in range(len(links)) if not self.world.network.bandwidth[link]]
-        return f" (cut: {', '.join(cut)})" if cut else ""
+            for started in [started for comm in self.comms for started in comm.started]:
+                started.raise_its_error()  # of which the rank would have heard
+            cut = [str(link) for number, link in enumerate(self.topology.links) if not self.network.bandwidth[number]]
+            raise explain_standstill(tasks, f"{now} nothing can happen any more" + (f" (cut: {', '.join(cut)})" if cut else ""))
 
     def _result(self) -> Run:
-        tasks = [comm.task for comm in self.comms]
-        return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), self._trace())
-
-    def _trace(self) -> Trace | None:
-        if self.vocabulary is None:
-            return None
-        trace = Trace([log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()], len(self.comms))
-        trace.topology, trace.nodes = self.world.topology, list(self.world.nodes)
-        return trace
+        tasks, trace = [comm.task for comm in self.comms], None
+        if self.vocabulary is not None:
+            trace = Trace([log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()], len(tasks))
+            trace.topology, trace.nodes = self.topology, list(self.nodes)
+        return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), trace)
 
 
 @contextmanager

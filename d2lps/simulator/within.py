@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -14,27 +13,23 @@ from d2lps.comm import Communicator, ReduceOp, ops
 from d2lps.comm.memory import Memory
 from d2lps.simulator.counting import Counting
 from d2lps.simulator.mailbox import Mailbox
-from d2lps.simulator.meetings import Meetings
+from d2lps.simulator.model import Model
 from d2lps.simulator.network import Network
 from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.simulator.script import Script
 from d2lps.topology import Topology
 
 
-@dataclass
 class World:
     """What all ranks of a simulation have in common."""
 
-    topology: Topology
-    nodes: Sequence[Hashable]  # of each rank
-    device: torch.device
-    network: Network
-    scheduler: Scheduler
-    mailbox: Mailbox
-    meetings: Meetings
-    computing: dict[Hashable, int]  # by node: the link that stands for its device
-    memories: dict[Hashable, Memory]
-    groups: dict[str, list[int]]  # the ranks of each communicator, by name
+    def __init__(self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, traced: bool) -> None:
+        self.topology, self.nodes, self.device = topology, nodes, device  # the node of each rank
+        self.network = Network(topology.bandwidth)
+        self.scheduler = Scheduler(self.network)
+        self.mailbox = Mailbox(self.network, self.scheduler, model, traced)
+        self.computing = {node: self.network.add_link(1.0) for node in dict.fromkeys(nodes)}  # what stands for its device
+        self.memories: dict[Hashable, Memory] = {}
 
 
 class SimulatedRank(Communicator):
