@@ -63,14 +63,15 @@ class Message(Flow):
         for task in self.tasks:
             task.wanted -= 1
             if not task.wanted:
-                mailbox.scheduler.ready.append(task)
+                mailbox.ready.append(task)
 
 
 class Mailbox:
     """All streams of a simulation, and the way from them to the network; all meetings."""
 
     def __init__(self, network: Network, scheduler: Scheduler, model: Model, traced: bool) -> None:
-        self.network, self.scheduler, self.model, self.eager = network, scheduler, model, model.eager
+        self.network, self.scheduler, self.ready = network, scheduler, scheduler.ready
+        self.model, self.eager = model, model.eager
         self.careful = bool(model.eager or traced)
         self.streams: dict[Key, Stream] = {}
         self.meetings: dict[tuple[str, str], dict[Task, Any]] = {}  # (call, group) -> who has come, and what it said

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,27 +29,27 @@ _is_inference_mode_enabled, _is_any_autocast_enabled = torch.is_inference_mode_e
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """One thread of control: a rank's own, or that of something it has started."""
 
-    def __init__(self, rank: int, device: int) -> None:
-        self.rank = rank
-        self.device = device  # what its computing goes through, of which others on its node want a share: a link of the network
-        self.groups: dict[str, Any] = {}  # its communicators, for the message that explains a deadlock
-        self.counting: Any = None  # what it computes, while that is counted
-        self.script: Any = None  # what it will do next, where it has said so (see script.py)
-        self.greenlet: Any = None
-        self.flow: Alarm | None = None  # what it computes, while it does
-        self.killed = False
-        self.looks = 0.0, 0  # when it has last tested for something, and how often at that time
-        self.wanted = 0  # how many things must happen before it goes on
-        self.waiting_for: Any = ""  # those: a word, (a meeting, of whom), or the ends of an exchange
-        self.ended: float | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None  # what it ended with; before that, what its wait will end with
-        self.pause: Callable[[], Any]  # lets the others go on
-        self.go_on: Callable[[], Any]  # what happens when it can go on: it does, or its script
-        self.backward: threading.Thread | None = None  # in which its backward pass runs, while one does
+    rank: int
+    device: int  # what its computing goes through, of which others on its node want a share: a link of the network
+    groups: dict[str, Any] = field(default_factory=dict)  # its communicators, by name
+    counting: Any = None  # what it computes, while that is counted
+    script: Any = None  # what it will do next, where it has said so (see script.py)
+    greenlet: Any = None
+    flow: Alarm | None = None  # what it computes, while it does
+    killed: bool = False
+    looks: tuple[float, int] = (0.0, 0)  # when it has last tested for something, and how often at that time
+    wanted: int = 0  # how many things must happen before it goes on
+    waiting_for: Any = ""  # those: a word, (a meeting, of whom), or the ends of an exchange
+    ended: float | None = None
+    result: Any = None
+    error: BaseException | None = None  # what it ended with; before that, what its wait will end with
+    pause: Any = None  # a function: lets the others go on
+    go_on: Any = None  # a function: what happens when it can go on, which is that it does, or its script
+    backward: threading.Thread | None = None  # in which its backward pass runs, while one does
 
 
 class Scheduler:
