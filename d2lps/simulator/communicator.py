@@ -82,7 +82,7 @@ class SimulatedCommunicator(SimulatedRank):
         stream, content = self._streams.get(key), None
         if stream is None or not getattr(tensor, "is_meta", False):
             self._check_message(tensor, "dst" if sends else "src", peer, tag)
-            if not sends:
+            if not sends and not tensor.is_contiguous():
                 check_writable(tensor)
             stream = stream or self._stream(sends, peer, tag)
             if not tensor.is_meta:

@@ -166,12 +166,9 @@ class Network:
             if rate != flow.rate:
                 if flow.rate > 0:
                     flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
-                self._set_rate(flow, rate)
-
-    def _set_rate(self, flow: Flow, rate: float) -> None:
-        flow.rate, flow.since, flow.end = rate, self.now, math.inf
-        if rate:
-            self._schedule(flow, self.now + flow.left / rate)
+                flow.rate, flow.since, flow.end = rate, now, math.inf
+                if rate:
+                    self._schedule(flow, now + flow.left / rate)
 
 
 def max_min(flows: Iterable[Flow], bandwidth: list[float]) -> dict[Flow, float]:

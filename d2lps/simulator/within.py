@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -51,44 +53,38 @@ class SimulatedRank(Communicator):
 
     def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         self._check_pair("combine", into, other)
-        if not into.is_meta:
-            self.catch_up()
-            with disable_current_modes() if self.task.counting else nullcontext():
-                ops.apply(op, into.detach(), other.detach().reshape(into.shape))
-        gamma = self.mailbox.model.per_combined_byte
-        if self.recorder is not None or gamma:
-            self._happens(ops.op_name(op), into, other, gamma * other.nbytes)
+        self._change(into, other, op, self.mailbox.model.per_combined_byte * other.nbytes)
 
     def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
         self._check_pair("copy", into, other)
-        if not into.is_meta:
+        self._change(into, other, None, 0.0)
+
+    def _change(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp | None, seconds: float) -> None:
+        """Combine with `other`, or become a copy of it, in so many seconds of this rank's device."""
+        if into.is_meta:
+            if self.recorder is None and not seconds:
+                return
+        else:
             self.catch_up()
             with disable_current_modes() if self.task.counting else nullcontext():
-                into.detach().copy_(other.detach().reshape(into.shape))
+                source = other.detach().reshape(into.shape)
+                into.detach().copy_(source) if op is None else ops.apply(op, into.detach(), source)
+        cells, start = None, 0
         if self.recorder is not None:
-            self._happens("COPY", into, other, 0.0)
-
-    def _happens(self, op: str, into: torch.Tensor, other: torch.Tensor, seconds: float) -> None:
-        """Arithmetic that takes so many seconds of this rank's device."""
-        recorder, network = self.recorder, self.world.network
-        if recorder is not None:
-            cells, start = recorder.tables["locals"].cells, recorder.local(op, into, other, math.nan, math.nan)
-
-        def begins() -> float:
-            if recorder is not None:
-                cells[start] = cells[start + 1] = network.now
-            return seconds
-
-        def ends() -> float:
-            if recorder is not None:
-                cells[start + 1] = network.now
-            return 0.0
-
-        self.task.script.write(begins)
+            cells = self.recorder.tables["locals"].cells
+            start = self.recorder.local("COPY" if op is None else ops.op_name(op), into, other, math.nan, math.nan)
+        if cells is not None or seconds:
+            self.task.script.write(partial(self._took, cells, (start, start + 1), seconds))
         if seconds:
-            self.task.script.write(ends)
+            self.task.script.write(partial(self._took, cells, (start + 1,), 0.0))
         if not self._collective or not into.is_meta:
             self.catch_up()
+
+    def _took(self, cells: Any, times: tuple[int, ...], seconds: float) -> float:
+        """A step of the script: the trace says when it came."""
+        for time in times if cells is not None else ():
+            cells[time] = self.world.network.now
+        return seconds
 
     @contextmanager
     def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
