@@ -386,10 +386,10 @@ def test_a_block_tells_what_it_computed_where_that_is_known() -> None:
 def ring_log(rank: int, ranks: int, messages: int) -> Log:
     """What a rank of a ring writes down that sends `messages` times to its right and receives as often from its left."""
     recorder = Recorder(rank, lambda: 0.0)
-    recorder.vocabulary.step.number(())
+    recorder.vocabulary.step[()]
     recorder.vocabulary.buffers.part(rank, torch.zeros(2 * messages))
     streams = [("world", (rank - 1) % ranks, rank, 0), ("world", rank, (rank + 1) % ranks, 0)]
-    received, sent = map(recorder.vocabulary.stream.number, streams)
+    received, sent = (recorder.vocabulary.stream[stream] for stream in streams)
     for k in range(messages):
         posted = done = k / 1e6
         for end, stream in enumerate((received, sent), 1):

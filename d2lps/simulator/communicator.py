@@ -99,10 +99,13 @@ class SimulatedCommunicator(SimulatedRank):
     def _stream(self, sends: bool, peer: int, tag: int) -> Stream:
         me, them = self.members[self.rank], self.members[peer]
         src, dst = (me, them) if sends else (them, me)
-        route = self.topology.route(self.nodes[src], self.nodes[dst])
-        stream = self._streams[sends, peer, tag] = self.mailbox.stream((self.name, src, dst, tag), route)
-        if self.recorder is not None:
-            stream.number = self.recorder.vocabulary.stream.number(stream.key)
+        key = self.name, src, dst, tag
+        stream = self.mailbox.streams.get(key)
+        if stream is None:
+            stream = self.mailbox.open(key, self.topology.route(self.nodes[src], self.nodes[dst]))
+            if self.recorder is not None:
+                stream.number = self.recorder.vocabulary.stream[key]
+        self._streams[sends, peer, tag] = stream
         return stream
 
     def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,8 +41,12 @@ class SimulatedRank(Communicator):
         super().__init__(members, rank, name)
         self.world, self.task, self.mailbox = world, task, world.mailbox
         self.topology, self.nodes, self.node = world.topology, world.nodes, world.nodes[self.members[rank]]
-        self.device, self.generator = world.device, torch.Generator().manual_seed(rank)
+        self.device = world.device
         task.script = task.script or Script(task, world.mailbox, world.scheduler)
+
+    @cached_property
+    def generator(self) -> torch.Generator:  # type: ignore[override]
+        return torch.Generator().manual_seed(self.rank)
 
     def catch_up(self) -> None:
         """Return when what this rank has only counted, or written down (see script.py), has happened."""

@@ -58,29 +58,23 @@ class Table:
 _new = Lock()  # the lanes of a rank are threads, and no two labels may get one number
 
 
-class Names:
+class Names(dict[tuple[Hashable, ...], int]):
     """Labels as small integers, so that a column can hold them; one with numbers in it is put together when it is read.
 
     >>> names = Names()
-    >>> names.number(("step {}/{}", 1, 3)), names.number(("tree",)), names.number(("step {}/{}", 1, 3))
+    >>> names["step {}/{}", 1, 3], names["tree",], names["step {}/{}", 1, 3]
     (0, 1, 0)
     >>> names.strings
     ['step 1/3', 'tree']
     """
 
-    def __init__(self) -> None:
-        self.numbers: dict[tuple[Hashable, ...], int] = {}
-
-    def number(self, label: tuple[Hashable, ...]) -> int:
-        number = self.numbers.get(label)
-        if number is None:
-            with _new:
-                number = self.numbers.setdefault(label, len(self.numbers))
-        return number
+    def __missing__(self, label: tuple[Hashable, ...]) -> int:
+        with _new:
+            return self.setdefault(label, len(self))
 
     @property
     def strings(self) -> list[str]:
-        return [str(label[0]).format(*label[1:]) if label[1:] else str(label[0]) if label else "" for label in self.numbers]
+        return [str(label[0]).format(*label[1:]) if label[1:] else str(label[0]) if label else "" for label in self]
 
 
 class Vocabulary:
@@ -128,7 +122,7 @@ class Recorder:
         """Note one end of a message; where its row begins in `ends`."""
         words, row = self.vocabulary, len(self.ends)
         buffer, offset, length = words.buffers.part(self.rank, tensor)
-        step, self.seq = words.step.number(self.step), self.seq + 1
+        step, self.seq = words.step[self.step], self.seq + 1
         # Half the time of `extend`.
         self.ends.frombytes(_pack_end(self.seq, -1, stream, tensor.nbytes, buffer, offset, length, step, posted, nan, nan))
         return row
@@ -146,7 +140,7 @@ class Recorder:
     def message(self, action: str, tensor: torch.Tensor, group: str, peer: int, tag: int) -> Callable[[], None]:
         """Note a posted send or receive; call what is returned when it is complete."""
         src, dst = (self.rank, peer) if action == "send" else (peer, self.rank)
-        row = self.end(tensor, self.vocabulary.stream.number((group, src, dst, tag)), self.now())
+        row = self.end(tensor, self.vocabulary.stream[group, src, dst, tag], self.now())
 
         def complete() -> None:
             self.ends[row + _DONE_SEQ], self.ends[row + DONE] = self.next(), self.now()
@@ -157,7 +151,7 @@ class Recorder:
         """Note that `into` was overwritten ("COPY") or combined with `other`; where its times will stand in the cells."""
         words, cells = self.vocabulary, self.tables["locals"].cells
         parts = words.buffers.part(self.rank, into) + words.buffers.part(self.rank, other)
-        cells.frombytes(_pack_local(self.next(), words.op.number((op,)), *parts, words.step.number(self.step), start, end))
+        cells.frombytes(_pack_local(self.next(), words.op[op,], *parts, words.step[self.step], start, end))
         return len(cells) - 2
 
     def span(
@@ -165,12 +159,12 @@ class Recorder:
     ) -> None:
         """Note what went on from start to end: computing, sleep, or memory that was held."""
         known = [nan if value is None else value for value in (flops, nbytes)]
-        self.tables["spans"].append(self.next(), KINDS.index(kind), self.vocabulary.label.number((label,)), *known, start, end)
+        self.tables["spans"].append(self.next(), KINDS.index(kind), self.vocabulary.label[label,], *known, start, end)
 
     def waited(self, action: str, group: str, peer: int, tag: int, nbytes: int, start: float) -> None:
         """Note a wait that began at `start` and ends now."""
         words = self.vocabulary
-        name, step = words.group.number((group,)), words.step.number(self.step)
+        name, step = words.group[group,], words.step[self.step]
         self.tables["waits"].append(self.next(), ACTIONS.index(action), peer, tag, name, nbytes, step, start, self.now())
 
     def logs(self, started: float = 0.0, ended: float = 0.0, machine: str = "") -> list[Recorder]:

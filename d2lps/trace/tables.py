@@ -120,7 +120,7 @@ def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, C
         if id(own) not in become:
             new = {"step": own.step, "group": own.group, "op": own.op, "label": own.label, "stream": own.stream}
             become[id(own)] = {
-                column: np.array([getattr(words, column).number(label) for label in names.numbers], dtype=np.int64)
+                column: np.array([getattr(words, column)[label] for label in names], dtype=np.int64)
                 for column, names in new.items()
             }
             first = len(words.buffers.seen)
@@ -131,7 +131,7 @@ def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, C
 
 def _streams(words: Vocabulary) -> Columns:
     """What all messages of a stream have in common."""
-    rows = [(words.group.number((group,)), *key) for group, *key in words.stream.numbers]
+    rows = [(words.group[group,], *key) for group, *key in words.stream]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     return dict(zip(("group", "src", "dst", "tag"), columns, strict=True))
 
