@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,6 @@ from d2lps.simulator.scheduler import Task
 from d2lps.simulator.within import World
 from d2lps.topology import Topology
 from d2lps.trace import Recorder, Trace
-from d2lps.trace.recorder import Vocabulary
 
 
 def simulate(
@@ -85,27 +85,10 @@ def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[
 
 
 class _Simulation(World):
-    def __init__(
-        self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool, debug: bool
-    ) -> None:
-        super().__init__(topology, nodes, device, model, trace)
-        self.vocabulary = Vocabulary() if trace else None  # of all ranks
-        self.debug = debug
-        self.harmed: dict[int, list[Slow | Cut | Narrow]] = {}  # by link: what is wrong with it
-        self.comms = [self._communicator(rank) for rank in range(len(self.nodes))]
-
-    def _communicator(self, rank: int) -> SimulatedCommunicator:
-        """A rank's, and its task."""
-        task = Task(rank, self.computing[self.nodes[rank]])
-        comm = SimulatedCommunicator(self, range(len(self.nodes)), rank, "world", task)
-        comm.debug = self.debug
-        comm.recorder = Recorder(rank, comm.now, self.vocabulary) if self.vocabulary is not None else None
-        return comm
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], faults: Sequence[Fault]) -> Run:
         self.program = cloudpickle.dumps((function, args))
-        for comm in self.comms:
-            self._begin(comm)
+        self.harmed: defaultdict[int, list[Slow | Cut | Narrow]] = defaultdict(list)  # by link: what is wrong with it
+        self.comms = [self._begin(rank) for rank in range(len(self.nodes))]
         for fault in faults:
             self.network.call_at(fault.at, partial(self._happens, fault, True))
             if fault.until is not None:
@@ -118,8 +101,12 @@ class _Simulation(World):
                 self.scheduler.kill()
         return self._result()
 
-    def _begin(self, comm: SimulatedCommunicator) -> None:
+    def _begin(self, rank: int) -> SimulatedCommunicator:
         """Each rank has its own copy of the function, and its own start of torch's random numbers."""
+        comm = SimulatedCommunicator(self, range(len(self.nodes)), rank, "world", Task(rank, self.computing[self.nodes[rank]]))
+        comm.debug = self.debug
+        if self.vocabulary is not None:
+            comm.recorder = Recorder(rank, comm.now, self.vocabulary)
 
         def life() -> Any:
             function, args = cloudpickle.loads(self.program)
@@ -129,6 +116,7 @@ class _Simulation(World):
             return result
 
         self.scheduler.add(comm.task, life)
+        return comm
 
     # ---- what happens to the cluster ------------------------------------------------------------------------------
 
@@ -140,7 +128,7 @@ class _Simulation(World):
         # A link, or a device, is left with what all the faults leave that it has at this time.
         links = [self.computing[fault.node]] if isinstance(fault, Slow) else harm.cables(fault.link, self.topology)
         for link in links:
-            present = self.harmed.setdefault(link, [])
+            present = self.harmed[link]
             present.append(fault) if begins else present.remove(fault)
             whole = self.topology.bandwidth[link] if link < len(self.topology.links) else 1.0
             factors = [0.0 if isinstance(other, Cut) else 1 / other.factor for other in present]
@@ -155,11 +143,9 @@ class _Simulation(World):
     def _revive(self, rank: int) -> None:
         """The node is back, with nothing of what it knew: its ranks begin once more."""
         self.mailbox.dead.pop(rank, None)
-        before, comm = self.comms[rank], self._communicator(rank)
+        before, self.comms[rank] = self.comms[rank], self._begin(rank)
         if before.recorder is not None:
-            comm.recorder = before.recorder.beside(0, "begun anew")
-        self.comms[rank] = comm
-        self._begin(comm)
+            self.comms[rank].recorder = before.recorder.beside(0, "begun anew")
 
     # ---- what came of it ------------------------------------------------------------------------------------------
 

@@ -20,16 +20,20 @@ from d2lps.simulator.network import Network
 from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.simulator.script import Script
 from d2lps.topology import Topology
+from d2lps.trace.recorder import Vocabulary
 
 
 class World:
     """What all ranks of a simulation have in common."""
 
-    def __init__(self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, traced: bool) -> None:
-        self.topology, self.nodes, self.device = topology, nodes, device  # the node of each rank
+    def __init__(
+        self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool, debug: bool
+    ) -> None:
+        self.topology, self.nodes, self.device, self.debug = topology, nodes, device, debug  # the node of each rank
         self.network = Network(topology.bandwidth)
         self.scheduler = Scheduler(self.network)
-        self.mailbox = Mailbox(self.network, self.scheduler, model, traced)
+        self.mailbox = Mailbox(self.network, self.scheduler, model, trace)
+        self.vocabulary = Vocabulary() if trace else None  # of all that is recorded
         self.computing = {node: self.network.add_link(1.0) for node in dict.fromkeys(nodes)}  # what stands for its device
         self.memories: dict[Hashable, Memory] = {}
 
@@ -42,7 +46,7 @@ class SimulatedRank(Communicator):
         self.world, self.task, self.mailbox = world, task, world.mailbox
         self.topology, self.nodes, self.node = world.topology, world.nodes, world.nodes[self.members[rank]]
         self.device = world.device
-        task.script = task.script or Script(task, world.mailbox, world.scheduler)
+        task.script = task.script or Script(task, world.mailbox)
 
     @cached_property
     def generator(self) -> torch.Generator:  # type: ignore[override]
