@@ -98,22 +98,23 @@ class SimulatedRank(Communicator):
     def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
         """As everywhere; messages in a block that is counted are sent when what was counted before them has been computed,
         those in a block whose numbers are given when all of it has."""
-        start = self.now()
-        if flops is None and bytes is None:
-            with Counting() as counting:
-                outer, self.task.counting = self.task.counting, counting
-                try:
-                    yield
-                    self.catch_up()
-                finally:
-                    self.task.counting = outer
-            flops, bytes = counting.flops, counting.bytes
+        start, given = self.now(), not (flops is None and bytes is None)
+        try:
+            if given:
+                self._compute(flops or 0, bytes or 0, 1)
+            else:
+                with Counting() as counting:
+                    outer, self.task.counting = self.task.counting, counting
+                    try:
+                        yield
+                        self.catch_up()
+                    finally:
+                        self.task.counting = outer
+                        flops, bytes = counting.flops, counting.bytes
+        finally:  # of a rank that is killed, too
             if self.recorder is not None:
-                self.recorder.span("compute", label, start, self.now(), flops, bytes)
-        else:
-            self._compute(flops or 0, bytes or 0, 1)
-            if self.recorder is not None:
-                self.recorder.span("compute", label, start, self.now(), flops, bytes)
+                self.recorder.span("compute", label, start, self.world.network.now, flops, bytes)
+        if given:
             yield
 
     def _compute(self, flops: float, nbytes: float, operations: int) -> None:
