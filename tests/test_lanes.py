@@ -416,6 +416,18 @@ def test_who_waits_for_a_rank_that_dies_hears_of_it_and_nobody_else() -> None:
     assert run == [f"{died} (0.5)", None, f"{died} (2)", "fine", "fine", "fine"]
 
 
+@pytest.mark.parametrize("flops", [1e9, None])
+def test_what_a_rank_computes_as_it_dies_is_in_the_trace(flops: float | None) -> None:
+    def work(comm: Communicator) -> None:
+        with comm.compute("forward", flops=flops):
+            tensor = torch.ones(2, 1000, 1000, device=comm.device)
+            for _ in range(10 if flops is None else 0):
+                tensor = tensor @ tensor
+
+    run = simulate(work, chips(2), device="meta", faults=[Kill("gpu1", 1e-3)])
+    assert spans(run.trace, 1) == [("compute", "forward", 1e-3)] and spans(run.trace, 0)[0][2] > 1e-3
+
+
 def test_a_meeting_with_the_dead() -> None:
     def work(comm: Communicator) -> str:
         comm.sleep(0.1 * comm.rank)

@@ -1,6 +1,7 @@
 """What a trace says about a run: which part of what went from whom to whom, when, and under which name."""
 
 import json
+import math
 import time
 from collections import Counter, defaultdict, deque
 from pathlib import Path
@@ -385,13 +386,14 @@ def test_a_block_tells_what_it_computed_where_that_is_known() -> None:
 def ring_log(rank: int, ranks: int, messages: int) -> Log:
     """What a rank of a ring writes down that sends `messages` times to its right and receives as often from its left."""
     recorder = Recorder(rank, lambda: 0.0)
-    recorder.vocabulary.steps.number(())
-    recorder.vocabulary.groups.number(("world",))
+    recorder.vocabulary.step[()]
     recorder.vocabulary.buffers.part(rank, torch.zeros(2 * messages))
+    streams = [("world", (rank - 1) % ranks, rank, 0), ("world", rank, (rank + 1) % ranks, 0)]
+    received, sent = (recorder.vocabulary.stream[stream] for stream in streams)
     for k in range(messages):
         posted = done = k / 1e6
-        recorder.recvs.append(4 * k + 1, 4 * k + 3, 0, (rank - 1) % ranks, 0, 8, 0, 8 * k, 8, 0, posted, done)
-        recorder.sends.append(4 * k + 2, 4 * k + 4, 0, (rank + 1) % ranks, 0, 8, 0, 8 * k, 8, 0, posted, done)
+        for end, stream in enumerate((received, sent), 1):
+            recorder.tables["ends"].append(4 * k + end, 4 * k + end + 2, stream, 8, 0, 8 * k, 8, 0, posted, math.nan, done)
     return recorder.logs(0.0, 1.0)[0]
 
 

@@ -9,8 +9,10 @@ and lets other ranks go on when a hook does. Such a wait costs some 50 us instea
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,57 +23,44 @@ from torch.autograd import Variable
 from d2lps.simulator.scheduler import Task, step_aside
 
 
-class BackwardThread:
-    """One backward pass of one rank."""
+def _in_thread(task: Task, run: Callable[[], Any]) -> Any:
+    """Called by the rank's greenlet: the result of a backward pass, or its error."""
+    turn, go_on = SimpleQueue[None](), SimpleQueue[None]()  # in which stands whose turn it is: the greenlet's, the thread's
+    outcome, over = Future[Any](), threading.Event()
+    dtype, enabled = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
-    def __init__(self, task: Task, engine: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.task, self.engine, self.arguments, self.options = task, engine, arguments, options
-        self.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.ended = self.killed = False
-        self._turn: SimpleQueue[None] = SimpleQueue()  # a token: it is the greenlet's turn
-        self._go_on: SimpleQueue[None] = SimpleQueue()  # a token: it is the thread's turn
-        self.thread = threading.Thread(target=self._live, name=f"backward of rank {task.rank}", daemon=True)
-
-    def run(self) -> Any:
-        """Called by the rank's greenlet: the pass's result, or its error."""
-        task, pause, grad = self.task, self.task.pause, torch.is_grad_enabled()
-        task.pause, task.backward = self._pause, self.thread
-        self.thread.start()
+    def live() -> None:
         try:
-            self._turn.get()
-            while not self.ended:
-                step_aside(pause)
-                self._go_on.put(None)
-                self._turn.get()
-        finally:  # by an interrupt too, or when the simulation is given up
-            self.killed = True
-            self._go_on.put(None)
-            self.thread.join()
-            task.pause, task.backward = pause, None
-            torch.set_grad_enabled(grad)
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-    def _live(self) -> None:
-        enabled, dtype = self.autocast
-        try:
-            with torch.autocast("cpu", dtype, enabled), self.task.counting or nullcontext():
-                self.result = self.engine.run_backward(*self.arguments, **self.options)
+            with torch.autocast("cpu", dtype, enabled), task.counting or nullcontext():
+                outcome.set_result(run())
         except BaseException as error:
-            self.error = error
-        self.ended = True
-        self._turn.put(None)
+            outcome.set_exception(error)
+        turn.put(None)
 
-    def _pause(self) -> None:
-        """Called by a hook, in this thread."""
-        if not self.killed:
-            self._turn.put(None)
-            self._go_on.get()
-        if self.killed:
+    def pause_in_hook() -> None:
+        if not over.is_set():
+            turn.put(None)
+            go_on.get()
+        if over.is_set():
             raise GreenletExit
+
+    thread = threading.Thread(target=live, name=f"backward of rank {task.rank}", daemon=True)
+    pause, grad = task.pause, torch.is_grad_enabled()
+    task.pause, task.backward = pause_in_hook, thread
+    thread.start()
+    try:
+        turn.get()
+        while not outcome.done():
+            step_aside(pause)
+            go_on.put(None)
+            turn.get()
+    finally:  # by an interrupt too, or when the simulation is given up
+        over.set()
+        go_on.put(None)
+        thread.join()
+        task.pause, task.backward = pause, None
+        torch.set_grad_enabled(grad)
+    return outcome.result()
 
 
 class _Engine:
@@ -85,9 +74,8 @@ class _Engine:
 
     def run_backward(self, *arguments: Any, **options: Any) -> Any:
         task = getattr(getcurrent(), "task", None)  # in a backward thread there is none: passes may nest
-        if task is None:
-            return self.engine.run_backward(*arguments, **options)
-        return BackwardThread(task, self.engine, arguments, options).run()
+        run = partial(self.engine.run_backward, *arguments, **options)
+        return run() if task is None else _in_thread(task, run)
 
 
 _lock, _simulations = threading.Lock(), 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +12,35 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from d2lps.comm import ReduceOp, Work
 from d2lps.comm.communicator import Addressed
 from d2lps.comm.staging import stage, unstage
-from d2lps.simulator.lane import InLane
 from d2lps.simulator.mailbox import End, Stream
-from d2lps.simulator.recording import DONE, SEQ, STEP, WAITED
-from d2lps.simulator.scheduler import Task
+from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.simulator.within import SimulatedRank, World
+from d2lps.trace.recorder import WAITED
+
+
+class InLane:
+    """What a rank has started, a task beside its own: as much of a `concurrent.futures.Future` as is asked of it."""
+
+    def __init__(self, scheduler: Scheduler, task: Task, function: Callable[[], None]) -> None:
+        self.scheduler, self.task = scheduler, task
+        self.error: BaseException | None = None
+        self._waiting: list[Task] = []
+        scheduler.add(task, function, self._ended)
+
+    def _ended(self) -> None:
+        self.error, self.task.error = self.task.error, None
+        for task in self._waiting:
+            self.scheduler.happened(task)
+
+    def done(self) -> bool:
+        return self.task.ended is not None
+
+    def exception(self) -> BaseException | None:
+        if not self.done():
+            waiter = self.scheduler.current()
+            self._waiting.append(waiter)
+            self.scheduler.block(waiter, "join")
+        return self.error
 
 
 class SimulatedCommunicator(SimulatedRank):
@@ -25,7 +48,6 @@ class SimulatedCommunicator(SimulatedRank):
 
     def __init__(self, world: World, members: Sequence[int], rank: int, name: str, task: Task) -> None:
         super().__init__(world, members, rank, name, task)
-        world.groups[name] = self.members
         task.groups[name] = self
         self._streams: dict[tuple[bool, int, int], Stream] = {}  # (whether this rank sends, peer, tag)
         self._ends: dict[tuple[bool, int, int], tuple[torch.Tensor, End]] = {}  # the last of each stream
@@ -45,7 +67,7 @@ class SimulatedCommunicator(SimulatedRank):
             known = last((True, dst, tag))
             ends.append(known[1] if known is not None and known[0] is tensor else self._end(True, tensor, dst, tag))
         if self.recorder is not None:
-            self._number(ends, waited=True)
+            self.recorder.all_done(len(ends))
         self.task.script.exchange(tuple(ends))
         if self._contents or not self._collective:
             contents, self._contents = self._contents, []
@@ -64,65 +86,49 @@ class SimulatedCommunicator(SimulatedRank):
             if not tensor.is_meta:
                 content = stage(tensor)
                 self._contents.append((content, tensor))
-        note = None if self.recorder is None else self._note(tensor)
-        end = stream, content, self.mailbox.one(tensor.nbytes), tensor.dtype, note, sends
-        if content is None and note is None:
+        if self.recorder is not None:
+            row = self.recorder.end(tensor, stream.number)
+            return stream, content, tensor.nbytes, tensor.dtype, sends, self.recorder.ends, row
+        end = stream, content, tensor.nbytes, tensor.dtype, sends, None, 0
+        if content is None:
             self._ends[key] = tensor, end
         return end
 
     def _stream(self, sends: bool, peer: int, tag: int) -> Stream:
         me, them = self.members[self.rank], self.members[peer]
         src, dst = (me, them) if sends else (them, me)
-        route = self.topology.route(self.nodes[src], self.nodes[dst])
-        stream = self._streams[sends, peer, tag] = self.mailbox.stream((self.name, src, dst, tag), route)
-        if self.recorder is not None:
-            setattr(stream, "src_thread" if sends else "dst_thread", self.recorder.thread)
+        key = self.name, src, dst, tag
+        stream = self.mailbox.streams.get(key)
+        if stream is None:
+            stream = self.mailbox.open(key, self.topology.route(self.nodes[src], self.nodes[dst]))
+            if self.recorder is not None:
+                stream.number = self.recorder.vocabulary.stream[key]
+        self._streams[sends, peer, tag] = stream
         return stream
-
-    def _note(self, tensor: torch.Tensor) -> list[float]:
-        """What the trace shall say of one end of a message; see recording.py."""
-        assert self.recorder is not None
-        return [0, *self.recorder.vocabulary.buffers.part(self.recorder.rank, tensor), 0, math.nan, -1, math.nan]
-
-    def _number(self, ends: Sequence[End], waited: bool) -> None:
-        """Give ends that are posted together, and perhaps waited for in the same order, their places in the program."""
-        recorder = self.recorder
-        assert recorder is not None
-        count, step = len(ends), recorder.vocabulary.steps.number(recorder.step)
-        first = recorder.next(3 * count if waited else count)
-        for k, end in enumerate(ends):
-            note = end[4]
-            note[SEQ], note[STEP] = first + k, step
-            if waited:
-                note[DONE] = first + count + 2 * k + 1  # after the row of its wait
 
     def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         sends, mailbox = action == "send", self.mailbox
         self.catch_up()
         end = self._end(sends, tensor, peer, tag)
         self._contents.clear()
-        if self.recorder is not None:
-            self._number([end], waited=False)
-        message = mailbox.send(end) if sends else mailbox.recv(end)
+        message = mailbox.post(end)
 
         def is_done() -> bool:
             self.catch_up()
             self.world.scheduler.looked(self.task)
-            return message.done or (sends and mailbox.is_buffered(end))
+            return message.done or mailbox.is_buffered(end)
 
         def finish() -> None:
             start = self.now()
             if not is_done():
-                mailbox.check_alive(end)
-                setattr(message, "sender" if sends else "receiver", self.task)
+                mailbox.check_alive(end[0].key[1:3])
+                message.tasks += (self.task,)
                 self.world.scheduler.block(self.task, (end,))
             if not sends and end[1] is not None:
                 unstage(end[1], tensor)
-            if self.recorder is not None and mailbox.recording is not None:
-                end[4][DONE] = self.recorder.next(2) + 1
-                end[4][WAITED] = -start if end[4][WAITED] <= 0 else start
-                if message.done:
-                    mailbox.recording.waited(message.row, end[4], sends)
+            if self.recorder is not None:
+                self.recorder.ends[end[6] + WAITED] = start
+                self.recorder.done(end[6])
 
         return Work(finish, is_done)
 
@@ -152,10 +158,13 @@ class SimulatedCommunicator(SimulatedRank):
             self.task.counting = counting
 
     def chunks(self, tensor: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
-        if self.recorder is not None or not tensor.is_meta:
+        if not tensor.is_meta:
             return super().chunks(tensor, parts)
-        # Without contents, and with nobody recording which part is which, equal chunks are one and the same: a thousand
-        # ranks would otherwise hold a million of them.
+        if self.recorder is not None:
+            with torch._C._AutoDispatchBelowADInplaceOrView():  # views that know nothing of gradients: half the memory
+                return super().chunks(tensor, parts)
+        # With nobody recording which part is which, equal chunks are one and the same: a thousand ranks would otherwise hold
+        # a million of them.
         length, longer = divmod(tensor.numel(), parts)
         return [tensor[: length + 1]] * longer + [tensor[:length]] * (parts - longer)
 
@@ -171,7 +180,7 @@ class SimulatedCommunicator(SimulatedRank):
 
     def _tell(self, call: str, word: Any) -> list[Any]:
         self.catch_up()
-        words = self.world.meetings.meet(self.task, self.members, self.name, call, word)
+        words = self.mailbox.meet(self.task, self.members, call, self.name, word)
         return [words[member] for member in self.members]
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:

@@ -35,9 +35,8 @@ def _waits_for(task: Task) -> tuple[str, str, int, int, int]:
     if isinstance(what[0], str):  # a meeting, and of whom
         return what[0], what[1], -1, 0, 0
     for end in what:
-        stream, _, nbytes, _, _, sends = end
-        waiting = [message.outgoing for message in stream.sends] if sends else [message.incoming for message in stream.recvs]
-        if any(posted is end for posted in waiting):
+        stream, _, nbytes, _, sends, *_ = end
+        if any(message.first is end for message in stream.queue):
             group, src, dst, tag = stream.key
             return "send" if sends else "recv", group, dst if sends else src, tag, nbytes
     return "flow", "", -1, 0, 0  # on a link that is cut

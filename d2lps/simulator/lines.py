@@ -12,22 +12,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from d2lps.simulator.mailbox import Mailbox
-from d2lps.simulator.network import Flow
+from d2lps.simulator.network import Alarm
 from d2lps.topology import Route
-
-
-class Parcel(Flow):
-    """A message on a line."""
-
-    __slots__ = ("departs", "line", "nbytes", "ready", "there")
-
-    def __init__(self, line: Line, nbytes: int, departs: Callable[[], Any], there: Callable[[], Any]) -> None:
-        self.line, self.nbytes, self.departs, self.there = line, nbytes, departs, there
-        self.ready = line.mailbox.network.now + line.latency  # when its first byte can arrive
-
-    def arrived(self) -> None:
-        self.line.next()
-        self.there()
 
 
 class Line:
@@ -39,21 +25,27 @@ class Line:
     def __init__(self, mailbox: Mailbox, route: Route) -> None:
         self.mailbox, self.links, self.bandwidth = mailbox, route.links, route.bandwidth
         self.latency = route.latency + mailbox.model.per_message if route.links else 0.0
-        self._queue: list[tuple[Any, int, Parcel]] = []
+        self._queue: list[tuple[Any, ...]] = []
         self._posted, self._busy = 0, False
 
     def post(self, order: Any, nbytes: int, departs: Callable[[], Any], there: Callable[[], Any]) -> None:
         """`departs` is called when the message sets out, `there` when it has arrived."""
         self._posted += 1
-        heappush(self._queue, (order, self._posted, Parcel(self, nbytes, departs, there)))
+        first_byte = self.mailbox.network.now + self.latency
+        heappush(self._queue, (order, self._posted, first_byte, nbytes, departs, there))
         if not self._busy:
-            self.next()
+            self._next()
 
-    def next(self) -> None:
+    def _next(self) -> None:
         """The line is free."""
         self._busy = bool(self._queue)
         if self._busy:
-            parcel = heappop(self._queue)[2]
-            parcel.departs()
+            *_, first_byte, nbytes, departs, there = heappop(self._queue)
+            departs()
+
+            def arrived() -> None:
+                self._next()
+                there()
+
             network = self.mailbox.network
-            network.send(parcel, self.links, max(0.0, parcel.ready - network.now), parcel.nbytes, self.bandwidth)
+            network.send(Alarm(arrived), self.links, max(0.0, first_byte - network.now), nbytes, self.bandwidth)

@@ -31,7 +31,7 @@ class Flow:
 
 
 class Alarm(Flow):
-    """Nothing flows: a function is called at a time."""
+    """A function is called."""
 
     __slots__ = ("function",)
 
@@ -80,12 +80,8 @@ class Network:
 
     def cancel(self, flow: Flow) -> None:
         """It never arrives, and leaves its links to the others."""
-        began, flow.end = flow.rate >= 0, -1.0
-        touched = []
-        for link in flow.route if began else ():
-            if self.flows_on[link].pop(flow, flow) is None:
-                touched.append(link)
-        self._solve(self._connected(touched))
+        flow.end = -1.0
+        self._solve(self._connected([link for link, on in enumerate(self.flows_on) if on.pop(flow, flow) is None]))
 
     def call_at(self, time: float, function: Callable[[], None]) -> None:
         """An alarm clock."""
@@ -170,12 +166,9 @@ class Network:
             if rate != flow.rate:
                 if flow.rate > 0:
                     flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
-                self._set_rate(flow, rate)
-
-    def _set_rate(self, flow: Flow, rate: float) -> None:
-        flow.rate, flow.since, flow.end = rate, self.now, math.inf
-        if rate:
-            self._schedule(flow, self.now + flow.left / rate)
+                flow.rate, flow.since, flow.end = rate, now, math.inf
+                if rate:
+                    self._schedule(flow, now + flow.left / rate)
 
 
 def max_min(flows: Iterable[Flow], bandwidth: list[float]) -> dict[Flow, float]:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from d2lps.comm import RankHung
 from d2lps.simulator import saving
-from d2lps.simulator.network import Flow, Network
+from d2lps.simulator.network import Alarm, Network
 
 _MOST_LOOKS = 10_000
 
@@ -28,60 +29,27 @@ _is_inference_mode_enabled, _is_any_autocast_enabled = torch.is_inference_mode_e
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """One thread of control: a rank's own, or that of something it has started."""
 
-    __slots__ = (
-        "backward",
-        "counting",
-        "device",
-        "ended",
-        "error",
-        "flow",
-        "go_on",
-        "greenlet",
-        "groups",
-        "killed",
-        "looks",
-        "pause",
-        "rank",
-        "result",
-        "script",
-        "waiting_for",
-        "wanted",
-    )
-
-    def __init__(self, rank: int, device: int) -> None:
-        self.rank = rank
-        self.device = device  # what its computing goes through, of which others on its node want a share: a link of the network
-        self.groups: dict[str, Any] = {}  # its communicators, for the message that explains a deadlock
-        self.counting: Any = None  # what it computes, while that is counted
-        self.script: Any = None  # what it will do next, where it has said so (see script.py)
-        self.greenlet: Any = None
-        self.flow: Busy | None = None  # what it computes, while it does
-        self.killed = False
-        self.looks = 0.0, 0  # when it has last tested for something, and how often at that time
-        self.wanted = 0  # how many things must happen before it goes on
-        self.waiting_for: Any = ""  # those: a word, (a meeting, of whom), or the ends of an exchange
-        self.ended: float | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None  # what it ended with; before that, what its wait will end with
-        self.pause: Callable[[], Any]  # lets the others go on
-        self.go_on: Callable[[], Any]  # what happens when it can go on: it does, or its script
-        self.backward: threading.Thread | None = None  # in which its backward pass runs, while one does
-
-
-class Busy(Flow):
-    """A task computes: seconds flow through its node's device, which all that compute there share."""
-
-    __slots__ = ("scheduler", "task")
-
-    def __init__(self, scheduler: Scheduler, task: Task) -> None:
-        self.scheduler, self.task = scheduler, task
-
-    def arrived(self) -> None:
-        self.task.flow = None
-        self.scheduler.happened(self.task)
+    rank: int
+    device: int  # what its computing goes through, of which others on its node want a share: a link of the network
+    groups: dict[str, Any] = field(default_factory=dict)  # its communicators, by name
+    counting: Any = None  # what it computes, while that is counted
+    script: Any = None  # what it will do next, where it has said so (see script.py)
+    greenlet: Any = None
+    flow: Alarm | None = None  # what it computes, while it does
+    killed: bool = False
+    looks: tuple[float, int] = (0.0, 0)  # when it has last tested for something, and how often at that time
+    wanted: int = 0  # how many things must happen before it goes on
+    waiting_for: Any = ""  # those: a word, (a meeting, of whom), or the ends of an exchange
+    ended: float | None = None
+    result: Any = None
+    error: BaseException | None = None  # what it ended with; before that, what its wait will end with
+    pause: Any = None  # a function: lets the others go on
+    go_on: Any = None  # a function: what happens when it can go on, which is that it does, or its script
+    backward: threading.Thread | None = None  # in which its backward pass runs, while one does
 
 
 class Scheduler:
@@ -170,8 +138,13 @@ class Scheduler:
 
     def busy(self, task: Task, seconds: float) -> None:
         """Let a task's device compute for so long; `happened` when it has."""
-        task.flow = Busy(self, task)
-        self.network.send(task.flow, (task.device,), 0.0, seconds, 1.0)
+
+        def over() -> None:
+            task.flow = None
+            self.happened(task)
+
+        task.flow = Alarm(over)
+        self.network.send(task.flow, (task.device,), 0.0, seconds, 1.0)  # all that compute there share it
 
     def end(self, task: Task) -> None:
         """End a task where it stands."""

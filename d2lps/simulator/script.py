@@ -13,10 +13,10 @@ rank that goes on for hundreds of messages finds them there, and the player of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from d2lps.simulator.mailbox import End, Mailbox
-from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.scheduler import Task
 
 # An exchange: the ends of messages to be posted at the same time. Or something that happens within the rank: a function that
 # is called when its time has come, and says how long the rank is busy with it, in seconds of its device.
@@ -28,13 +28,11 @@ LONGEST = 128  # steps; a rank that has written so many waits for them, or all o
 class Script:
     """One task's steps to come."""
 
-    __slots__ = ("_error", "_mailbox", "_rest", "_scheduler", "_task", "steps")
+    __slots__ = ("_mailbox", "_rest", "_task", "steps")
 
-    def __init__(self, task: Task, mailbox: Mailbox, scheduler: Scheduler) -> None:
+    def __init__(self, task: Task, mailbox: Mailbox) -> None:
         self.steps: list[Step] = []
-        self._task, self._mailbox, self._scheduler = task, mailbox, scheduler
-        self._rest: Iterator[Step] = iter(())
-        self._error: Exception | None = None
+        self._task, self._mailbox, self._rest = task, mailbox, iter(self.steps)
 
     def exchange(self, ends: tuple[End, ...]) -> None:
         """Called by the task, in place of waiting."""
@@ -51,39 +49,30 @@ class Script:
         """Called by the task: returns when all that is written has happened."""
         task, self._rest, self.steps = self._task, iter(self.steps), []
         task.go_on, task.wanted = self._next, 0
-        self._scheduler.ready.append(task)
-        self._scheduler.block(task)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._mailbox.ready.append(task)
+        self._mailbox.scheduler.block(task)
 
     def _next(self) -> None:
         """Called by the scheduler where the task itself would have gone on: post a step, and wait for it."""
         task, mailbox = self._task, self._mailbox
-        recv, send, eager = mailbox.recv, mailbox.send, mailbox.eager > 0
+        post, eager = mailbox.post, mailbox.eager > 0
         try:
             for step in self._rest:
                 wanted = 0
                 if type(step) is tuple:
                     for end in step:
-                        if end[5]:
-                            message = send(end)
-                            if not (message.done or (eager and mailbox.is_buffered(end))):
-                                message.sender = task
-                                wanted += 1
-                        else:
-                            message = recv(end)
-                            if not message.done:
-                                message.receiver = task
-                                wanted += 1
+                        message = post(end)
+                        if not (message.done or (eager and mailbox.is_buffered(end))):
+                            message.tasks += (task,)
+                            wanted += 1
                 elif seconds := step():  # type: ignore[operator]
-                    self._scheduler.busy(task, seconds)
+                    mailbox.scheduler.busy(task, seconds)
                     wanted = 1
                 if wanted:
                     task.waiting_for, task.wanted = step if type(step) is tuple else "compute", wanted
                     return
         except Exception as error:  # the rank's own
-            self._error = error
+            task.error = error
             mailbox.let_go(task)
         task.go_on = task.greenlet.switch
         task.go_on()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -18,17 +20,11 @@ from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
 from d2lps.simulator.faults import Cut, Fault, Kill, Narrow, Slow
-from d2lps.simulator.mailbox import Mailbox
-from d2lps.simulator.meetings import Meetings
 from d2lps.simulator.model import Model
-from d2lps.simulator.network import Network
-from d2lps.simulator.recorded import Recorded
-from d2lps.simulator.recording import Recording
-from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.scheduler import Task
 from d2lps.simulator.within import World
 from d2lps.topology import Topology
 from d2lps.trace import Recorder, Trace
-from d2lps.trace.recorder import Vocabulary
 
 
 def simulate(
@@ -67,8 +63,7 @@ def simulate(
     if device not in ("cpu", "meta"):
         raise ValueError(f"device={device!r} is unknown: choose 'cpu' or 'meta'")
     harm.check(faults, topology, nodes)
-    simulation = _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug)
-    return simulation.run(function, args, faults)
+    return _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug).run(function, args, faults)
 
 
 def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[Hashable]:
@@ -89,45 +84,29 @@ def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[
     return nodes
 
 
-class _Simulation:
-    def __init__(
-        self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool, debug: bool
-    ) -> None:
-        network = Network(topology.bandwidth)
-        scheduler = Scheduler(network)
-        self.recording, self.vocabulary = Recording() if trace else None, Vocabulary()
-        mailbox = Mailbox(network, scheduler.ready, model, self.recording)
-        computing = {node: network.add_link(1.0) for node in dict.fromkeys(nodes)}
-        self.world = World(topology, nodes, device, network, scheduler, mailbox, Meetings(scheduler), computing, {}, {})
-        self.debug = debug
-        self.harmed: dict[int, list[Slow | Cut | Narrow]] = {}  # by link: what is wrong with it
-        self.comms = [self._communicator(rank) for rank in range(len(nodes))]
-
-    def _communicator(self, rank: int) -> SimulatedCommunicator:
-        """A rank's, and its task."""
-        world = self.world
-        task = Task(rank, world.computing[world.nodes[rank]])
-        comm = SimulatedCommunicator(world, range(len(world.nodes)), rank, "world", task)
-        comm.debug = self.debug
-        comm.recorder = Recorder(rank, comm.now, self.vocabulary) if self.recording is not None else None
-        return comm
-
+class _Simulation(World):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], faults: Sequence[Fault]) -> Run:
         self.program = cloudpickle.dumps((function, args))
-        for comm in self.comms:
-            self._begin(comm)
+        self.harmed: defaultdict[int, list[Slow | Cut | Narrow]] = defaultdict(list)  # by link: what is wrong with it
+        self.comms = [self._begin(rank) for rank in range(len(self.nodes))]
         for fault in faults:
-            self._expect(fault)
+            self.network.call_at(fault.at, partial(self._happens, fault, True))
+            if fault.until is not None:
+                self.network.call_at(fault.until, partial(self._happens, fault, False))
         with _as_it_was(), backward_in_threads():
             try:
-                self.world.scheduler.run()
+                self.scheduler.run()
                 self._raise_first()
             finally:
-                self.world.scheduler.kill()
+                self.scheduler.kill()
         return self._result()
 
-    def _begin(self, comm: SimulatedCommunicator) -> None:
+    def _begin(self, rank: int) -> SimulatedCommunicator:
         """Each rank has its own copy of the function, and its own start of torch's random numbers."""
+        comm = SimulatedCommunicator(self, range(len(self.nodes)), rank, "world", Task(rank, self.computing[self.nodes[rank]]))
+        comm.debug = self.debug
+        if self.vocabulary is not None:
+            comm.recorder = Recorder(rank, comm.now, self.vocabulary)
 
         def life() -> Any:
             function, args = cloudpickle.loads(self.program)
@@ -136,85 +115,59 @@ class _Simulation:
             comm.finish()
             return result
 
-        self.world.scheduler.add(comm.task, life)
+        self.scheduler.add(comm.task, life)
+        return comm
 
     # ---- what happens to the cluster ------------------------------------------------------------------------------
 
-    def _expect(self, fault: Fault) -> None:
-        """Let a fault begin and end at its times."""
-        network = self.world.network
+    def _happens(self, fault: Fault, begins: bool) -> None:
         if isinstance(fault, Kill):
-            self.world.mailbox.under_way = set()
-            begin, end = (lambda: self._kill(fault.node)), (lambda: self._revive(fault.node))
-        else:
-            begin, end = (lambda: self._harm(fault, True)), (lambda: self._harm(fault, False))
-        network.call_at(fault.at, begin)
-        if fault.until is not None:
-            network.call_at(fault.until, end)
-
-    def _harm(self, fault: Slow | Cut | Narrow, begins: bool) -> None:
-        """What a link, or a device, is left with by all the faults that it has at this time."""
-        world = self.world
-        links = [world.computing[fault.node]] if isinstance(fault, Slow) else harm.cables(fault.link, world.topology)
+            for rank in [rank for rank, home in enumerate(self.nodes) if home == fault.node]:
+                self._kill(rank) if begins else self._revive(rank)
+            return
+        # A link, or a device, is left with what all the faults leave that it has at this time.
+        links = [self.computing[fault.node]] if isinstance(fault, Slow) else harm.cables(fault.link, self.topology)
         for link in links:
-            present = self.harmed.setdefault(link, [])
+            present = self.harmed[link]
             present.append(fault) if begins else present.remove(fault)
-            whole = world.topology.bandwidth[link] if link < len(world.topology.links) else 1.0
+            whole = self.topology.bandwidth[link] if link < len(self.topology.links) else 1.0
             factors = [0.0 if isinstance(other, Cut) else 1 / other.factor for other in present]
-            world.network.change(link, math.prod(factors, start=whole))
+            self.network.change(link, math.prod(factors, start=whole))
 
-    def _kill(self, node: Hashable) -> None:
-        world = self.world
-        for rank in [rank for rank, home in enumerate(world.nodes) if home == node]:
-            how = f"rank {rank} has died: {node!r} was killed at {world.network.now:.6g} s of virtual time"
-            for task in [task for task in world.scheduler.tasks if task.rank == rank and task.ended is None]:
-                world.scheduler.end(task)
-            world.mailbox.lost(rank, how, world.scheduler)
-            world.meetings.lost(rank, how, world.groups)
+    def _kill(self, rank: int) -> None:
+        for task in [task for task in self.scheduler.tasks if task.rank == rank and task.ended is None]:
+            self.scheduler.end(task)
+        at = f"{self.network.now:.6g} s of virtual time"
+        self.mailbox.lost(rank, f"rank {rank} has died: {self.nodes[rank]!r} was killed at {at}")
 
-    def _revive(self, node: Hashable) -> None:
+    def _revive(self, rank: int) -> None:
         """The node is back, with nothing of what it knew: its ranks begin once more."""
-        world = self.world
-        for rank in [rank for rank, home in enumerate(world.nodes) if home == node]:
-            world.mailbox.dead.pop(rank, None)
-            world.meetings.dead.pop(rank, None)
-            before, comm = self.comms[rank], self._communicator(rank)
-            if before.recorder is not None:
-                comm.recorder = before.recorder.beside(0, "begun anew")
-            self.comms[rank] = comm
-            self._begin(comm)
+        self.mailbox.dead.pop(rank, None)
+        before, self.comms[rank] = self.comms[rank], self._begin(rank)
+        if before.recorder is not None:
+            self.comms[rank].recorder = before.recorder.beside(0, "begun anew")
 
     # ---- what came of it ------------------------------------------------------------------------------------------
 
     def _raise_first(self) -> None:
-        tasks, now = self.world.scheduler.tasks, self.world.network.now
+        tasks, now = self.scheduler.tasks, f"at {self.network.now:.6g} s of virtual time"
         for task in tasks:
             if task.error is not None:
-                task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, at {now:.6g} s of virtual time")
+                task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, {now}")
                 raise task.error
         if any(task.ended is None for task in tasks):
-            for comm in self.comms:
-                for started in comm.started.values():
-                    if started.done() and (error := started.exception()) is not None:  # of which the rank would have heard
-                        raise error
-            raise explain_standstill(tasks, f"at {now:.6g} s of virtual time nothing can happen any more{self._cut()}")
-
-    def _cut(self) -> str:
-        links = self.world.topology.links
-        cut = [f"{links[link]}" for link in range(len(links)) if not self.world.network.bandwidth[link]]
-        return f" (cut: {', '.join(cut)})" if cut else ""
+            for started in [started for comm in self.comms for started in comm.started.values() if started.done()]:
+                if (error := started.exception()) is not None:  # of which the rank would have heard
+                    raise error
+            cut = [str(link) for number, link in enumerate(self.topology.links) if not self.network.bandwidth[number]]
+            raise explain_standstill(tasks, f"{now} nothing can happen any more" + (f" (cut: {', '.join(cut)})" if cut else ""))
 
     def _result(self) -> Run:
-        tasks = [comm.task for comm in self.comms]
-        return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), self._trace())
-
-    def _trace(self) -> Trace | None:
-        if self.recording is None:
-            return None
-        logs = [log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()]
-        trace = Trace(Recorded(logs, len(self.comms), self.recording, list(self.world.mailbox.streams.values())))
-        trace.topology, trace.nodes = self.world.topology, list(self.world.nodes)
-        return trace
+        tasks, trace = [comm.task for comm in self.comms], None
+        if self.vocabulary is not None:
+            trace = Trace([log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()], len(tasks))
+            trace.topology, trace.nodes = self.topology, list(self.nodes)
+        return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), trace)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -14,27 +15,27 @@ from d2lps.comm import Communicator, ReduceOp, ops
 from d2lps.comm.memory import Memory
 from d2lps.simulator.counting import Counting
 from d2lps.simulator.mailbox import Mailbox
-from d2lps.simulator.meetings import Meetings
+from d2lps.simulator.model import Model
 from d2lps.simulator.network import Network
 from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.simulator.script import Script
 from d2lps.topology import Topology
+from d2lps.trace.recorder import Vocabulary
 
 
-@dataclass
 class World:
     """What all ranks of a simulation have in common."""
 
-    topology: Topology
-    nodes: Sequence[Hashable]  # of each rank
-    device: torch.device
-    network: Network
-    scheduler: Scheduler
-    mailbox: Mailbox
-    meetings: Meetings
-    computing: dict[Hashable, int]  # by node: the link that stands for its device
-    memories: dict[Hashable, Memory]
-    groups: dict[str, list[int]]  # the ranks of each communicator, by name
+    def __init__(
+        self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool, debug: bool
+    ) -> None:
+        self.topology, self.nodes, self.device, self.debug = topology, nodes, device, debug  # the node of each rank
+        self.network = Network(topology.bandwidth)
+        self.scheduler = Scheduler(self.network)
+        self.mailbox = Mailbox(self.network, self.scheduler, model, trace)
+        self.vocabulary = Vocabulary() if trace else None  # of all that is recorded
+        self.computing = {node: self.network.add_link(1.0) for node in dict.fromkeys(nodes)}  # what stands for its device
+        self.memories: dict[Hashable, Memory] = {}
 
 
 class SimulatedRank(Communicator):
@@ -44,8 +45,12 @@ class SimulatedRank(Communicator):
         super().__init__(members, rank, name)
         self.world, self.task, self.mailbox = world, task, world.mailbox
         self.topology, self.nodes, self.node = world.topology, world.nodes, world.nodes[self.members[rank]]
-        self.device, self.generator = world.device, torch.Generator().manual_seed(rank)
-        task.script = task.script or Script(task, world.mailbox, world.scheduler)
+        self.device = world.device
+        task.script = task.script or Script(task, world.mailbox)
+
+    @cached_property
+    def generator(self) -> torch.Generator:  # type: ignore[override]
+        return torch.Generator().manual_seed(self.rank)
 
     def catch_up(self) -> None:
         """Return when what this rank has only counted, or written down (see script.py), has happened."""
@@ -56,64 +61,60 @@ class SimulatedRank(Communicator):
 
     def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         self._check_pair("combine", into, other)
-        if not into.is_meta:
-            self.catch_up()
-            with disable_current_modes() if self.task.counting else nullcontext():
-                ops.apply(op, into.detach(), other.detach().reshape(into.shape))
-        gamma = self.mailbox.model.per_combined_byte
-        if self.recorder is not None or gamma:
-            self._happens(ops.op_name(op), into, other, gamma * other.nbytes)
+        self._change(into, other, op, self.mailbox.model.per_combined_byte * other.nbytes)
 
     def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
         self._check_pair("copy", into, other)
-        if not into.is_meta:
+        self._change(into, other, None, 0.0)
+
+    def _change(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp | None, seconds: float) -> None:
+        """Combine with `other`, or become a copy of it, in so many seconds of this rank's device."""
+        if into.is_meta:
+            if self.recorder is None and not seconds:
+                return
+        else:
             self.catch_up()
             with disable_current_modes() if self.task.counting else nullcontext():
-                into.detach().copy_(other.detach().reshape(into.shape))
+                source = other.detach().reshape(into.shape)
+                into.detach().copy_(source) if op is None else ops.apply(op, into.detach(), source)
+        cells, start = None, 0
         if self.recorder is not None:
-            self._happens("COPY", into, other, 0.0)
-
-    def _happens(self, op: str, into: torch.Tensor, other: torch.Tensor, seconds: float) -> None:
-        """Arithmetic that takes so many seconds of this rank's device."""
-        recorder, network = self.recorder, self.world.network
-        row = recorder.local(op, into, other, math.nan, math.nan) if recorder is not None else -1
-
-        def begins() -> float:
-            if recorder is not None:
-                recorder.took(row, network.now, network.now)
-            return seconds
-
-        def ends() -> float:
-            if recorder is not None:
-                recorder.took(row, None, network.now)
-            return 0.0
-
-        self.task.script.write(begins)
+            cells = self.recorder.tables["locals"].cells
+            start = self.recorder.local("COPY" if op is None else ops.op_name(op), into, other, math.nan, math.nan)
+        if cells is not None or seconds:
+            self.task.script.write(partial(self._took, cells, (start, start + 1), seconds))
         if seconds:
-            self.task.script.write(ends)
+            self.task.script.write(partial(self._took, cells, (start + 1,), 0.0))
         if not self._collective or not into.is_meta:
             self.catch_up()
+
+    def _took(self, cells: Any, times: tuple[int, ...], seconds: float) -> float:
+        """A step of the script: the trace says when it came."""
+        for time in times if cells is not None else ():
+            cells[time] = self.world.network.now
+        return seconds
 
     @contextmanager
     def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
         """As everywhere; messages in a block that is counted are sent when what was counted before them has been computed,
         those in a block whose numbers are given when all of it has."""
-        start = self.now()
-        if flops is None and bytes is None:
-            with Counting() as counting:
-                outer, self.task.counting = self.task.counting, counting
-                try:
-                    yield
-                    self.catch_up()
-                finally:
-                    self.task.counting = outer
-            flops, bytes = counting.flops, counting.bytes
+        start, given = self.now(), not (flops is None and bytes is None)
+        try:
+            if given:
+                self._compute(flops or 0, bytes or 0, 1)
+            else:
+                with Counting() as counting:
+                    outer, self.task.counting = self.task.counting, counting
+                    try:
+                        yield
+                        self.catch_up()
+                    finally:
+                        self.task.counting = outer
+                        flops, bytes = counting.flops, counting.bytes
+        finally:  # of a rank that is killed, too
             if self.recorder is not None:
-                self.recorder.span("compute", label, start, self.now(), flops, bytes)
-        else:
-            self._compute(flops or 0, bytes or 0, 1)
-            if self.recorder is not None:
-                self.recorder.span("compute", label, start, self.now(), flops, bytes)
+                self.recorder.span("compute", label, start, self.world.network.now, flops, bytes)
+        if given:
             yield
 
     def _compute(self, flops: float, nbytes: float, operations: int) -> None:

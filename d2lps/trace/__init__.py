@@ -1,10 +1,11 @@
-"""What happened in a run, message by message: recorded by the ranks, merged into a Trace, replayed and drawn from it."""
+"""What happened in a run, message by message: recorded by the ranks, joined to a Trace, replayed and drawn from it."""
 
 from d2lps.trace.buffers import Buffer
-from d2lps.trace.merge import merge
 from d2lps.trace.origins import Change, Origins, Piece
 from d2lps.trace.recorder import Log, Recorder
 from d2lps.trace.replay import Event, Part, Replay
 from d2lps.trace.trace import Trace
 
 __all__ = ["Buffer", "Change", "Event", "Log", "Origins", "Part", "Piece", "Recorder", "Replay", "Trace", "merge"]
+
+merge = Trace  # of the logs of all ranks

@@ -49,10 +49,10 @@ class Buffers:
         key = storage._cdata
         if key not in self._names:  # all that can be seen from here are looked up at once: a list may hold a thousand
             self.look_around()
-        name, scratch, _ = self._names.get(key, ("", True, None))
+        name, scratch, held = self._names.get(key) or ("", True, StorageWeakRef(storage))
         with _new:
             if key not in self._numbers:
-                self._numbers[key] = len(self.seen), StorageWeakRef(storage)
+                self._numbers[key] = len(self.seen), held
                 self.seen.append(Buffer(rank, name, storage.nbytes(), itemsize, scratch))
         return self._numbers[key][0]
 

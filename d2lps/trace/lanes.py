@@ -5,7 +5,7 @@ Lane 0 is a rank's own thread of control; in lanes 1, 2, ... runs what `Communic
 
 import numpy as np
 
-from d2lps.trace.columns import Columns, Tables
+from d2lps.trace.tables import Columns, Tables
 
 Bars = Columns  # rank, lane, start, end (seconds), label
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from d2lps.trace.replay import Event, Part
 from d2lps.trace.trace import Trace
@@ -25,17 +25,15 @@ class Piece:
     length: int
     sources: Sources
 
-    def tail(self, begin: int) -> Piece:
-        """The piece without what lies before `begin`."""
+    def between(self, begin: int, end: int) -> Piece:
+        """`Piece(0, 8, Counter({(3, 4): 1})).between(2, 6) == Piece(2, 4, Counter({(3, 6): 1}))`"""
         cut = begin - self.offset
         moved = Counter({(buffer, offset + cut): count for (buffer, offset), count in self.sources.items()})
-        return Piece(begin, self.length - cut, moved)
+        return Piece(begin, end - begin, moved)
 
-    def head(self, end: int) -> Piece:
-        return Piece(self.offset, end - self.offset, self.sources)
-
-    def at(self, offset: int) -> Piece:
-        return Piece(offset, self.length, self.sources)
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Origins:
         if event.source.length != event.into.length:
             pieces = _as_one(pieces, event.source.offset, event.into.length)
         begin = event.into.offset - event.source.offset
-        arriving = [piece.at(piece.offset + begin) for piece in pieces]
+        arriving = [replace(piece, offset=piece.offset + begin) for piece in pieces]
         if event.kind == "combine":
             arriving = _added(self._read(event.into), arriving)
         self._memory[event.into.buffer].write(arriving)
@@ -109,12 +107,9 @@ class _Memory:
         """Make a piece begin at `offset`; return its index."""
         index = bisect_right(self.pieces, offset, key=lambda piece: piece.offset) - 1
         piece = self.pieces[index]
-        if piece.offset == offset:
-            return index
-        if offset >= piece.offset + piece.length:
-            return index + 1
-        self.pieces[index : index + 1] = [piece.head(offset), piece.tail(offset)]
-        return index + 1
+        if piece.offset < offset < piece.end:
+            self.pieces[index : index + 1] = [piece.between(piece.offset, offset), piece.between(offset, piece.end)]
+        return index + (piece.offset < offset)
 
     def read(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
         """The pieces from `begin` to `end`, and those among them that are read for the first time."""
@@ -131,7 +126,7 @@ class _Memory:
 
     def write(self, pieces: list[Piece]) -> None:
         if pieces:
-            first, last = self._cut(pieces[0].offset), self._cut(pieces[-1].offset + pieces[-1].length)
+            first, last = self._cut(pieces[0].offset), self._cut(pieces[-1].end)
             self.pieces[first:last] = pieces
 
 
@@ -141,10 +136,9 @@ def _added(mine: list[Piece], arriving: list[Piece]) -> list[Piece]:
     left, right = deque(mine), deque(arriving)
     while left and right:
         one, other = left.popleft(), right.popleft()
-        end = min(one.offset + one.length, other.offset + other.length)
+        end = min(one.end, other.end)
         out.append(Piece(one.offset, end - one.offset, one.sources + other.sources))
-        if one.offset + one.length > end:
-            left.appendleft(one.tail(end))
-        if other.offset + other.length > end:
-            right.appendleft(other.tail(end))
+        for rest, row in ((one, left), (other, right)):
+            if rest.end > end:
+                row.appendleft(rest.between(end, rest.end))
     return out

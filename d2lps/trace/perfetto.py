@@ -4,27 +4,18 @@ The format is a list of small dictionaries, times in microseconds:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-import json
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from d2lps.trace.columns import Columns, Tables
 from d2lps.trace.lanes import lanes
 from d2lps.trace.recorder import ACTIONS
+from d2lps.trace.tables import Columns, Tables
 
 Event = dict[str, Any]
 Bar = tuple[int, int, str, float, float, Event]  # rank, lane, name, start, end (s), and what else is known
-
-
-def save(trace: Tables, path: str | Path) -> Path:
-    """Write the events to `path` and return it."""
-    path = Path(path)
-    path.write_text(json.dumps(events(trace)))
-    return path
 
 
 def events(trace: Tables) -> dict[str, Any]:

@@ -1,52 +1,89 @@
-"""What a rank writes down while it runs: a Recorder for each of its lanes."""
+"""What a rank writes down while it runs: a Recorder for each of its lanes, in columns of numbers that grow by rows.
+
+A simulated run has millions of messages. A row as a Python object costs hundreds of bytes, as numbers in one long `array`
+8 bytes a column; numpy then looks at the same memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Hashable
+from math import nan
+from struct import Struct
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 
 from d2lps.trace.buffers import Buffers
-from d2lps.trace.table import Names, Table
 
 ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "serve", "start", "join")
 KINDS = ("compute", "sleep", "memory")
+_TABLES = {  # columns of whole numbers, and behind them the others
+    "ends": ("seq done_seq stream nbytes buffer offset length step", "posted waited done"),
+    "locals": ("seq op buffer offset length from_buffer from_offset from_length step", "start end"),
+    "waits": ("seq action peer tag group nbytes step", "start end"),
+    "spans": ("seq kind label", "flops nbytes start end"),
+}
+_DONE_SEQ, POSTED, WAITED, DONE, _END = 1, 8, 9, 10, 11  # where they stand in a row of "ends", and its length
+_pack_end, _pack_local = Struct("11d").pack, Struct("11d").pack
 
-_MESSAGE = ("seq", "done_seq", "group", "peer", "tag", "nbytes", "buffer", "offset", "length", "step", "posted", "done")
-_LOCAL = ("seq", "op", "buffer", "offset", "length", "from_buffer", "from_offset", "from_length", "step", "start", "end")
-_WAIT = ("seq", "action", "peer", "tag", "group", "nbytes", "step", "start", "end")
-_SPAN = ("seq", "kind", "label", "flops", "nbytes", "start", "end")
-_TIMES = {"posted", "done", "start", "end"}
+
+class Table:
+    """
+    >>> table = Table("seq peer", "start")
+    >>> table.append(1, 3, 0.5)
+    >>> table.columns()
+    {'seq': array([1]), 'peer': array([3]), 'start': array([0.5])}
+    """
+
+    def __init__(self, whole: str, others: str) -> None:
+        self.kinds = dict.fromkeys(whole.split(), np.int64) | dict.fromkeys(others.split(), np.float64)
+        self.cells = array("d")  # a double holds whole numbers up to 2**53
+
+    def append(self, *row: float) -> None:
+        """Add a row, a number for each column."""
+        self.cells.extend(row)
+
+    def __len__(self) -> int:
+        return len(self.cells) // len(self.kinds)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """All columns as numpy arrays."""
+        rows = np.frombuffer(self.cells, dtype=np.float64).reshape(-1, len(self.kinds))
+        return {name: rows[:, k].astype(kind) for k, (name, kind) in enumerate(self.kinds.items())}
 
 
-@dataclass
+_new = Lock()  # the lanes of a rank are threads, and no two labels may get one number
+
+
+class Names(dict[tuple[Hashable, ...], int]):
+    """Labels as small integers, so that a column can hold them; one with numbers in it is put together when it is read.
+
+    >>> names = Names()
+    >>> names["step {}/{}", 1, 3], names["tree",], names["step {}/{}", 1, 3]
+    (0, 1, 0)
+    >>> names.strings
+    ['step 1/3', 'tree']
+    """
+
+    def __missing__(self, label: tuple[Hashable, ...]) -> int:
+        with _new:
+            return self.setdefault(label, len(self))
+
+    @property
+    def strings(self) -> list[str]:
+        return [str(label[0]).format(*label[1:]) if label[1:] else str(label[0]) if label else "" for label in self]
+
+
 class Vocabulary:
-    """The strings that numbers in the tables stand for, and the memory that others do."""
+    """The strings that numbers in the tables stand for, the streams of messages, and the memory."""
 
-    steps: Names = field(default_factory=Names)
-    groups: Names = field(default_factory=Names)
-    ops: Names = field(default_factory=Names)
-    labels: Names = field(default_factory=Names)
-    buffers: Buffers = field(default_factory=Buffers)
-
-
-@dataclass
-class Log:
-    """What one lane has written, ready to travel: columns of numbers, and who wrote them."""
-
-    rank: int
-    lane: int
-    name: str  # of the function that was started; "" for the rank's own thread of control
-    thread: int  # counts the logs of a rank, from 0 for its own thread of control
-    parent: int  # the thread that started it, -1 for none
-    begins: int  # how many things its parent had done by then
-    tables: dict[str, Table]
-    vocabulary: Vocabulary
-    started: float = 0.0
-    ended: float = 0.0
-    machine: str = ""
+    def __init__(self) -> None:
+        self.step, self.group, self.op, self.label = Names(), Names(), Names(), Names()
+        self.stream = Names()  # (group, source, destination, tag): messages of one meet in the order of their posting
+        self.buffers = Buffers()
 
 
 class Recorder:
@@ -56,12 +93,17 @@ class Recorder:
         self.rank, self.now = rank, now
         self.vocabulary = vocabulary or Vocabulary()
         self.step: tuple[Any, ...] = ()  # a label and the numbers in it; see Communicator.step
-        self.sends, self.recvs = Table(*_MESSAGE, times=_TIMES), Table(*_MESSAGE, times=_TIMES)
-        self.locals, self.waits = Table(*_LOCAL, times=_TIMES), Table(*_WAIT, times=_TIMES)
-        self.spans = Table(*_SPAN, times={"flops", "nbytes", *_TIMES})
+        self.tables = {name: Table(*columns) for name, columns in _TABLES.items()}
+        self.ends = self.tables["ends"].cells
         self.seq = 0
-        self.lane, self.name, self.thread, self.parent, self.begins = 0, "", 0, -1, 0
-        self.all = [self]  # the recorders of this rank, by thread
+        self.lane, self.name = 0, ""  # the name of the function that was started; "" for the rank's own thread of control
+        self.thread, self.parent, self.begins = 0, -1, 0  # which of `all`, which has started it, and its `seq` by then
+        self.started, self.machine = 0.0, ""
+        self.all = [self]  # the recorders of this rank
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To other processes it travels as a log, without its clock."""
+        return self.__dict__ | {"now": None, "all": []}
 
     def beside(self, lane: int, name: str) -> Recorder:
         """A recorder for what is started now."""
@@ -76,52 +118,60 @@ class Recorder:
         self.seq += number
         return self.seq - number + 1
 
+    def end(self, tensor: torch.Tensor, stream: int, posted: float = nan) -> int:
+        """Note one end of a message; where its row begins in `ends`."""
+        words, row = self.vocabulary, len(self.ends)
+        buffer, offset, length = words.buffers.part(self.rank, tensor)
+        step, self.seq = words.step[self.step], self.seq + 1
+        # Half the time of `extend`.
+        self.ends.frombytes(_pack_end(self.seq, -1, stream, tensor.nbytes, buffer, offset, length, step, posted, nan, nan))
+        return row
+
+    def done(self, row: int) -> None:
+        """The message of this row has been waited for; before that, the wait itself has a place in the program."""
+        self.ends[row + _DONE_SEQ] = self.next(2) + 1
+
+    def all_done(self, count: int) -> None:
+        """The same for the last ends to be noted, which were posted together."""
+        ends, seq = self.ends, self.next(2 * count) + 1
+        for k in range(count):
+            ends[(k - count) * _END + _DONE_SEQ] = seq + 2 * k
+
     def message(self, action: str, tensor: torch.Tensor, group: str, peer: int, tag: int) -> Callable[[], None]:
         """Note a posted send or receive; call what is returned when it is complete."""
-        table, words = self.sends if action == "send" else self.recvs, self.vocabulary
-        name, step = words.groups.number((group,)), words.steps.number(self.step)
-        nbytes, part, posted = tensor.numel() * tensor.element_size(), words.buffers.part(self.rank, tensor), self.now()
-        row = table.append(self.next(), -1, name, peer, tag, nbytes, *part, step, posted, float("nan"))
+        src, dst = (self.rank, peer) if action == "send" else (peer, self.rank)
+        row = self.end(tensor, self.vocabulary.stream[group, src, dst, tag], self.now())
 
         def complete() -> None:
-            table.set(row, "done_seq", self.next())
-            table.set(row, "done", self.now())
+            self.ends[row + _DONE_SEQ], self.ends[row + DONE] = self.next(), self.now()
 
         return complete
 
     def local(self, op: str, into: torch.Tensor, other: torch.Tensor, start: float, end: float) -> int:
-        """Note that `into` was overwritten ("COPY") or combined with `other`; its row."""
-        words = self.vocabulary
-        parts = *words.buffers.part(self.rank, into), *words.buffers.part(self.rank, other)
-        return self.locals.append(self.next(), words.ops.number((op,)), *parts, words.steps.number(self.step), start, end)
-
-    def took(self, row: int, start: float | None, end: float) -> None:
-        """What `local` has noted as `row` happened from `start`, if that is not known yet, to `end`."""
-        cells, last = self.locals.cells, (row + 1) * len(_LOCAL) - 1
-        cells[last] = end
-        if start is not None:
-            cells[last - 1] = start
+        """Note that `into` was overwritten ("COPY") or combined with `other`; where its times will stand in the cells."""
+        words, cells = self.vocabulary, self.tables["locals"].cells
+        parts = words.buffers.part(self.rank, into) + words.buffers.part(self.rank, other)
+        cells.frombytes(_pack_local(self.next(), words.op[op,], *parts, words.step[self.step], start, end))
+        return len(cells) - 2
 
     def span(
         self, kind: str, label: str, start: float, end: float, flops: float | None = None, nbytes: float | None = None
     ) -> None:
         """Note what went on from start to end: computing, sleep, or memory that was held."""
-        number, unknown = self.vocabulary.labels.number((label,)), float("nan")
-        known = [unknown if value is None else value for value in (flops, nbytes)]
-        self.spans.append(self.next(), KINDS.index(kind), number, *known, start, end)
+        known = [nan if value is None else value for value in (flops, nbytes)]
+        self.tables["spans"].append(self.next(), KINDS.index(kind), self.vocabulary.label[label,], *known, start, end)
 
     def waited(self, action: str, group: str, peer: int, tag: int, nbytes: int, start: float) -> None:
         """Note a wait that began at `start` and ends now."""
         words = self.vocabulary
-        name, step = words.groups.number((group,)), words.steps.number(self.step)
-        self.waits.append(self.next(), ACTIONS.index(action), peer, tag, name, nbytes, step, start, self.now())
+        name, step = words.group[group,], words.step[self.step]
+        self.tables["waits"].append(self.next(), ACTIONS.index(action), peer, tag, name, nbytes, step, start, self.now())
 
-    def logs(self, started: float = 0.0, ended: float = 0.0, machine: str = "") -> list[Log]:
+    def logs(self, started: float = 0.0, ended: float = 0.0, machine: str = "") -> list[Recorder]:
         """Everything so far, of this lane and of those that were started."""
-        return [recorder._log(started, ended, machine) for recorder in self.all]
+        for recorder in self.all:
+            recorder.started, recorder.machine = started, machine
+        return self.all
 
-    def _log(self, started: float, ended: float, machine: str) -> Log:
-        sides = ("sends", "recvs", "locals", "waits", "spans")
-        tables = {side: getattr(self, side) for side in sides}
-        who = (self.rank, self.lane, self.name, self.thread, self.parent, self.begins)
-        return Log(*who, tables, self.vocabulary, started, ended, machine)
+
+Log = Recorder  # its name once everything is written down

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from d2lps.trace.columns import Tables
 from d2lps.trace.recorder import ACTIONS
+from d2lps.trace.tables import Tables
 
 _TOGETHER = (ACTIONS.index("barrier"), ACTIONS.index("native"))  # waits of all ranks at once
 _JOIN = ACTIONS.index("join")
@@ -59,42 +59,41 @@ class Replay:
         self.rounds = int(self.round_of.max(initial=0))
 
     def _programs(self) -> list[list[tuple[int, str, int]]]:
-        """For each thread its events (seq, kind, row) in the order of its program."""
-        trace, programs = self.trace, [[] for _ in self.trace.threads.names]  # type: ignore[var-annotated]
-        m = trace.messages
-        for kind, thread, seq in (
+        """For each thread its events (seq, kind, row) against the order of its program: what comes next stands at the end."""
+        m, local, waits = self.trace.messages, self.trace.locals, self.trace.waits
+        programs: list[list[tuple[int, str, int]]] = [[] for _ in self.trace.threads]
+        for kind, threads, numbers in (
             ("post", m["src_thread"], m["src_seq"]),
             ("sent", m["src_thread"], m["src_done_seq"]),
             ("post", m["dst_thread"], m["dst_seq"]),
             ("recv", m["dst_thread"], m["dst_done_seq"]),
+            ("local", local["thread"], local["seq"]),
+            ("meet", waits["thread"], np.where(np.isin(waits["action"], _TOGETHER), waits["seq"], -1)),
+            ("join", waits["thread"], np.where(waits["action"] == _JOIN, waits["seq"], -1)),
         ):
-            for row, (t, s) in enumerate(zip(thread.tolist(), seq.tolist(), strict=True)):
-                if s >= 0:
-                    programs[t].append((s, kind, row))
-        for row, (t, s) in enumerate(zip(trace.locals["thread"].tolist(), trace.locals["seq"].tolist(), strict=True)):
-            programs[t].append((s, "local", row))
-        waits = trace.waits
-        for row in np.flatnonzero(np.isin(waits["action"], (*_TOGETHER, _JOIN))).tolist():
-            kind = "join" if waits["action"][row] == _JOIN else "meet"
-            programs[int(waits["thread"][row])].append((int(waits["seq"][row]), kind, row))
-        for child, (parent, begins) in enumerate(zip(trace.threads.parent.tolist(), trace.threads.begins.tolist(), strict=True)):
-            if parent >= 0:
-                programs[parent].append((begins, "start", child))
+            for row, (thread, seq) in enumerate(zip(threads.tolist(), numbers.tolist(), strict=True)):
+                if seq >= 0:
+                    programs[thread].append((seq, kind, row))
+        for child, log in enumerate(self.trace.threads):
+            if log.parent >= 0:
+                programs[self._thread[log.rank, log.parent]].append((log.begins, "start", child))
                 programs[child].append((0, "begin", child))
-        return [sorted(program) for program in programs]
+        return [sorted(program, reverse=True) for program in programs]
 
     def _run(self) -> Iterator[Event]:
         """Let every thread go on until it needs something that has not happened yet; repeat."""
-        threads = self.trace.threads
-        self._rank = threads.rank.tolist()
-        self._thread = {(r, n): thread for thread, (r, n) in enumerate(zip(self._rank, threads.number.tolist(), strict=True))}
-        self._left = programs = [program[::-1] for program in self._programs()]  # what comes next stands at the end
+        self._rank = [thread.rank for thread in self.trace.threads]
+        self._thread = {(thread.rank, thread.thread): index for index, thread in enumerate(self.trace.threads)}
+        self._left = programs = self._programs()
         self._clock = [0] * len(programs)
         self._begun: dict[int, int] = {}  # thread -> its parent's clock when it was started
         self._posts: dict[int, int] = defaultdict(int)  # message -> how many of its two sides have been posted
         self._met: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, its k-th meeting) -> threads there
         self._meetings: dict[tuple[int, int], int] = defaultdict(int)  # (group, thread) -> meetings left behind
-        self._expected = self._sizes_of_groups()
+        waits = self.trace.waits
+        together = np.isin(waits["action"], _TOGETHER)
+        met = set(zip(waits["group"][together].tolist(), waits["thread"][together].tolist(), strict=True))
+        self._expected = Counter(group for group, _ in met)  # how many threads ever meet in each group
         self._buffered: set[int] = set()  # messages whose send was complete before their receive was posted
         moved = True
         while moved:
@@ -187,13 +186,6 @@ class Replay:
             return None
         self._meetings[group, thread] += 1
         return [Event("meet", self._rank[thread], self._clock[thread], row)]
-
-    def _sizes_of_groups(self) -> dict[int, int]:
-        """How many threads ever met in each group."""
-        waits = self.trace.waits
-        together = np.isin(waits["action"], _TOGETHER)
-        pairs = {(int(g), int(t)) for g, t in zip(waits["group"][together], waits["thread"][together], strict=True)}
-        return Counter(group for group, _ in pairs)
 
     @staticmethod
     def _part(table: dict[str, np.ndarray], side: str, row: int) -> Part:

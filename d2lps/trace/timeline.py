@@ -1,16 +1,11 @@
 """A trace as a still picture: time to the right, one row a rank, in it one bar under the other for what runs beside it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from d2lps.trace.columns import Tables
 from d2lps.trace.lanes import Bars, bars, lanes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from d2lps.trace.tables import Tables
 
 COLORS = {"computing": "#82d9b5", "sleeping": "#f3e4b5", "waiting": "#d9d9d9", "combining": "#0072b2", "copying": "#56b4e9"}
 COLORS |= {"moving": "#d55e00"}  # a message on its way
@@ -19,7 +14,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _FONT = 7  # points: the label of a block
 
 
-def draw(trace: Tables, ax: Axes | None = None) -> Axes:
+def draw(trace: Tables, ax: Any = None) -> Any:
     """Waits as pale bars, arithmetic as dark ones, blocks of computing with their labels where there is room, each message as
     an arrow from its sender's lane to its receiver's."""
     import matplotlib.pyplot as plt
@@ -49,14 +44,14 @@ def _height(used: np.ndarray, rank: np.ndarray, lane: np.ndarray) -> np.ndarray:
     return rank + 0.8 * ((lane + 0.5) / used[rank] - 0.5)
 
 
-def _frame(ax: Axes, ranks: int, end: float, unit: str) -> None:
+def _frame(ax: Any, ranks: int, end: float, unit: str) -> None:
     ax.set(xlim=(0, end), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})")
     ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
 
 
-def _labels(ax: Axes, blocks: Bars, used: np.ndarray, scale: float) -> None:
+def _labels(ax: Any, blocks: Bars, used: np.ndarray, scale: float) -> None:
     """The names of the blocks into which they fit, by an estimate: a letter is about 0.6 times as wide as high."""
     points = 72 * ax.bbox.width / ax.figure.dpi / ax.get_xlim()[1]  # of the page, in a unit of time
     heights = _height(used, blocks["rank"], blocks["lane"])
@@ -65,7 +60,7 @@ def _labels(ax: Axes, blocks: Bars, used: np.ndarray, scale: float) -> None:
             ax.annotate(label, ((start + end) / 2, y), ha="center", va="center", fontsize=_FONT)
 
 
-def _arrows(ax: Axes, trace: Tables, used: np.ndarray, scale: float) -> None:
+def _arrows(ax: Any, trace: Tables, used: np.ndarray, scale: float) -> None:
     """Lines rather than arrows where there are thousands: their heads would cover everything."""
     m = trace.messages
     tails, tips = (_height(used, m[end], m[f"{end}_lane"]).tolist() for end in ("src", "dst"))

@@ -1,19 +1,15 @@
 """The record of a run: who sent which part of what to whom, when, and what each rank did with it."""
 
-from __future__ import annotations
-
+import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from d2lps.trace import perfetto, timeline
-from d2lps.trace.columns import Tables
 from d2lps.trace.replay import Replay
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from d2lps.trace.tables import Tables
 
 
 class Trace(Tables):
@@ -91,7 +87,7 @@ class Trace(Tables):
         """The run once more, event by event, in an order in which every cause comes before its effect."""
         return Replay(self)
 
-    def timeline(self, ax: Axes | None = None) -> Axes:
+    def timeline(self, ax: Any = None) -> Any:
         """Draw each rank and what goes on beside it: messages as arrows, computing, waiting and arithmetic as bars."""
         return timeline.draw(self, ax)
 
@@ -101,4 +97,6 @@ class Trace(Tables):
 
     def save(self, path: str | Path) -> Path:
         """Write JSON that opens in ui.perfetto.dev and chrome://tracing; return the path."""
-        return perfetto.save(self, path)
+        path = Path(path)
+        path.write_text(json.dumps(self.perfetto()))
+        return path
