@@ -4,18 +4,19 @@ A rank that hangs cannot be asked why: it may be stopped, or stuck in compiled c
 about to wait for. A note costs a few microseconds; the memory is a file without a name that the launcher maps too.
 """
 
-import contextlib
 import json
 import math
 import mmap
 import os
 import sys
+import sysconfig
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Protocol
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THE_READERS = (_PACKAGE, contextlib.__file__)
+_PATHS = sysconfig.get_paths()
+# Where no reader's code is: this library, the standard one (contextlib, threading), and what else is installed.
+NOT_THE_READERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), _PATHS["stdlib"], _PATHS["purelib"], "<frozen")
 IN_VAIN = -math.inf
 
 
@@ -104,7 +105,7 @@ def callers_line() -> tuple[str, int, str]:
 
 def readers_line(frame: FrameType | None) -> tuple[str, int, str]:
     """The same for a frame that is not running: `("lesson.py", 3, "work")`; `("", 0, "")` where all is the library's."""
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_READERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_READERS):
         frame = frame.f_back
     if frame is None:
         return "", 0, ""

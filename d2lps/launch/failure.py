@@ -1,45 +1,63 @@
-"""What went wrong in a rank, told in the caller."""
+"""What went wrong in a rank: packed there and raised in the caller, told of a dead one, guessed where nobody watches."""
 
 import os
 import pickle
 import re
 import signal
-import sysconfig
+import time
 import traceback
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NoReturn
 
-from d2lps.comm import RankDied, RankFailed, RankHung
-from d2lps.comm.explain import State, describe_state, explain
-from d2lps.comm.standing import IN_VAIN, Standing
-from d2lps.launch.rank import Failure, Job
-from d2lps.sharedmemory.procfs import is_stopped
+import cloudpickle
 
-_LIBRARY = str(Path(__file__).resolve().parent.parent)
-_INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<frozen")
+from d2lps.comm import RankDied, RankFailed, RankHung
+from d2lps.comm.explain import State, describe_state
+from d2lps.comm.standing import Standing
+
+_TIMED_OUT = re.compile("timed out|timeout|no signature", re.IGNORECASE)  # gloo, a store, the debug mode
+_LOST = re.compile("connection|broken pipe|socket", re.IGNORECASE)
 
 
 class RemoteTraceback(Exception):
     """The traceback of a rank, shown above the exception that it explains."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
 
-    def __str__(self) -> str:
-        return self.text
+@dataclass
+class Failure:
+    """An exception on its way to the caller; the frames' source lines are looked up there, where the cell is known."""
+
+    when: float
+    pickled: bytes  # b"" if it can't be
+    kind: str
+    message: str
+    frames: list[tuple[str, int, str, None]]
+
+
+def pack(error: BaseException) -> Failure:
+    """An exception itself if it can be pickled, its text and frames in any case."""
+    when, pickled = time.monotonic(), b""  # pickling may take its time, and the earliest failure is the one that counts
+    if isinstance(error, Exception):  # sys.exit() shall not end the caller
+        try:
+            pickled = cloudpickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = b""
+    frames = [(f.filename, f.lineno or 0, f.name, None) for f in traceback.extract_tb(error.__traceback__)]
+    readers = [frame for frame in frames if not frame[0].startswith(os.path.dirname(__file__))]  # the launcher's say nothing
+    return Failure(when, pickled, type(error).__name__, str(error), readers or frames)
 
 
 def raise_in_caller(failure: Failure, rank: int, ranks: int) -> NoReturn:
     """Raise the rank's exception here, with the rank's traceback as its cause."""
-    frames = traceback.StackSummary.from_list([(file, line or 0, name, None) for file, line, name in failure.frames])
     where = f"rank {rank} of {ranks}"
-    text = f"\n\nTraceback of {where}:\n{''.join(frames.format())}{failure.kind}: {failure.message}"
-    if failure.pickled is not None:
-        error = pickle.loads(failure.pickled)
-        error.add_note(f"raised by {where}")
-        raise error from RemoteTraceback(text)
-    raise RankFailed(f"{where} raised {failure.kind}: {failure.message}") from RemoteTraceback(text)
+    lines = "".join(traceback.StackSummary.from_list(failure.frames).format())
+    cause = RemoteTraceback(f"\n\nTraceback of {where}:\n{lines}{failure.kind}: {failure.message}")
+    if not failure.pickled:
+        raise RankFailed(f"{where} raised {failure.kind}: {failure.message}") from cause
+    error = pickle.loads(failure.pickled)
+    error.add_note(f"raised by {where}")
+    raise error from cause
 
 
 def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None) -> RankDied:
@@ -58,35 +76,31 @@ def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None)
     return RankDied("\n".join(lines))
 
 
-def hung(
-    job: Job,
-    overdue: Sequence[int],
-    notes: Mapping[int, Standing | None],
-    stacks: Mapping[int, str],
-    pids: Mapping[int, int],
-) -> RankHung:
-    """The exception for ranks that have waited too long; those without a note run, are stopped, or have returned."""
-    states = []
-    for rank in range(job.ranks):
-        if rank not in notes:
-            states.append(State(rank, None, "has returned"))
-            continue
-        note = notes[rank]
-        place = (note.file, note.line, note.function) if note is not None else _innermost(stacks[rank])
-        if is_stopped(pids[rank]):  # wherever it was: nobody waits for anything but this
-            states.append(State(rank, None, "is stopped (SIGSTOP)", *place))
-        else:
-            states.append(State(rank, note, "" if note is not None else "is running", *place))
-    first = notes[overdue[0]]
-    in_vain = first is not None and first.since == IN_VAIN
-    why = "waits for one that has returned" if in_vain else f"has waited for more than timeout={job.timeout:g} s"
-    return explain(states, f"rank {overdue[0]} {why}", overdue)
+# ---- where nobody watches over the ranks --------------------------------------------------------------------------------
 
 
-def _innermost(stack: str) -> tuple[str, int, str]:
-    """The reader's own line in what faulthandler wrote (most recent call first)."""
-    frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', stack)
-    for file, line, function in frames:
-        if not file.startswith(_INSTALLED):
-            return file, int(line), function
-    return "", 0, ""
+class LastNote:
+    """A board for one: torch says neither who waited nor for whom, so what it says is put beside the last note."""
+
+    standing: Standing | None = None
+    watched = False
+
+    def write(self, standing: Standing | None, lane: int = 0) -> None:
+        self.standing = standing
+
+
+def meaning(error: BaseException) -> type[RankHung] | type[RankFailed] | None:
+    """`meaning(RuntimeError("Connection closed by peer")) is RankFailed`; None for what no other rank is to blame for."""
+    if not isinstance(error, RuntimeError | TimeoutError):
+        return None
+    return RankHung if _TIMED_OUT.search(str(error)) else RankFailed if _LOST.search(str(error)) else None
+
+
+def release(error: BaseException | None) -> None:
+    """Let go of the variables in an exception's tracebacks, the groups among them; the lines stay.
+
+    gloo closes a group's sockets when nobody knows it any more; until then others would wait for this rank.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
