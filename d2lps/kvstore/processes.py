@@ -25,8 +25,7 @@ from d2lps.kvstore.report import StoreRun
 from d2lps.kvstore.workers import Workers
 from d2lps.kvstore.working import work
 from d2lps.launch.rank import Job, Success
-from d2lps.launch.runs import check, resolve
-from d2lps.launch.torchrun import under_launcher
+from d2lps.launch.runs import check, resolve, under_launcher
 from d2lps.result import Run
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from typing import Any
 
 import cloudpickle
 import zmq
@@ -28,11 +28,9 @@ class Workers(Group):
         self.lost: dict[int, str] = {}
         self.cluster: Cluster | None = None  # in the hands of a saboteur
 
-    @contextmanager
-    def meeting_place(self) -> Iterator[int]:
+    def meeting_place(self) -> Any:
         """The servers have this file already."""
-        with nullcontext(self.memory) if self.memory >= 0 else super().meeting_place() as meeting:
-            yield meeting
+        return open(self.memory, "r+b", 0, closefd=False) if self.memory >= 0 else super().meeting_place()
 
     def collect(self, patience: float) -> None:
         """Wait for words of workers or servers; take in both, and what the saboteur raises."""

@@ -1,9 +1,8 @@
-"""What went wrong in a rank: packed there and raised in the caller, told of a dead one, guessed where nobody watches."""
+"""What went wrong in a rank: packed there and raised in the caller; or guessed, where nobody watches."""
 
 import os
 import pickle
 import re
-import signal
 import time
 import traceback
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from typing import NoReturn
 
 import cloudpickle
 
-from d2lps.comm import RankDied, RankFailed, RankHung
-from d2lps.comm.explain import State, describe_state
+from d2lps.comm import RankFailed, RankHung
 from d2lps.comm.standing import Standing
 
 _TIMED_OUT = re.compile("timed out|timeout|no signature", re.IGNORECASE)  # gloo, a store, the debug mode
@@ -58,22 +56,6 @@ def raise_in_caller(failure: Failure, rank: int, ranks: int) -> NoReturn:
     error = pickle.loads(failure.pickled)
     error.add_note(f"raised by {where}")
     raise error from cause
-
-
-def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None) -> RankDied:
-    """The exception for a process that ended by itself: how, where it stood, and its last words."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        how = f"was killed by {name}"
-    else:
-        how = f"ended with exit status {os.WEXITSTATUS(status)} before its function had returned"
-    lines = [f"rank {rank} of {ranks} {how}"]
-    if note is not None:
-        lines.append(describe_state(State(rank, note)))
-    if errors:
-        lines.append("  it last wrote: " + errors.splitlines()[-1])
-    return RankDied("\n".join(lines))
 
 
 # ---- where nobody watches over the ranks --------------------------------------------------------------------------------

@@ -122,12 +122,10 @@ def _end(processes: dict[int, int]) -> None:
     for pid in processes:
         kill_session(pid)
     for pid in processes:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        os.waitpid(pid, 0)
     with suppress(ChildProcessError):  # until there is no child any more
         while True:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
-            if not ended:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 for pid in _children():
                     kill_session(pid)
                 os.waitpid(-1, 0)
@@ -148,14 +146,13 @@ def _remove(folder: str) -> None:
 
 def live(work: Callable[..., None], *args: Any) -> None:
     """Run `work` as the whole life of a forked process: nothing of the parent's stack runs after it."""
-    code = 1
     try:
         work(*args)
-        code = 0
+        os._exit(0)
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
 
 _lock = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], Connection] | None = None
@@ -29,13 +29,27 @@ def start_ranks(files: Sequence[Sequence[int]], folder: str = "") -> tuple[Conne
 
     Closing the line ends them all, and then removes the folder, if one is named.
     """
-    setting = {"ranks": len(files), "files": len(files[0]), "directory": _directory(), "environment": _environment()}
-    setting |= {"folder": folder, "path": sys.path, "argv": sys.argv}
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:
+        told = "the working directory, in which the ranks would start, has been deleted: os.chdir to one that is there"
+        raise FileNotFoundError(errno.ENOENT, told) from None
+    setting = {"directory": directory, "environment": _environment(), "path": sys.path, "argv": sys.argv, "folder": folder}
     for _ in range(2):
+        line, keepers = Pipe()
+        _lines.add(line)
         try:
-            return _start(setting, files)
-        except (EOFError, ConnectionError):  # the fork server may have been killed with our request in its hands: once more
-            with _lock:
+            with keepers:
+                _tell([], keepers.fileno())
+            line.send(setting | {"ranks": len(files), "files": len(files[0])})
+            for file in chain(*files):
+                send_handle(line, file, 0)
+            return line, line.recv()
+        except BaseException as error:
+            line.close()
+            if not isinstance(error, EOFError | ConnectionError):
+                raise
+            with _lock:  # the fork server may have been killed, even with our request in its hands: once more, with another
                 _end()
     raise RuntimeError("the processes of this run could not be started: their fork server, or their keeper, ended at once")
 
@@ -54,67 +68,40 @@ def kill_session(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        told = "the working directory, in which the ranks would start, has been deleted: os.chdir to one that is there"
-        raise FileNotFoundError(errno.ENOENT, told) from None
-
-
 def _environment() -> dict[str, str]:
     """This process's, without the variables of a job that it may be part of."""
     return {k: v for k, v in os.environ.items() if k not in _JOB_VARIABLES and not k.startswith("TORCHELASTIC_")}
 
 
-def _start(setting: dict[str, Any], files: Sequence[Sequence[int]]) -> tuple[Connection, list[int]]:
-    ours, keepers = Pipe()
-    _lines.add(ours)
-    try:
-        with keepers:
-            _tell([], keepers.fileno())
-        ours.send(setting)
-        for file in [file for inherited in files for file in inherited]:
-            send_handle(ours, file, 0)
-        return ours, ours.recv()
-    except BaseException:
-        ours.close()
-        raise
-
-
 def _tell(names: list[str], *files: int) -> None:
     """Something for the fork server; if it died, or this is interrupted in the middle, that one is of no more use."""
+    global _server
     with _lock:
         try:
-            line = _running()
-            line.send(names)
+            _server = _server or _started()
+            _server[1].send(names)
             for file in files:
-                send_handle(line, file, 0)
+                send_handle(_server[1], file, 0)
         except BaseException:
             _end()
             raise
 
 
-def _running() -> Connection:
-    global _server
-    if _server is not None and _server[0].poll() is not None:
-        _end()
-    if _server is None:
-        ours, theirs = Pipe()
-        _lines.add(ours)
-        settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        settings["THP_MEM_ALLOC_ENABLE"] = "1"  # PyTorch's: big tensors on huge pages, which are faster to get and to read
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "d2lps.launch.forkserver", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=_environment() | settings,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt from the keyboard is not meant for it
-            )
-        _server = (process, ours)
-    return _server[1]
+def _started() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = Pipe()
+    _lines.add(ours)
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    settings["THP_MEM_ALLOC_ENABLE"] = "1"  # PyTorch's: big tensors on huge pages, which are faster to get and to read
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "d2lps.launch.forkserver", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=_environment() | settings,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt from the keyboard is not meant for it
+        )
+    return server, ours
 
 
 def _end() -> None:

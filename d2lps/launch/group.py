@@ -4,26 +4,64 @@ import os
 import re
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any
 
 from d2lps import sharedmemory
 from d2lps.comm import RankDied, RankHung
-from d2lps.comm.explain import State, explain
+from d2lps.comm.explain import State, describe_state, explain
 from d2lps.comm.standing import IN_VAIN, NOT_THE_READERS, SharedBoard, Standing
-from d2lps.launch.failure import Failure, died, raise_in_caller
+from d2lps.launch.failure import Failure, raise_in_caller
 from d2lps.launch.forkserver_client import kill_session, preload, start_ranks
-from d2lps.launch.output import Output
 from d2lps.launch.rank import Job, Success
 from d2lps.sharedmemory.procfs import is_stopped
 
 _TICK = 0.1  # seconds between two looks at the notes of the ranks
 _GRACE = 0.3  # seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it
+_MOST = 1_000_000  # bytes of one rank's output that are shown; the beginning of a longer one is left out
+
+
+class Output:
+    """What the ranks print: kept apart while they run, shown by rank and in rank order, so that two runs look alike.
+
+    Two files without a name for each: what it writes to its standard output, and to its standard error.
+    """
+
+    def __init__(self, labels: Sequence[str], files: ExitStack) -> None:
+        self.labels = labels
+        self.out, self.err = ([files.enter_context(tempfile.TemporaryFile()) for _ in labels] for _ in range(2))
+        self._shown: dict[IO[bytes], int] = dict.fromkeys([*self.out, *self.err], 0)
+
+    def show(self, whole_lines: bool) -> None:
+        """What has come since the last call."""
+        for files, stream in ((self.out, sys.stdout), (self.err, sys.stderr)):
+            if stream is not None:  # as it is in a program without a console
+                for label, file in zip(self.labels, files, strict=True):
+                    for line in self._new(file, whole_lines).splitlines():
+                        print(f"{label} | {line}", file=stream)
+                stream.flush()
+
+    def _new(self, file: IO[bytes], whole_lines: bool) -> str:
+        begin, size = self._shown[file], os.fstat(file.fileno()).st_size
+        left_out = max(0, size - begin - _MOST)
+        # The ranks share the file's position, so read beside it.
+        text = os.pread(file.fileno(), _MOST, begin + left_out)
+        if whole_lines:
+            text = text[: text.rfind(b"\n") + 1]
+        self._shown[file] = begin + left_out + len(text)
+        return (f"... {left_out:,} bytes left out ...\n" if left_out else "") + text.decode(errors="replace")
+
+    def errors_of(self, rank: int, most: int = 2000) -> str:
+        """The end of what a rank wrote to its standard error."""
+        descriptor = self.err[rank].fileno()
+        size = os.fstat(descriptor).st_size
+        return os.pread(descriptor, most, max(0, size - most)).decode(errors="replace").strip()
 
 
 class Group:
@@ -33,16 +71,16 @@ class Group:
     """
 
     def __init__(self, job: Job, live: bool, folder: str = "", labels: Sequence[str] = ()) -> None:
-        self.job, self.folder = job, folder
-        self.output = Output(labels or [f"rank {rank}" for rank in range(job.ranks)], live)
-        self.board_file = tempfile.TemporaryFile()
+        self.job, self.live, self.folder = job, live, folder
+        self.files = ExitStack()  # all that are open until the end
+        self.output = Output(labels or [f"rank {rank}" for rank in range(job.ranks)], self.files)
+        self.stacks = [self.files.enter_context(tempfile.TemporaryFile()) for _ in range(job.ranks)]
+        self.board_file = self.files.enter_context(tempfile.TemporaryFile())
         self.board_file.truncate(SharedBoard.bytes_for(job.ranks))
         self.board = SharedBoard(self.board_file.fileno(), 0)
-        self.stacks = [tempfile.TemporaryFile() for _ in range(job.ranks)]
         self.keeper: Any = None  # the line to their keeper
         self.pids: list[int] = []
-        self.controls: list[Connection] = []
-        self.pending: dict[int, Connection] = {}  # the controls of ranks that may still have something to say
+        self.pending: dict[int, Connection] = {}  # the lines to ranks that may still have something to say
         self.outcomes: dict[int, Success | Failure] = {}
         self.dead: dict[int, int] = {}  # rank -> wait status, of those that ended without a word
 
@@ -52,29 +90,23 @@ class Group:
             files = []
             for rank in range(self.job.ranks):
                 ours, control = Pipe()
-                self.controls.append(ours)
-                own = (theirs.enter_context(control), self.output.out[rank], self.output.err[rank], self.board_file)
-                files.append([*(file.fileno() for file in (*own, self.stacks[rank])), meeting])
+                self.pending[rank] = self.files.enter_context(ours)
+                theirs.enter_context(control)
+                own = (control, self.output.out[rank], self.output.err[rank], self.board_file, self.stacks[rank], meeting)
+                files.append([file.fileno() for file in own])
             self.keeper, self.pids = start_ranks(files, self.folder)
-        self.pending = dict(enumerate(self.controls))
-        for control in self.controls:
+        for line in self.pending.values():
             with suppress(OSError):  # a rank that is dead already is reported by the keeper
-                control.send(self.job)
-                control.send_bytes(program)
+                line.send(self.job)
+                line.send_bytes(program)
 
-    @contextmanager
-    def meeting_place(self) -> Iterator[int]:
+    def meeting_place(self) -> Any:
         """The file at which the ranks meet: the memory that they will share, or the store's listening socket."""
         if self.job.backend == "shm":
-            memory = sharedmemory.create(self.job.ranks)
-            try:
-                yield memory
-            finally:
-                os.close(memory)
-        else:
-            with socket.create_server(("127.0.0.1", 0), backlog=self.job.ranks) as listener:
-                self.job.store_port = listener.getsockname()[1]
-                yield listener.fileno()
+            return open(sharedmemory.create(self.job.ranks), "r+b", 0)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=self.job.ranks)
+        self.job.store_port = listener.getsockname()[1]
+        return listener
 
     # ---- while they run -------------------------------------------------------------------------------------------
 
@@ -85,7 +117,8 @@ class Group:
             if self.dead or any(isinstance(outcome, Failure) for outcome in self.outcomes.values()):
                 self._raise_first()
             self.check_waits()
-            self.output.pump()
+            if self.live:
+                self.output.show(whole_lines=True)
         successes = [outcome for _, outcome in sorted(self.outcomes.items()) if isinstance(outcome, Success)]
         preload({name for success in successes for name in success.imported})
         return successes
@@ -125,26 +158,38 @@ class Group:
         raise_in_caller(failures[first], first, self.job.ranks)
 
     def died(self, rank: int) -> RankDied:
-        return died(rank, self.job.ranks, self.dead[rank], self.output.errors_of(rank), self.board.read(rank))
+        """The exception for a process that ended by itself: how, where it stood, and its last words."""
+        status, note, errors = self.dead[rank], self.board.read(rank), self.output.errors_of(rank)
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            how = f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
+        else:
+            how = f"ended with exit status {os.WEXITSTATUS(status)} before its function had returned"
+        lines = [f"rank {rank} of {self.job.ranks} {how}"]
+        if note is not None:
+            lines.append(describe_state(State(rank, note)))
+        if errors:
+            lines.append("  it last wrote: " + errors.splitlines()[-1])
+        return RankDied("\n".join(lines))
 
     # ---- when one waits for too long ------------------------------------------------------------------------------
 
     def check_waits(self) -> None:
         """End the run if a rank has waited for longer than `timeout` in one place."""
-        if self._overdue(self._notes()):
+        if self._late():
             self.collect(0)  # a rank that is waited for in vain has sent its outcome before
-            if late := self._overdue(notes := self._notes()):
-                raise self._hung(notes, late)
+            if late := self._late():
+                raise self._hung(late)
 
-    def _notes(self) -> dict[int, Standing | None]:
-        return {rank: self.board.read(rank) for rank in self.pending}
-
-    def _overdue(self, notes: Mapping[int, Standing | None]) -> list[int]:
+    def _late(self) -> dict[int, Standing]:
+        """The notes of ranks that have waited for too long."""
+        notes = {rank: self.board.read(rank) for rank in self.pending}
         latest = time.monotonic() - self.job.timeout
-        return [rank for rank, note in notes.items() if note is not None and note.since < latest]
+        return {rank: note for rank, note in notes.items() if note is not None and note.since < latest}
 
-    def _hung(self, notes: Mapping[int, Standing | None], late: Sequence[int]) -> RankHung:
-        """The exception for ranks that have waited for too long; those without a note run, are stopped, or have returned."""
+    def _hung(self, late: Mapping[int, Standing]) -> RankHung:
+        """The exception for them; those without a note run, are stopped, or have returned."""
+        notes = {rank: late.get(rank) or self.board.read(rank) for rank in self.pending}
         for rank in notes:
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR2)  # faulthandler writes where it is
@@ -156,10 +201,10 @@ class Group:
             place = (note.file, note.line, note.function) if note is not None else self._innermost(rank)
             stopped = is_stopped(self.pids[rank])  # wherever it was: nobody waits for anything but this
             states[rank] = State(rank, None, "is stopped (SIGSTOP)", *place) if stopped else State(rank, note, "", *place)
-        first = notes[late[0]]
-        in_vain = first is not None and first.since == IN_VAIN
-        why = "waits for one that has returned" if in_vain else f"has waited for more than timeout={self.job.timeout:g} s"
-        return explain(states, f"rank {late[0]} {why}", late)
+        first, note = next(iter(late.items()))
+        waited = f"has waited for more than timeout={self.job.timeout:g} s"
+        why = "waits for one that has returned" if note.since == IN_VAIN else waited
+        return explain(states, f"rank {first} {why}", list(late))
 
     def _innermost(self, rank: int) -> tuple[str, int, str]:
         """The reader's own line in what faulthandler wrote (most recent call first)."""
@@ -173,14 +218,11 @@ class Group:
 
     def close(self) -> None:
         """End every process that is left, and return when the last one is gone."""
-        for control in self.controls:
-            control.close()
         if self.keeper is not None:
             with self.keeper, suppress(EOFError, OSError):
                 self.keeper.send(None)
                 while True:
                     self.keeper.recv()  # its last reports; its end closes when all are buried
-        self.output.finish()
-        for file in (self.board_file, *self.stacks):
-            file.close()
+        self.output.show(whole_lines=False)
         self.board.memory.close()
+        self.files.close()
