@@ -1,6 +1,6 @@
 """A step of DDP among processes of this machine: on our backend beside gloo, each as a PyTorch program of its own, in turn."""
 
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from d2lps import backend
-from d2lps.bench.turns import Rival, Row, answer, compare, text
+from d2lps.bench.turns import Operation, Rival, Row, answer, compare, text
 
 RANKS = (2, 4)
 WIDTHS = {128: 20, 1024: 2}  # four layers: 264 KB and 16.8 MB of gradients; steps at a time
@@ -53,16 +53,16 @@ def _rank(rank: int, door: str, way: str, ranks: int) -> None:
     dist.destroy_process_group()
 
 
-def _step(width: int) -> partial[None]:
+def _step(width: int) -> Operation:
     """One step of training of a model of its own."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return partial(_train, model, optimizer, torch.randn(BATCH, width), torch.randn(BATCH, width))
+    optimizer, x, y = torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(BATCH, width), torch.randn(BATCH, width)
 
+    def train() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
+    return train

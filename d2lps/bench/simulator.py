@@ -55,7 +55,8 @@ def measure(name: str, topology: Topology, floats: int, ranks: int | None = None
         start = time.perf_counter()
         run = simulate(work, topology, ranks=ranks, device="meta", trace=trace)
         rows.append(_figures(name, len(run), floats, run.time, time.perf_counter() - start))
-    return min(rows, key=lambda row: row["wall"]) | {"links": len(topology.bandwidth)}
+    links = len(topology.bandwidth)  # of the whole network, each direction counted
+    return min(rows, key=lambda row: row["wall"]) | {"links": links}
 
 
 def _figures(name: str, ranks: int, floats: int, virtual: float, wall: float) -> Row:
@@ -89,14 +90,15 @@ def beside(ranks: int = 128, rounds: int = 5) -> list[Row]:
     floats = _CHUNK * ranks
     with tempfile.TemporaryDirectory() as folder:
         ways = {way: partial(measure, way, star(ranks, _LINK, _LATENCY), floats, trace=trace) for way, trace in OURS.items()}
-        ways |= {SIMGRID: _simgrid(Path(folder), ranks)} if has_simgrid() else {}
+        if _has_simgrid():
+            ways[SIMGRID] = _simgrid(Path(folder), ranks)
         found = in_turn(ways, rounds)
     walls = {way: [each["wall"] for each in rows] for way, rows in found.items()}
     rows = [found[way][-1] | row(way, wall, walls.get(SIMGRID, [float("nan")])) for way, wall in walls.items()]
     return [each | {"cost": 1e6 * each["median"] / each["messages"]} for each in rows]
 
 
-def has_simgrid() -> bool:
+def _has_simgrid() -> bool:
     return bool(shutil.which("smpicc") and shutil.which("smpirun"))
 
 
@@ -125,7 +127,7 @@ def table() -> tuple[str, list[Row]]:
         *with_ranks((64, 128, 256, 512)),
         *with_links(),
     ]
-    missing = "" if has_simgrid() else "left out: SimGrid (no smpicc or no smpirun)"
+    missing = "" if _has_simgrid() else "left out: SimGrid (no smpicc or no smpirun)"
     first = text("ring all-reduce, 128 ranks", BESIDE, rivals, "medians of 5 rounds, in turn; no contents", missing)
     notes = "no contents; no trace unless it says so; up to 256 ranks the least of three", f"largest memory {_memory():.2f} GB"
     return f"{first}\n\n{text('ours', ALONE, alone, *notes)}", [*rivals, *alone]

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -56,7 +56,6 @@ class Rival:
     processes: int
     launcher: Sequence[str] = ()  # as mpirun, which starts several Pythons
     sleepless: bool = False  # its processes look for messages all the time, and are stopped while it is not their turn
-    lines: list[Connection] = field(default_factory=list)
 
     @contextmanager
     def present(self, door: str) -> Iterator[None]:
@@ -65,6 +64,7 @@ class Rival:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(door)
             listener.listen(64)
+            self.lines: list[Connection] = []
             self.program = subprocess.Popen(command, env=os.environ | SETTINGS, process_group=0 if self.sleepless else None)
             try:
                 self._come_in(listener)
@@ -83,9 +83,9 @@ class Rival:
         self._signal(signal.SIGCONT)
         for line in self.lines:
             line.send((way, case))
-        spans = [self._heard(line) for line in self.lines]
+        starts, ends = zip(*map(self._heard, self.lines), strict=True)
         self._signal(signal.SIGSTOP)
-        return float(max(end for _, end in spans) - min(start for start, _ in spans))
+        return float(max(ends) - min(starts))
 
     def _come_in(self, listener: socket.socket) -> None:
         listener.settimeout(0.5)

@@ -135,7 +135,7 @@ def _join(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Run:
         raise RankHung(f"{waited} for every rank of the job to call run") from error
     _inside = True
     try:
-        return run_of(_everyones(_called(function, comm, args, job), comm.rank, meeting), job.trace)
+        return run_of(_outcomes(function, comm, args, job, meeting), job.trace)
     except BaseException as error:
         release(error)
         raise
@@ -164,10 +164,11 @@ def _groups(job: Job) -> tuple[ProcessGroupCommunicator, Any]:
     return comm, meeting
 
 
-def _called(function: Callable[..., Any], comm: Any, args: tuple[Any, ...], job: Job) -> Success:
-    """The outcome of the function. A wait that fails is told as on one machine, as far as this rank can know."""
+def _outcomes(function: Callable[..., Any], comm: Any, args: tuple[Any, ...], job: Job, meeting: Any) -> list[Success]:
+    """What every rank returned. A wait that fails is told as on one machine, as far as this rank can know."""
+    everyone: list[Any] = [None] * job.ranks
     try:
-        return execute(comm, function, args, job.trace)
+        mine = execute(comm, function, args, job.trace)
     except (RuntimeError, TimeoutError) as error:
         kind, note = meaning(error), comm.board.standing
         if note is None or kind is None:  # it did not fail in a wait
@@ -175,13 +176,8 @@ def _called(function: Callable[..., Any], comm: Any, args: tuple[Any, ...], job:
         hung, lost = f"has waited for more than timeout={job.timeout:g} s", "has lost another rank, which tells why itself"
         why = f"rank {comm.rank} {hung if kind is RankHung else lost}"
         raise kind(f"{why}\n{describe_state(State(comm.rank, note))}") from error
-
-
-def _everyones(mine: Success, rank: int, meeting: Any) -> list[Success]:
-    """What every rank returned, told to every rank; torch pickles it, among processes of one job that trust one another."""
-    everyone: list[Any] = [None] * meeting.size()
     try:
-        dist.all_gather_object(everyone, mine, group=meeting)
+        dist.all_gather_object(everyone, mine, group=meeting)  # torch pickles it, among processes that trust one another
     except RuntimeError as error:
-        raise RankFailed(f"rank {rank} has returned, but another rank has failed, which tells why itself") from error
+        raise RankFailed(f"rank {comm.rank} has returned, but another rank has failed, which tells why itself") from error
     return everyone
