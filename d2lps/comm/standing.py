@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import sysconfig
+import threading
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Protocol
@@ -98,9 +99,13 @@ class SharedBoard:
             return None
 
 
+here = threading.local()  # of a thread that goes on beside its rank: `lane`, and `began`, the line that started it
+
+
 def callers_line() -> tuple[str, int, str]:
     """File, line and function of the innermost frame outside this library: the line that a reader wrote."""
-    return readers_line(sys._getframe(1))
+    file, line, function = readers_line(sys._getframe(1))
+    return (file, line, function) if line else getattr(here, "began", ("", 0, ""))
 
 
 def readers_line(frame: FrameType | None) -> tuple[str, int, str]:

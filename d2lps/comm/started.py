@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-_here = threading.local()
+from d2lps.comm.standing import callers_line, here
 
 
 def check_lane(lane: int) -> None:
     """Refuse a communicator of another lane in a started function; threads that are nobody's lane may have any."""
-    if getattr(_here, "lane", lane) != lane:
+    if getattr(here, "lane", lane) != lane:
         told = "this communicator belongs to another of its rank's lanes"
         raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
 
@@ -46,11 +46,12 @@ class InThread(Started):
 
     def __init__(self, comm: Beside, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(comm)
-        self._thread = threading.Thread(target=self._live, args=(function, args), name=f"lane {comm.lane}", daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(callers_line(), function, args), daemon=True)
+        self._thread.name = f"lane {comm.lane}"
         self._thread.start()
 
-    def _live(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        _here.lane = self.comm.lane
+    def _live(self, began: tuple[str, int, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        here.lane, here.began = self.comm.lane, began
         try:
             function(self.comm, *args)
         except BaseException as error:  # of the rank's, who hears of it when it waits

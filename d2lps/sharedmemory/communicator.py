@@ -195,6 +195,10 @@ class SharedMemoryCommunicator(Communicator):
     @contextmanager
     def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """As everywhere, but the note is only written once a wait turns out to be long: most are shorter than the writing."""
+        if action == "join":  # a wait for a thread, of which `waiting` does not know whether it is long
+            with super().standing(action, tag=tag):
+                yield
+            return
         peer, waiting = self.members[peer] if peer >= 0 else -1, self.mine.waiting
         start, since, noted = self.now(), time.monotonic(), False
 
