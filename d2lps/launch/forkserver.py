@@ -112,6 +112,7 @@ def _report_ends(caller: Connection, processes: dict[int, int]) -> None:
                     caller.send((processes.pop(ended[0]), ended[1]))
 
     signal.signal(signal.SIGCHLD, report)
+    report()  # those that had ended before
     while not caller.poll(1.0):  # the caller never writes here again: whatever comes is its end
         report()  # a signal just before the wait would not wake it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
