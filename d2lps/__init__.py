@@ -18,32 +18,9 @@ from d2lps.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
-    "Communicator",
-    "Cut",
-    "Deadlock",
-    "Device",
-    "Kill",
-    "Mismatch",
-    "Model",
-    "Narrow",
-    "OutOfMemory",
-    "RankDied",
-    "RankFailed",
-    "RankHung",
-    "ReduceOp",
-    "Run",
-    "Slow",
-    "Topology",
-    "Trace",
-    "Work",
-    "aggregate",
-    "check",
-    "collectives",
-    "cost",
-    "kvstore",
-    "run",
-    "simulate",
-    "topology",
+    "Communicator", "Cut", "Deadlock", "Device", "Kill", "Mismatch", "Model", "Narrow", "OutOfMemory", "RankDied", "RankFailed",
+    "RankHung", "ReduceOp", "Run", "Slow", "Topology", "Trace", "Work", "aggregate", "check", "collectives", "cost", "kvstore",
+    "run", "simulate", "topology",
 ]
 
 

@@ -1,7 +1,7 @@
 """What a run gives back, in whichever world it ran."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 from d2lps.trace import Trace
 
@@ -26,18 +26,11 @@ class Run(Sequence[Any]):
             raise ValueError("this run left no trace: start it with trace=True")
         return self._trace
 
-    @overload
-    def __getitem__(self, rank: int) -> Any: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Any]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
+    def __getitem__(self, rank: Any) -> Any:
         return self.results[rank]
 
     def __len__(self) -> int:
         return len(self.results)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.results)
 
     def __eq__(self, other: object) -> bool:
         return self.results == (other.results if isinstance(other, Run) else other)

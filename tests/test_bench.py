@@ -17,7 +17,7 @@ def start(door: str, how: str) -> None:
     """A program that fails, before or after it has come to the door."""
     if how == "fails at once":
         raise SystemExit("on purpose")
-    turns.answer(door, lambda order: sys.exit("on purpose"))
+    turns.answer(door, lambda way, case: sys.exit("on purpose"))
 
 
 def test_a_row_and_a_table() -> None:
@@ -71,5 +71,5 @@ def test_a_rival_that_fails_is_named_and_not_waited_for(how: str, monkeypatch: p
     folders = os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
     monkeypatch.setattr(turns, "PATIENCE", 1e6)
-    with pytest.raises(RuntimeError, match=f"{how}: "), turns.present([rival := turns.Rival(how, "test_bench", 1)]):
-        rival.time(0)
+    with pytest.raises(RuntimeError, match=f"{how}: "):
+        turns.compare({how: turns.Rival(how, "test_bench", 1)}, how, [{}], 1)

@@ -166,8 +166,21 @@ def test_a_start_that_only_some_ranks_call_is_named(run: Runner) -> None:
         while comm.rank == 0:
             pass
 
-    with pytest.raises(RankHung, match=r"rank [12] waits for the others to call start"):
+    where = rf"\(in work, line {work.__code__.co_firstlineno + 2}: comm.start\(broadcast, torch.zeros\(1\)\)"
+    with pytest.raises(RankHung, match=rf"rank [12] waits for the others to call start {where}"):
         run(work, 3, timeout=1)
+
+
+def test_one_that_never_ends_is_not_waited_for_for_ever(run: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        def loop(beside: Communicator) -> None:
+            while beside.rank == 1:
+                pass
+
+        comm.start(loop)
+
+    with pytest.raises(RankHung, match="rank 1 waits for what it has started"):
+        run(work, 2, timeout=1)
 
 
 def test_many_leave_nothing_behind(run: Runner, nothing_left: object) -> None:

@@ -12,7 +12,7 @@ import torch
 from d2lps.comm import Communicator, RankDied, RankFailed, RankHung
 from d2lps.comm.explain import describe_status
 from d2lps.comm.work import Work
-from d2lps.launch.lastnote import meaning
+from d2lps.launch.failure import meaning
 
 
 class Noticing(Communicator):

@@ -14,7 +14,7 @@ from d2lps.backend.tasks import Task, TaskQueue, callers_context
 from d2lps.backend.transports import CPU, Transports
 from d2lps.backend.work import CollectiveWork, MessageWork, Together
 from d2lps.comm import Communicator, RankFailed, RankHung
-from d2lps.launch.lastnote import release
+from d2lps.launch.failure import release
 
 _Base: Any = dist.ProcessGroup
 

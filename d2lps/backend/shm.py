@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory
 from d2lps.backend.failures import Noticing
-from d2lps.launch.lastnote import LastNote
+from d2lps.launch.failure import LastNote
 from d2lps.sharedmemory.communicator import SharedMemoryCommunicator
 from d2lps.sharedmemory.mailbox import Mailbox
 

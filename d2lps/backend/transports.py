@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from d2lps.backend import choice, shm
 from d2lps.backend.failures import Noticing
-from d2lps.launch.lastnote import LastNote
+from d2lps.launch.failure import LastNote
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 
 CPU = torch.device("cpu")

@@ -11,15 +11,11 @@ TABLES = {table.__name__.rpartition(".")[2]: table.table for table in (all_reduc
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m d2lps.bench", description=__doc__)
-    parser.add_argument("tables", nargs="*", metavar="table", help=f"one or more of {', '.join(TABLES)}; by default all")
+    parser.add_argument("tables", nargs="*", metavar="table", choices=TABLES, help="one or more of %(choices)s; by default all")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to a file, by table")
     arguments = parser.parse_args()
-    names = arguments.tables or list(TABLES)
-    unknown = [name for name in names if name not in TABLES]
-    if unknown:
-        parser.error(f"there is no table {', '.join(unknown)}; choose from {', '.join(TABLES)}")
     figures = {}
-    for name in names:
+    for name in arguments.tables or TABLES:
         text, figures[name] = TABLES[name]()
         print(text, end="\n\n", flush=True)
     if arguments.json:

@@ -2,17 +2,16 @@
 
 import ctypes
 import importlib.util
-import os
 import shutil
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from d2lps import sharedmemory
-from d2lps.bench.turns import LOOPBACK, Operation, Plan, Rival, Row, answer, in_turn, present, row, text
+from d2lps.bench.turns import Operation, Rival, Row, answer, compare, text
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.launch import run
@@ -27,14 +26,12 @@ COLUMNS |= {"algbw": "{algbw:.2f}", "busbw": "{busbw:.2f}", "x gloo": "{ratio:.2
 
 def measure(rounds: int = 11, sizes: tuple[int, ...] = SIZES) -> list[Row]:
     """A row for each way and size (see `turns.row`), in microseconds, with "algbw" and "busbw" in GB/s; the peer is gloo."""
-    rows = []
-    rivals = _rivals()
-    with present(list(dict.fromkeys(rivals.values()))):
-        for nbytes in sizes:
-            repeats = max(1, min(30, 20_000_000 // nbytes))
-            times = in_turn({way: partial(rival.time, (way, nbytes, repeats)) for way, rival in rivals.items()}, rounds)
-            each = {way: [second / repeats for second in seconds] for way, seconds in times.items()}
-            rows += [_row(way, nbytes, seconds, each[GLOO]) for way, seconds in each.items()]
+    cases = [{"bytes": nbytes, "repeats": max(1, min(30, 20_000_000 // nbytes))} for nbytes in sizes]
+    rows = compare(_rivals(), GLOO, cases, rounds, 1e-6)
+    for row in rows:
+        algbw = row["bytes"] / row["median"] / 1e3
+        # A copy has no bus bandwidth: it is no collective.
+        row.update(algbw=algbw, busbw=float("nan") if row["way"] == COPY else algbw * 2 * (RANKS - 1) / RANKS)
     return rows
 
 
@@ -50,50 +47,20 @@ def left_out() -> str:
     return "left out: " + ", ".join(filter(None, [ours and f"ours ({ours})", mpi, "MPICH, UCC"]))
 
 
-def _row(way: str, nbytes: int, seconds: list[float], gloo: list[float]) -> Row:
-    """A copy has no bus bandwidth: it is no collective."""
-    figures = row(way, seconds, gloo, 1e-6, bytes=nbytes)
-    algbw = nbytes / figures["median"] / 1e3
-    return figures | {"algbw": algbw, "busbw": float("nan") if way == COPY else algbw * 2 * (RANKS - 1) / RANKS}
-
-
 # ---- the rivals -----------------------------------------------------------------------------------------------------
 
 
 def _rivals() -> dict[str, Rival]:
     """By way; all of ours are the same processes."""
-    launcher = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS))
     rivals = {} if sharedmemory.missing() else dict.fromkeys(OURS, Rival("ours", __name__, RANKS))
     rivals[GLOO] = Rival(GLOO, __name__, RANKS)
-    return rivals | ({MPI: Rival(MPI, __name__, RANKS, launcher)} if _has_mpi() else {})
+    if _has_mpi():
+        rivals[MPI] = Rival(MPI, __name__, RANKS, ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS)))
+    return rivals
 
 
 def _has_mpi() -> bool:
     return bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))
-
-
-def _ours(comm: Communicator, door: str) -> None:
-    kept: dict[int, dict[str, Operation]] = {}
-
-    def prepare(order: tuple[str, int, int]) -> Plan:
-        way, nbytes, repeats = order
-        if nbytes not in kept:
-            kept.clear()
-            kept[nbytes] = _ways(comm, nbytes)
-        return kept[nbytes][way], comm.barrier, repeats
-
-    answer(door, prepare)
-
-
-def _ways(comm: Communicator, nbytes: int) -> dict[str, Operation]:
-    shared, mine, other = comm.empty(nbytes // 4).fill_(0), _ordinary(nbytes), _ordinary(nbytes)
-    calls = [partial(all_reduce, comm, tensor, algorithm="native") for tensor in (shared, mine)]
-    return dict(zip(OURS, [*calls, lambda: ctypes.memmove(other.data_ptr(), mine.data_ptr(), nbytes)], strict=True))
-
-
-def _ordinary(nbytes: int) -> torch.Tensor:
-    """Written to, so that it has memory of its own."""
-    return torch.empty(nbytes // 4).fill_(0)
 
 
 def start(door: str, name: str) -> None:
@@ -106,34 +73,33 @@ def start(door: str, name: str) -> None:
         run(_ours, RANKS, door, timeout=600.0)
 
 
+# Of each size a process makes its tensors once, and lets go of the last size's.
+
+
+def _ours(comm: Communicator, door: str) -> None:
+    @lru_cache(1)
+    def ways(nbytes: int) -> dict[str, Operation]:
+        shared, mine, other = comm.empty(nbytes // 4).fill_(0), _ordinary(nbytes), _ordinary(nbytes)
+        calls = [partial(all_reduce, comm, tensor, algorithm="native") for tensor in (shared, mine)]
+        return dict(zip(OURS, [*calls, lambda: ctypes.memmove(other.data_ptr(), mine.data_ptr(), nbytes)], strict=True))
+
+    answer(door, lambda way, case: (ways(case["bytes"])[way], comm.barrier))
+
+
 def _gloo(rank: int, door: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{door}.store", rank=rank, world_size=RANKS)
-    kept: dict[int, torch.Tensor] = {}
-
-    def prepare(order: tuple[str, int, int]) -> Plan:
-        _, nbytes, repeats = order
-        if nbytes not in kept:
-            kept.clear()
-            kept[nbytes] = _ordinary(nbytes)
-        return partial(dist.all_reduce, kept[nbytes]), dist.barrier, repeats
-
-    answer(door, prepare)
+    tensor = lru_cache(1)(_ordinary)
+    answer(door, lambda way, case: (partial(dist.all_reduce, tensor(case["bytes"])), dist.barrier))
     dist.destroy_process_group()
 
 
 def _mpi(door: str) -> None:
-    import numpy as np
-    from mpi4py import MPI
+    from mpi4py.MPI import COMM_WORLD, IN_PLACE
 
-    kept: dict[int, Any] = {}
+    array = lru_cache(1)(lambda nbytes: np.full(nbytes // 4, 0, np.float32))
+    answer(door, lambda way, case: (partial(COMM_WORLD.Allreduce, IN_PLACE, array(case["bytes"])), COMM_WORLD.Barrier))
 
-    def prepare(order: tuple[str, int, int]) -> Plan:
-        _, nbytes, repeats = order
-        if nbytes not in kept:
-            kept.clear()
-            kept[nbytes] = np.full(nbytes // 4, 0, np.float32)
-        return partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE, kept[nbytes]), MPI.COMM_WORLD.Barrier, repeats
 
-    answer(door, prepare)
+def _ordinary(nbytes: int) -> torch.Tensor:
+    """Written to, so that it has memory of its own."""
+    return torch.empty(nbytes // 4).fill_(0)

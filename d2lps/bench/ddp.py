@@ -1,8 +1,6 @@
 """A step of DDP among processes of this machine: on our backend beside gloo, each as a PyTorch program of its own, in turn."""
 
-import os
-from collections.abc import Callable
-from functools import partial
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from d2lps import backend
-from d2lps.bench.turns import LOOPBACK, Plan, Rival, Row, answer, in_turn, present, row, text
+from d2lps.bench.turns import Operation, Rival, Row, answer, compare, text
 
 RANKS = (2, 4)
 WIDTHS = {128: 20, 1024: 2}  # four layers: 264 KB and 16.8 MB of gradients; steps at a time
@@ -27,13 +25,9 @@ def measure(rounds: int = 11) -> list[Row]:
     rows = []
     for ranks in RANKS:
         rivals = {way: Rival(f"{way}:{ranks}", __name__, ranks) for way in (*OURS, GLOO)}
-        with present(list(rivals.values())):
-            for width, steps in WIDTHS.items():
-                times = in_turn({way: partial(rival.time, width) for way, rival in rivals.items()}, rounds)
-                nbytes = 4 * 4 * (width * width + width)
-                more = {"ranks": ranks, "bytes": nbytes}
-                each = {way: [second / steps for second in seconds] for way, seconds in times.items()}
-                rows += [row(way, seconds, each[GLOO], 1e-3, **more) for way, seconds in each.items()]
+        sizes = {width: 4 * 4 * (width * width + width) for width in WIDTHS}
+        cases = [{"ranks": ranks, "bytes": sizes[width], "width": width, "repeats": WIDTHS[width]} for width in WIDTHS]
+        rows += compare(rivals, GLOO, cases, rounds, 1e-3)
     return rows
 
 
@@ -50,33 +44,25 @@ def start(door: str, how: str) -> None:
 
 
 def _rank(rank: int, door: str, way: str, ranks: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    torch.set_num_threads(1)
     if way in OURS:
         transport, algorithm = OURS[way]
         backend.use(transport=transport, all_reduce=algorithm)
     dist.init_process_group(GLOO if way == GLOO else "d2lps", init_method=f"file://{door}.store", rank=rank, world_size=ranks)
-    kept: dict[int, Callable[[], None]] = {}
-
-    def prepare(width: int) -> Plan:
-        if width not in kept:
-            kept[width] = _step(width)
-        return kept[width], dist.barrier, WIDTHS[width]
-
-    answer(door, prepare)
+    step = cache(_step)
+    answer(door, lambda way, case: (step(case["width"]), dist.barrier))
     dist.destroy_process_group()
 
 
-def _step(width: int) -> Callable[[], None]:
+def _step(width: int) -> Operation:
     """One step of training of a model of its own."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return partial(_train, model, optimizer, torch.randn(BATCH, width), torch.randn(BATCH, width))
+    optimizer, x, y = torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(BATCH, width), torch.randn(BATCH, width)
 
+    def train() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
+    return train

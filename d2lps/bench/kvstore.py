@@ -1,11 +1,9 @@
 """Push and pull between two workers and two servers of this machine: ours beside torch RPC, all in one run and in turn."""
 
 import importlib.util
-import os
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 from d2lps import kvstore
-from d2lps.bench.turns import LOOPBACK, Operation, Plan, Rival, Row, answer, in_turn, present, row, text
+from d2lps.bench.turns import Operation, Rival, Row, answer, compare, text
 
 WORKERS, SERVERS = 2, 2
 SIZES = {4_000_000: 16, 1_000: 200}  # bytes of a key: how many keys
@@ -22,12 +20,8 @@ RPC = "torch RPC"
 COLUMNS = {"bytes": "{bytes:,}", "GB/s": "{speed:.3f}", "from": "{slowest:.3f}", "to": "{fastest:.3f}"}
 COLUMNS |= {"messages/s": "{messages:,.0f}", "x RPC": "{ratio:.2f}"}
 # By way: the durability, and whether the tensors come from kv.empty.
-OURS = {
-    "ours, memory": ("memory", False),
-    "ours, memory, tensors of kv.empty": ("memory", True),
-    "ours, log": ("log", False),
-    "ours, replica": ("replica", False),
-}
+OURS = {"ours, memory": ("memory", False), "ours, memory, tensors of kv.empty": ("memory", True)}
+OURS |= {"ours, log": ("log", False), "ours, replica": ("replica", False)}
 
 
 def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[Row]:
@@ -36,12 +30,12 @@ def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[Row]:
     ways: those of ours that RPC is to be measured beside. "bytes": of a key. "speed", "slowest", "fastest": GB/s, both
     directions counted. "messages": in a second.
     """
-    rows = []
-    rivals = [*(Rival(way, __name__, WORKERS) for way in ways), Rival(RPC, __name__, WORKERS + SERVERS, sleepless=True)]
-    with present(rivals):
-        for nbytes in SIZES:
-            times = in_turn({rival.name: partial(rival.time, nbytes) for rival in rivals}, rounds)
-            rows += [_row(way, nbytes, seconds, times[RPC]) for way, seconds in times.items()]
+    rivals = {way: Rival(way, __name__, WORKERS) for way in ways} | {RPC: Rival(RPC, __name__, WORKERS, sleepless=True)}
+    rows = compare(rivals, RPC, [{"bytes": nbytes} for nbytes in SIZES], rounds)
+    for row in rows:
+        messages = 2 * WORKERS * SIZES[row["bytes"]]
+        amount, row["messages"] = messages * row["bytes"] / 1e9, messages / row["median"]
+        row.update(speed=amount / row["median"], slowest=amount / row["most"], fastest=amount / row["least"])
     return rows
 
 
@@ -51,13 +45,6 @@ def table(rounds: int = 9) -> tuple[str, list[Row]]:
     ray = "Ray (not measured here)" if importlib.util.find_spec("ray") else "Ray (not installed)"
     heading = f"push and pull, {WORKERS} workers, {SERVERS} servers"
     return text(heading, COLUMNS, rows, note, f"left out: {ray}, ps-lite, BytePS"), rows
-
-
-def _row(way: str, nbytes: int, seconds: list[float], rpcs: list[float]) -> Row:
-    messages = 2 * WORKERS * SIZES[nbytes]
-    figures, amount = row(way, seconds, rpcs, bytes=nbytes), messages * nbytes / 1e9
-    speeds = {"speed": amount / figures["median"], "slowest": amount / figures["most"], "fastest": amount / figures["least"]}
-    return figures | speeds | {"messages": messages / figures["median"]}
 
 
 # ---- the workers ----------------------------------------------------------------------------------------------------------
@@ -77,23 +64,22 @@ def _ours(kv: kvstore.KVWorker, door: str, shared: bool) -> None:
 
 
 def _work(door: str, kv: Any, barrier: Operation, empty: Callable[[int], torch.Tensor] = torch.empty) -> None:
-    """A worker of ours, or of RPC: `kv` has init, push and pull. An order is the bytes of a key."""
-    kept: dict[int, dict[int, torch.Tensor]] = {}
+    """A worker of ours, or of RPC: `kv` has init, push and pull."""
+
+    @cache
+    def values(nbytes: int) -> dict[int, torch.Tensor]:
+        kept = {nbytes + key: empty(nbytes // 4).fill_(1.0) for key in range(SIZES[nbytes])}
+        for key, value in kept.items():
+            kv.init(key, value)
+        barrier()
+        return kept
 
     def push_and_pull(values: dict[int, torch.Tensor]) -> None:
         for call in (kv.push, kv.pull):
             for work in [call(key, value) for key, value in values.items()]:
                 work.wait()
 
-    def prepare(nbytes: int) -> Plan:
-        if nbytes not in kept:
-            kept[nbytes] = {nbytes + key: empty(nbytes // 4).fill_(1.0) for key in range(SIZES[nbytes])}
-            for key, value in kept[nbytes].items():
-                kv.init(key, value)
-            barrier()
-        return partial(push_and_pull, kept[nbytes]), barrier, 1
-
-    answer(door, prepare)
+    answer(door, lambda way, case: (partial(push_and_pull, values(case["bytes"])), barrier))
 
 
 # ---- torch RPC ------------------------------------------------------------------------------------------------------------
@@ -131,13 +117,10 @@ class _Remote:
 
 
 def _rank(rank: int, door: str) -> None:
-    os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     warnings.simplefilter("ignore")
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{door}.store", rpc_timeout=600)
     rpc.init_rpc(str(rank), rank=rank, world_size=WORKERS + SERVERS, rpc_backend_options=options)
     if rank < WORKERS:
         dist.init_process_group("gloo", init_method=f"file://{door}.barrier", rank=rank, world_size=WORKERS)
         _work(door, _Remote(), dist.barrier)
-    else:
-        answer(door, lambda nbytes: (time.time, time.time, 0))
-    rpc.shutdown()
+    rpc.shutdown()  # a server's serves until the workers are there, too

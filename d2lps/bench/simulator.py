@@ -1,17 +1,15 @@
 """How long a simulation takes: a ring all-reduce, ours beside SimGrid's, and how ours grows with ranks and with links."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -20,9 +18,6 @@ from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.simulator import simulate
 from d2lps.topology import Topology, fat_tree, star
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _LINK = 1.25e9  # bytes/s: 10 Gb/s
 _LATENCY = 1e-6
@@ -46,16 +41,22 @@ ALONE = {"floats": "{floats:,}", "links": "{links:,}", "messages": "{messages:,}
 ALONE |= {"wall s": "{wall:.2f}", "us/message": "{cost:.2f}"}
 
 
-def measure(name: str, topology: Topology, floats: int, ranks: int | None = None, trace: bool = False) -> Row:
-    """Simulate a ring all-reduce of so many floats, without contents; "wall" and "virtual" in seconds, "cost" in us a message."""
+def measure(name: str, topology: Topology, floats: int, ranks: int | None = None, trace: bool = False, times: int = 1) -> Row:
+    """Simulate a ring all-reduce of so many floats, without contents; "wall" and "virtual" in seconds, "cost" in us a message.
+
+    times: so often, and the least disturbed one counts.
+    """
 
     def work(comm: Communicator) -> None:
         all_reduce(comm, torch.empty(floats, device=comm.device), algorithm="ring")
 
-    start = time.perf_counter()
-    run = simulate(work, topology, ranks=ranks, device="meta", trace=trace)
-    figures = _figures(name, len(run), floats, run.time, time.perf_counter() - start)
-    return figures | {"links": len(topology.bandwidth)}  # of the whole network, each direction counted
+    rows = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run = simulate(work, topology, ranks=ranks, device="meta", trace=trace)
+        rows.append(_figures(name, len(run), floats, run.time, time.perf_counter() - start))
+    links = len(topology.bandwidth)  # of the whole network, each direction counted
+    return min(rows, key=lambda row: row["wall"]) | {"links": links}
 
 
 def _figures(name: str, ranks: int, floats: int, virtual: float, wall: float) -> Row:
@@ -64,15 +65,10 @@ def _figures(name: str, ranks: int, floats: int, virtual: float, wall: float) ->
     return {"way": name, "ranks": ranks, "floats": floats, "messages": messages, "virtual": virtual, "wall": wall, "cost": cost}
 
 
-def _best(name: str, topology: Topology, floats: int, ranks: int | None = None) -> Row:
-    """Of short simulations the least disturbed one of three."""
-    rows = [measure(name, topology, floats, ranks) for _ in range(3 if len(topology.devices) <= 256 or ranks else 1)]
-    return min(rows, key=lambda row: row["wall"])
-
-
 def with_ranks(sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> list[Row]:
     """The same chunks on stars of more and more ranks: two links a rank."""
-    return [_best(f"star, {p} ranks", star(p, _LINK, _LATENCY), _CHUNK * p) for p in sizes]
+    short = {p: 3 if p <= 256 else 1 for p in sizes}
+    return [measure(f"star, {p} ranks", star(p, _LINK, _LATENCY), _CHUNK * p, times=times) for p, times in short.items()]
 
 
 def with_links(arities: Sequence[int] = (8, 10, 12, 14)) -> list[Row]:
@@ -85,40 +81,34 @@ def with_links(arities: Sequence[int] = (8, 10, 12, 14)) -> list[Row]:
         tree = fat_tree(k, _LINK, _LATENCY)
         for place in range(64):
             tree.route(tree.devices[place], tree.devices[(place + 1) % 64])
-        rows.append(_best(f"fat_tree({k}), 64 ranks", tree, _CHUNK * 64, ranks=64))
+        rows.append(measure(f"fat_tree({k}), 64 ranks", tree, _CHUNK * 64, ranks=64, times=3))
     return rows
 
 
 def beside(ranks: int = 128, rounds: int = 5) -> list[Row]:
     """One star in turn: ours untraced and traced, and SimGrid where there is one, which is the peer (see `turns.row`)."""
-    topology, found = star(ranks, _LINK, _LATENCY), dict[str, Row]()
-
-    def wall(way: str, act: Callable[[], Row]) -> float:
-        found[way] = act()
-        return float(found[way]["wall"])
-
+    floats = _CHUNK * ranks
     with tempfile.TemporaryDirectory() as folder:
-        ways = {way: partial(measure, way, topology, _CHUNK * ranks, trace=trace) for way, trace in OURS.items()}
-        ways |= {SIMGRID: _simgrid(Path(folder), ranks)} if has_simgrid() else {}
-        times = in_turn({way: partial(wall, way, act) for way, act in ways.items()}, rounds)
-    peer = times.get(SIMGRID, [float("nan")])
-    rows = [found[way] | row(way, seconds, peer) for way, seconds in times.items()]
+        ways = {way: partial(measure, way, star(ranks, _LINK, _LATENCY), floats, trace=trace) for way, trace in OURS.items()}
+        if _has_simgrid():
+            ways[SIMGRID] = _simgrid(Path(folder), ranks)
+        found = in_turn(ways, rounds)
+    walls = {way: [each["wall"] for each in rows] for way, rows in found.items()}
+    rows = [found[way][-1] | row(way, wall, walls.get(SIMGRID, [float("nan")])) for way, wall in walls.items()]
     return [each | {"cost": 1e6 * each["median"] / each["messages"]} for each in rows]
 
 
-def has_simgrid() -> bool:
+def _has_simgrid() -> bool:
     return bool(shutil.which("smpicc") and shutil.which("smpirun"))
 
 
 def _simgrid(folder: Path, ranks: int) -> partial[Row]:
     """As in SMPI's documentation: a program in C, compiled by smpicc and run by smpirun, start and end of which are counted."""
-    program, platform = folder / "ring", folder / "star.xml"
+    program, platform = str(folder / "ring"), folder / "star.xml"
     platform.write_text(_PLATFORM.format(last=ranks - 1))
-    subprocess.run(["smpicc", "-O2", str(Path(__file__).with_name("ring.c")), "-o", str(program)], check=True)
-    command = ["smpirun", "-np", str(ranks), "-platform", str(platform), str(program), str(4 * _CHUNK)]
-    command += ["--log=root.thresh:error", *(f"--cfg={option}" for option in _MODEL)]
-
-    return partial(_run, command, ranks)
+    subprocess.run(["smpicc", "-O2", str(Path(__file__).with_name("ring.c")), "-o", program], check=True)
+    command = ["smpirun", "-np", str(ranks), "-platform", str(platform), program, str(4 * _CHUNK), "--log=root.thresh:error"]
+    return partial(_run, [*command, *(f"--cfg={option}" for option in _MODEL)], ranks)
 
 
 def _run(command: list[str], ranks: int) -> Row:
@@ -137,13 +127,13 @@ def table() -> tuple[str, list[Row]]:
         *with_ranks((64, 128, 256, 512)),
         *with_links(),
     ]
-    missing = "" if has_simgrid() else "left out: SimGrid (no smpicc or no smpirun)"
+    missing = "" if _has_simgrid() else "left out: SimGrid (no smpicc or no smpirun)"
     first = text("ring all-reduce, 128 ranks", BESIDE, rivals, "medians of 5 rounds, in turn; no contents", missing)
     notes = "no contents; no trace unless it says so; up to 256 ranks the least of three", f"largest memory {_memory():.2f} GB"
     return f"{first}\n\n{text('ours', ALONE, alone, *notes)}", [*rivals, *alone]
 
 
-def plot(axes: Sequence[Axes]) -> None:
+def plot(axes: Sequence[Any]) -> None:
     """Wall clock for each message, against ranks on the first of two axes, against links on the second."""
     both = with_ranks(), with_links()
     top = max(each["cost"] for rows in both for each in rows)

@@ -6,9 +6,8 @@ Each side has a Python of its own, in which nothing else happens: this file is t
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,10 +29,9 @@ def measure(rounds: int = 5) -> list[Row]:
     A fork server's first call loads PyTorch: a row of its own, of one sample.
     """
     with _python(starters.__file__) as pytorch, _python("-m", __name__) as ours:
-        ways = {way: (pytorch, method) for way, method in PYTORCH.items()} | {OURS: (ours, "")}
-        acts = {way: partial(_seconds, *how) for way, how in ways.items()}
-        begun = {f"{way}, the first": [acts[way]()] for way in ways if way.endswith(("forkserver", OURS))}
-        times = in_turn(acts, rounds)
+        ways = {way: partial(_seconds, pytorch, method) for way, method in PYTORCH.items()} | {OURS: partial(_seconds, ours)}
+        begun = {f"{way}, the first": [ways[way]()] for way in ways if way.endswith(("forkserver", OURS))}
+        times = in_turn(ways, rounds)
     return [row(way, seconds, times[SPAWN]) for way, seconds in (begun | times).items()]
 
 
@@ -44,19 +42,14 @@ def table(rounds: int = 5) -> tuple[str, list[Row]]:
     return text(f"first all-reduce of {starters.RANKS} ranks", COLUMNS, rows, note, left_out), rows
 
 
-@contextmanager
-def _python(*what: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, *what]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        assert process.stdin
-        process.stdin.close()  # which ends it
+def _python(*what: str) -> Any:
+    """It ends when its input does."""
+    return subprocess.Popen([sys.executable, *what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _seconds(process: "subprocess.Popen[str]", method: str) -> float:
-    assert process.stdin and process.stdout
-    print(method, file=process.stdin, flush=True)
-    return float(process.stdout.readline())
+def _seconds(python: Any, method: str = "") -> float:
+    print(method, file=python.stdin, flush=True)
+    return float(python.stdout.readline())
 
 
 def _reduced(comm: Communicator) -> float:
@@ -64,11 +57,7 @@ def _reduced(comm: Communicator) -> float:
     return time.monotonic()
 
 
-def main() -> None:
+if __name__ == "__main__":
     for _ in sys.stdin:
         start = time.monotonic()
-        print(float(max(run(_reduced, starters.RANKS))) - start, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        print(max(run(_reduced, starters.RANKS)) - start, flush=True)

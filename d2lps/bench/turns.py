@@ -14,40 +14,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 Operation = Callable[[], object]
-Plan = tuple[Operation, Operation, int]  # what to do, where to meet before, how often (0: this process only serves the others)
 Row = dict[str, Any]
 
-NEVER = float("inf"), -float("inf")
 PATIENCE = 120.0  # seconds: for a process to come to the door, and for an order to be carried out
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# For every rival: its sockets on the loopback interface, one thread a rank, and PyTorch's tensors on huge pages, as NumPy's are.
+SETTINGS = {"GLOO_SOCKET_IFNAME": LOOPBACK, "TP_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
-def answer(door: str, prepare: Callable[[Any], Plan]) -> None:
-    """Say who we are; then carry out orders, each once for practice, and tell when this process began and ended."""
-    with socket.socket(socket.AF_UNIX) as way:
-        way.connect(door)
-        line = Connection(way.detach())
-    line.send(os.getpid())
-    with line:
-        while (order := line.recv()) is not None:
-            line.send(_timed(*prepare(order)))
+def answer(door: str, prepare: Callable[[str, Row], tuple[Operation, Operation]]) -> None:
+    """Carry out orders, each once for practice, and tell when this process began and ended.
 
-
-def _timed(operation: Operation, meet: Operation, repeats: int) -> tuple[float, float]:
-    """On the machine's clock, which all processes read."""
-    operation()
-    meet()
-    start = time.monotonic()
-    for _ in range(repeats):
-        operation()
-    return (start, time.monotonic()) if repeats else NEVER
+    prepare(way, case): what to do, and where to meet the other processes before.
+    """
+    with Client(door) as line, suppress(EOFError):
+        while True:
+            way, case = line.recv()
+            operation, meet = prepare(way, case)
+            operation()
+            meet()
+            start = time.monotonic()  # the machine's clock, which all processes read
+            for _ in range(case.get("repeats", 1)):
+                operation()
+            line.send((start, time.monotonic()))
 
 
 @dataclass(eq=False)
@@ -59,84 +56,83 @@ class Rival:
     processes: int
     launcher: Sequence[str] = ()  # as mpirun, which starts several Pythons
     sleepless: bool = False  # its processes look for messages all the time, and are stopped while it is not their turn
-    lines: list[Connection] = field(default_factory=list)
-    pids: list[int] = field(default_factory=list)
 
     @contextmanager
     def present(self, door: str) -> Iterator[None]:
         """Its processes have come to the door, and at the end are sent home."""
         command = [*self.launcher, sys.executable, "-m", __name__, self.module, self.name, door]
-        environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # PyTorch's tensors on huge pages, as ours and NumPy's are
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(door)
             listener.listen(64)
-            program = subprocess.Popen(command, env=environment)
+            self.lines: list[Connection] = []
+            self.program = subprocess.Popen(command, env=os.environ | SETTINGS, process_group=0 if self.sleepless else None)
             try:
-                self._come_in(listener, program)
+                self._come_in(listener)
                 yield
             finally:
-                self._go_home(program)
+                self._signal(signal.SIGCONT)
+                for line in self.lines:
+                    line.close()
+                try:
+                    self.program.wait(PATIENCE)
+                finally:
+                    self.program.kill()
 
-    def time(self, order: Any) -> float:
+    def time(self, way: str, case: Row) -> float:
         """Seconds from the first process's start to the last one's end."""
         self._signal(signal.SIGCONT)
         for line in self.lines:
-            line.send(order)
-        spans = [self._heard(line) for line in self.lines]
+            line.send((way, case))
+        starts, ends = zip(*map(self._heard, self.lines), strict=True)
         self._signal(signal.SIGSTOP)
-        return float(max(end for _, end in spans) - min(start for start, _ in spans))
+        return float(max(ends) - min(starts))
 
-    def _come_in(self, listener: socket.socket, program: "subprocess.Popen[bytes]") -> None:
+    def _come_in(self, listener: socket.socket) -> None:
         listener.settimeout(0.5)
         deadline = time.monotonic() + PATIENCE
         while len(self.lines) < self.processes:
             with suppress(TimeoutError):
                 self.lines.append(Connection(listener.accept()[0].detach()))
-            if program.poll() is not None or time.monotonic() > deadline:
+            if self.program.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{self.name}: {len(self.lines)} of {self.processes} came; what they printed says why")
-        self.pids = [self._heard(line) for line in self.lines]
 
     def _heard(self, line: Connection) -> Any:
         if not line.poll(PATIENCE):
             raise TimeoutError(f"{self.name}: nothing heard for {PATIENCE:g} s")
         try:
             return line.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise RuntimeError(f"{self.name}: a process has ended without an answer; what it printed says why") from None
 
     def _signal(self, number: int) -> None:
-        for pid in self.pids if self.sleepless else []:
-            os.kill(pid, number)
-
-    def _go_home(self, program: "subprocess.Popen[bytes]") -> None:
-        with suppress(OSError):  # if one has failed, that has been said
-            self._signal(signal.SIGCONT)
-            for line in self.lines:
-                line.send(None)
-        for line in self.lines:
-            line.close()
-        try:
-            program.wait(PATIENCE)
-        finally:
-            program.kill()
+        if self.sleepless:
+            with suppress(ProcessLookupError):  # if it has failed, that has been said
+                os.killpg(self.program.pid, number)
 
 
-@contextmanager
-def present(rivals: Sequence[Rival]) -> Iterator[None]:
-    """All of them, one after the other."""
+# ---- tables -----------------------------------------------------------------------------------------------------------
+
+
+def compare(rivals: Mapping[str, Rival], peer: str, cases: Iterable[Row], rounds: int, unit: float = 1.0) -> list[Row]:
+    """A row for each case and way (see `row`), with the case's own columns; "repeats": how often it is done at a time."""
+    rows = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        for number, rival in enumerate(rivals):
+        for number, rival in enumerate(dict.fromkeys(rivals.values())):
             stack.enter_context(rival.present(os.path.join(folder, str(number))))
-        yield
+        for case in cases:
+            times = in_turn({way: partial(rival.time, way, case) for way, rival in rivals.items()}, rounds)
+            once = unit * case.get("repeats", 1)
+            rows += [row(way, seconds, times[peer], once, **case) for way, seconds in times.items()]
+    return rows
 
 
-def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds that each way says it took, by name and round; a round before the first is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """What each way says, by name and round; a round before the first is not counted."""
+    said: dict[str, list[Any]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, act in ways.items():
-            times[name].append(act())
-    return {name: seconds[1:] for name, seconds in times.items()}
+            said[name].append(act())
+    return {name: each[1:] for name, each in said.items()}
 
 
 def row(way: str, seconds: Sequence[float], peer: Sequence[float], unit: float = 1.0, **more: Any) -> Row:

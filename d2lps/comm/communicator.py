@@ -169,8 +169,10 @@ class Communicator(Rank):
     def _start(self, beside: Communicator, function: Callable[[], None]) -> Future[Any]:
         """In real worlds a thread, which lets go of the interpreter while it waits for other ranks or adds up tensors."""
 
+        began = self._readers_line()
+
         def live() -> None:
-            running.lane = beside.lane
+            running.lane, running.began = beside.lane, began
             with beside.waiting("start"):
                 beside.connect()
             try:

@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from d2lps.trace.recorder import Recorder
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
 # own numbers come from `comm.generator`.
 SEED = 0
-running = threading.local()  # .lane: in a thread of `Communicator.start`
+running = threading.local()  # in a thread of `Communicator.start`: .lane, and .began, the line that has started it
 
 
 class Rank(ABC):
@@ -139,15 +139,21 @@ class Rank(ABC):
         me, peer, start = self.members[self.rank], self.members[peer] if peer >= 0 else -1, self.now()
 
         def status(since: float = start) -> Status:
-            line = readers_line(sys._getframe())
-            return Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since)
+            return Status(me, action, peer, tag, nbytes, self._collective, self.members, *self._readers_line(), since)
 
-        self._show(status)
+        # Only a world knows which of its waits are so short that they need no note; for what was started, all are long.
+        show = self._show if action != "join" else partial(Rank._show, self)
+        show(status)
         yield
         # Not taken down when the wait fails: the note then says where the rank stood as it failed.
-        self._show(None)
+        show(None)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
+
+    def _readers_line(self) -> tuple[str, int, str]:
+        """The line that a reader wrote, of this thread or of the one that has started it."""
+        line = readers_line(sys._getframe())
+        return line if line[1] else getattr(running, "began", line)
 
     def _show(self, status: Callable[..., Status] | None) -> None:
         self.board.write(status and status(), self.lane)

@@ -4,16 +4,18 @@ A rank that hangs cannot be asked why: it may be stopped, or stuck in compiled c
 about to wait for. A note costs a few microseconds; the memory is a file without a name that the launcher maps too.
 """
 
-import contextlib
 import json
 import math
 import mmap
 import os
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 
-_NOT_THE_READERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), contextlib.__file__)
+_PATHS = sysconfig.get_paths()
+# Where no reader's code is: this library, the standard one (contextlib, threading), and what else is installed.
+NOT_THE_READERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), _PATHS["stdlib"], _PATHS["purelib"], "<frozen")
 IN_VAIN = -math.inf
 
 
@@ -83,7 +85,7 @@ def readers_line(frame: FrameType | None) -> tuple[str, int, str]:
 
     `("lesson.py", 3, "work")`: the line that a reader wrote; `("", 0, "")` if there is none.
     """
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_READERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_READERS):
         frame = frame.f_back
     if frame is None:
         return "", 0, ""

@@ -13,7 +13,7 @@ from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.serving import serve
 from d2lps.launch.failure import raise_in_caller
-from d2lps.launch.local import Group
+from d2lps.launch.group import Group
 from d2lps.launch.rank import Failure, Job, Success
 from d2lps.sharedmemory.linux import is_stopped
 
@@ -51,9 +51,8 @@ class Node:
         self.starts += 1
         self.failed += 1
         backend = "gloo" if sharedmemory.missing() else "shm"
-        self.group = Group(Job(1, backend, "cpu", 0, 1e6, False, False), self.live, labels=[f"server {self.number}"])
+        self.group = Group(Job(1, backend, "cpu", 1e6), self.live, labels=[f"server {self.number}"])
         self.group.start(cloudpickle.dumps((serve, (self.plan, self.number, self.endpoint))))
-        self.group.pending = dict(enumerate(self.group.controls))
 
     def descriptors(self) -> list[int]:
         if self.group is None or self.group.keeper is None:
@@ -70,9 +69,9 @@ class Node:
             self._raise(outcome)
         if isinstance(outcome, Success) and self.report is None:
             self.report = cloudpickle.loads(outcome.result)
-        if not self.group.dead():
+        if not self.group.dead:
             return ""
-        status = self.group.ended[0]
+        status = self.group.dead[0]
         self.end()
         if os.WIFSIGNALED(status):
             return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"

@@ -25,8 +25,7 @@ from d2lps.kvstore.report import StoreRun
 from d2lps.kvstore.workers import Workers
 from d2lps.kvstore.working import work
 from d2lps.launch.rank import Job, Success
-from d2lps.launch.run import BACKENDS, resolve
-from d2lps.launch.torchrun import under_launcher
+from d2lps.launch.runs import check, resolve, under_launcher
 from d2lps.result import Run
 
 
@@ -74,12 +73,12 @@ def run(
     those of `kv.empty` save one each. Where no memory is shared (see there) a pushed byte is copied into a socket and out of
     it, a pulled one four times.
     """
-    _check(worker, workers, servers, backend, timeout)
+    check(worker, "kv", backend, timeout, 256, workers=workers, servers=servers)
     if under_launcher():
         rules = {"consistency": consistency, "staleness": staleness, "durability": durability}
         own = {"saboteur": saboteur, "monitor": monitor}
         return join(worker, workers, servers, args, backend, timeout, own, **rules, **options)
-    job = Job(workers, *resolve(backend, workers), 0, timeout, False, False)
+    job = Job(workers, *resolve(backend, workers), timeout)
     plan = deploy(workers, servers, consistency, staleness, durability, **options)
     with _prepared(plan, job) as (plan, memory):
         return _run(plan, job, live, memory, saboteur, monitor, worker, args)
@@ -137,7 +136,7 @@ def _run(
 def _watched(group: Workers, coordinator: Coordinator, saboteur: Callable[[Cluster], Any] | None) -> list[Success]:
     """Wait for the workers, and let somebody harm them."""
     nodes, servers = [Victim(node.pid) for node in coordinator.nodes], coordinator.plan.servers
-    workers = [Victim(lambda rank=rank: group.pids[rank]) for rank in group.pids]  # type: ignore[misc]
+    workers = [Victim(lambda rank=rank: group.pids[rank]) for rank in range(group.job.ranks)]  # type: ignore[misc]
     cluster = Cluster(nodes[:servers], nodes[servers:], workers, [node.endpoint for node in coordinator.nodes])
     if saboteur is not None:
         group.cluster = cluster
@@ -157,18 +156,6 @@ def _life(comm: Communicator, worker: Callable[..., Any], plan: Deployment, endp
 
 
 # ---- what is checked, packed and prepared ---------------------------------------------------------------------------------
-
-
-def _check(worker: Callable[..., Any], workers: int, servers: int, backend: str, timeout: float) -> None:
-    if not callable(worker):
-        raise TypeError(f"run needs a function of a kv, not {worker!r}")
-    for name, wanted in (("workers", workers), ("servers", servers)):
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= 256:
-            raise ValueError(f"{name}={wanted!r} is not a number of processes from 1 to 256")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown: choose {', '.join(map(repr, BACKENDS))}")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
-        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
 
 
 def _packed(worker: Callable[..., Any], plan: Deployment, endpoints: dict[int, str], args: Any) -> bytes:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from typing import Any
 
 import cloudpickle
 import zmq
 
-from d2lps.comm import RankDied, RankHung
+from d2lps.comm import RankHung
 from d2lps.kvstore.chaos import Cluster
 from d2lps.kvstore.coordinator import Coordinator
-from d2lps.launch.failure import died
-from d2lps.launch.local import Group
+from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
 
 
@@ -29,31 +28,21 @@ class Workers(Group):
         self.lost: dict[int, str] = {}
         self.cluster: Cluster | None = None  # in the hands of a saboteur
 
-    @contextmanager
-    def meeting_place(self) -> Iterator[int]:
+    def meeting_place(self) -> Any:
         """The servers have this file already."""
-        with nullcontext(self.memory) if self.memory >= 0 else super().meeting_place() as meeting:
-            yield meeting
+        return open(self.memory, "r+b", 0, closefd=False) if self.memory >= 0 else super().meeting_place()
 
     def collect(self, patience: float) -> None:
         """Wait for words of workers or servers; take in both, and what the saboteur raises."""
-        assert self.keeper is not None
         own = [self.keeper.fileno(), *(control.fileno() for control in self.pending.values())]
         zmq.select([self.coordinator.control, *own, *self.coordinator.waited_for()], [], [], patience)
         super().collect(0)
+        if self.go_on and len(self.dead) + len(self.lost) < self.job.ranks and all(map(self.begun, self.dead)):
+            for rank in list(self.dead):
+                self._lose(rank)
         self.coordinator.look()
         if self.cluster is not None:
             self.cluster.check()
-
-    def dead(self) -> dict[int, int]:
-        """Those whose death ends the run; without the others it goes on."""
-        dead = super().dead()
-        if not self.go_on or len(dead) + len(self.lost) == self.job.ranks or not all(map(self.begun, dead)):
-            return dead
-        for rank, status in dead.items():
-            death = died(rank, self.job.ranks, status, self.output.errors_of(rank), self.board.read(rank))
-            self._lose(rank, death)
-        return {}
 
     def check_waits(self) -> None:
         """A hang may be a server's."""
@@ -65,9 +54,12 @@ class Workers(Group):
                     error.add_note(f"server {server} is stopped (SIGSTOP)")
             raise
 
-    def _lose(self, rank: int, death: RankDied) -> None:
+    def _lose(self, rank: int) -> None:
+        """The run goes on without it."""
+        death = self.died(rank)
+        del self.dead[rank]
         self.lost[rank] = str(death)
         warnings.warn(f"{death}; the others go on without it", stacklevel=2)
-        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0, [])
+        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0)
         self.coordinator.say(str(death).splitlines()[0])
         self.coordinator.lose(rank)

@@ -1,5 +1,5 @@
 """Ranks as real processes: started in a tenth of a second, watched while they run, and never left behind."""
 
-from d2lps.launch.run import run
+from d2lps.launch.runs import run
 
 __all__ = ["run"]

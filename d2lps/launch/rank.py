@@ -1,15 +1,12 @@
 """The life of one rank: take the job, join the group, call the function, send back what came of it."""
 
-import contextlib
 import faulthandler
-import io
 import os
-import pickle
 import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,11 +21,12 @@ from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED
 from d2lps.comm.status import SharedBoard
+from d2lps.launch.failure import Failure, pack
 from d2lps.processgroup import ProcessGroupCommunicator
+from d2lps.result import Run
 from d2lps.signatures import store_at
+from d2lps.trace import merge
 from d2lps.trace.recorder import Log, Recorder
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # What torch imports when it is first needed (by an optimizer, DDP, a DTensor): a second of work, in every rank of every run.
 _LATE = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
@@ -43,22 +41,11 @@ class Job:
 
     ranks: int
     backend: str  # "shm", "gloo", "nccl"
-    device: str  # "cpu", "cuda" (a GPU each), "cuda:shared" (GPUs in turn)
-    store_port: int
+    device: str  # "cpu", "cuda" (GPUs in turn)
     timeout: float
-    trace: bool
-    debug: bool
-
-
-@dataclass
-class Failure:
-    """An exception on its way to the caller; the frames' source lines are looked up there, where the cell is known."""
-
-    when: float
-    pickled: bytes | None
-    kind: str
-    message: str
-    frames: list[tuple[str, int | None, str]]
+    trace: bool = False
+    debug: bool = False
+    store_port: int = 0
 
 
 @dataclass
@@ -66,11 +53,12 @@ class Success:
     result: bytes
     started: float
     ended: float
-    logs: list[Log]  # empty where nothing was recorded
-    imported: tuple[str, ...] = ()  # what the fork server had better import for the ranks to come
+    node: str = ""
+    logs: Sequence[Log] = ()  # none where nothing was recorded
+    imported: Sequence[str] = ()  # what the fork server had better import for the ranks to come
 
 
-def main(rank: int, control: int, out: int, err: int, board: int, stack: int, meeting: int = -1) -> None:
+def main(rank: int, control: int, out: int, err: int, board: int, stack: int, meeting: int) -> None:
     """A rank, from the fork to its end; the arguments are file descriptors."""
     _redirect(out, err)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # where are you? asked when a run hangs
@@ -80,20 +68,21 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, me
     # A fork spoils torch's pool of threads; the first who asks for it makes another one, and two at a time would fail.
     torch.set_num_threads(torch.get_num_threads())
     caller = Connection(control)
-    job: Job = pickle.loads(caller.recv_bytes())
-    program = caller.recv_bytes()
-    notes = SharedBoard(board, rank)
+    job, program = caller.recv(), caller.recv_bytes()
     comm: Communicator | None = None
+    outcome: Success | Failure
     try:
         function, args = cloudpickle.loads(program)
         comm = shm.join(meeting, job.ranks, rank) if job.backend == "shm" else _join(rank, job, meeting)
-        comm.board, comm.debug = notes, job.debug
-        outcome: Success | Failure = execute(comm, function, args, job.trace)
+        comm.board, comm.debug = SharedBoard(board, rank), job.debug
+        outcome = execute(comm, function, args, job.trace)
     except BaseException as error:
-        outcome = failure(error)
-    flush()
-    with contextlib.suppress(EOFError, OSError):  # the caller may have given up on this run
-        caller.send_bytes(pickle.dumps(outcome))
+        outcome = pack(error)
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with suppress(Exception):  # the function may have put something else in the streams' place, or nothing
+            stream.flush()  # type: ignore[union-attr]
+    with suppress(EOFError, OSError):  # the caller may have given up on this run
+        caller.send(outcome)
         if isinstance(comm, shm.SharedMemoryCommunicator) and isinstance(outcome, Success):
             comm.leave()
         caller.recv_bytes()  # stay until all are done: others may still be reading from this rank's sockets
@@ -107,70 +96,52 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     result = function(comm, *args)
     comm.finish()
     ended = comm.now()
-    logs = recorder.logs(started, ended, str(comm.node)) if recorder else []
-    imported = tuple(name for name in _LATE if name in sys.modules)
-    return Success(_packed(result, comm.rank), started, ended, logs, imported)
-
-
-def _packed(result: Any, rank: int) -> bytes:
+    logs = recorder.logs(started, ended, str(comm.node)) if recorder else ()
     try:
-        return cloudpickle.dumps(result)
+        packed = cloudpickle.dumps(result)
     except Exception as error:
-        kind = type(result).__name__
         raise TypeError(
-            f"rank {rank} returned a {kind}, which cannot be sent back to the caller ({error}); "
+            f"rank {comm.rank} returned a {type(result).__name__}, which cannot be sent back to the caller ({error}); "
             "return numbers, strings, tensors, or containers of them"
         ) from None
+    return Success(packed, started, ended, str(comm.node), logs, [name for name in _LATE if name in sys.modules])
 
 
-def failure(error: BaseException) -> Failure:
-    """Pack an exception: itself if it can be pickled, its text and frames in any case."""
-    when = time.monotonic()  # pickling may take its time, and the earliest failure is the one that counts
-    pickled: bytes | None
-    try:
-        pickled = cloudpickle.dumps(error) if isinstance(error, Exception) else None  # sys.exit() shall not end the caller
-        pickle.loads(pickled or pickle.dumps(None))
-    except Exception:
-        pickled = None
-    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    # The reader's own frames: those of the launcher say nothing.
-    launcher = os.path.join(_PACKAGE, "launch")
-    shown = [frame for frame in frames if not frame[0].startswith(launcher)]
-    return Failure(when, pickled, type(error).__name__, str(error), shown or frames)
+def run_of(outcomes: Sequence[Success], trace: bool) -> Run:
+    """What all ranks have returned; clocks of different machines are not compared, their spans are."""
+    nodes = defaultdict(list)
+    for outcome in outcomes:
+        nodes[outcome.node].append(outcome)
+    seconds = max(max(each.ended for each in here) - min(each.started for each in here) for here in nodes.values())
+    logs = [log for outcome in outcomes for log in outcome.logs]
+    results = [cloudpickle.loads(outcome.result) for outcome in outcomes]
+    return Run(results, seconds, merge(logs, len(outcomes)) if trace else None)
 
 
 def _redirect(out: int, err: int) -> None:
     """From here on, whatever is printed goes to files that the caller shows: at the descriptor, so C code's too."""
     os.dup2(out, 1)
     os.dup2(err, 2)
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        raw = io.FileIO(descriptor, "w", closefd=False)
-        stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def flush() -> None:
-    """Write out what the rank has printed, even where its function has put something else in the streams' place, or nothing."""
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with contextlib.suppress(Exception):
-            stream.flush()  # type: ignore[union-attr]
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
 
 
 def _join(rank: int, job: Job, listener: int) -> Communicator:
     """Meet the others at the store and form the process group, over the loopback interface only."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     patience = timedelta(seconds=max(30.0, 2 * job.timeout))  # ours runs out first, and knows more
+    if rank:
+        os.close(listener)
     store = store_at(job.store_port, job.ranks, rank, listener, timeout=patience)
-    device = _device(job.device, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = place(job.device, rank)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=patience)
     return ProcessGroupCommunicator(dist.group.WORLD, device, store, patience.total_seconds())
 
 
-def _device(kind: str, rank: int) -> torch.device:
+def place(kind: str, number: int) -> torch.device:
+    """Where the tensors of a machine's rank of that number live: "cpu", or its GPU of that number, or again from the first."""
     if kind == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

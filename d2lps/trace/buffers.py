@@ -81,7 +81,7 @@ def _variables() -> dict[int, tuple[str, bool, StorageWeakRef]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         inside = frame.f_code.co_filename.startswith(_PACKAGE)
-        if inside and f"{os.sep}launch{os.sep}" in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(os.path.join(_PACKAGE, "launch")):
             break  # below here is the launcher, not the algorithm
         for key, (name, storage) in _local_names(frame).items():
             found[key] = name, inside, StorageWeakRef(storage)

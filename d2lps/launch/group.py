@@ -1,0 +1,228 @@
+"""The processes of a run on this machine: start them, watch them, end them."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from d2lps import sharedmemory
+from d2lps.comm import RankDied, RankHung
+from d2lps.comm.explain import describe_status, explain
+from d2lps.comm.status import IN_VAIN, NOT_THE_READERS, SharedBoard, Status
+from d2lps.launch.failure import Failure, raise_in_caller
+from d2lps.launch.forkserver_client import kill_session, preload, start_ranks
+from d2lps.launch.rank import Job, Success
+from d2lps.sharedmemory.linux import is_stopped
+
+_TICK = 0.1  # seconds between two looks at the notes of the ranks
+_GRACE = 0.3  # seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it
+_MOST = 1_000_000  # bytes of one rank's output that are shown; the beginning of a longer one is left out
+
+
+class Output:
+    """What the ranks print: kept apart while they run, shown by rank and in rank order, so that two runs look alike.
+
+    Two files without a name for each: what it writes to its standard output, and to its standard error.
+    """
+
+    def __init__(self, labels: Sequence[str], files: ExitStack) -> None:
+        self.labels = labels
+        self.out, self.err = ([files.enter_context(tempfile.TemporaryFile()) for _ in labels] for _ in range(2))
+        self._shown: dict[IO[bytes], int] = dict.fromkeys([*self.out, *self.err], 0)
+
+    def show(self, whole_lines: bool) -> None:
+        """What has come since the last call."""
+        for files, stream in ((self.out, sys.stdout), (self.err, sys.stderr)):
+            if stream is not None:  # as it is in a program without a console
+                for label, file in zip(self.labels, files, strict=True):
+                    for line in self._new(file, whole_lines).splitlines():
+                        print(f"{label} | {line}", file=stream)
+                stream.flush()
+
+    def _new(self, file: IO[bytes], whole_lines: bool) -> str:
+        begin, size = self._shown[file], os.fstat(file.fileno()).st_size
+        left_out = max(0, size - begin - _MOST)
+        # The ranks share the file's position, so read beside it.
+        text = os.pread(file.fileno(), _MOST, begin + left_out)
+        if whole_lines:
+            text = text[: text.rfind(b"\n") + 1]
+        self._shown[file] = begin + left_out + len(text)
+        return (f"... {left_out:,} bytes left out ...\n" if left_out else "") + text.decode(errors="replace")
+
+    def errors_of(self, rank: int, most: int = 2000) -> str:
+        """The end of what a rank wrote to its standard error."""
+        descriptor = self.err[rank].fileno()
+        size = os.fstat(descriptor).st_size
+        return os.pread(descriptor, most, max(0, size - most)).decode(errors="replace").strip()
+
+
+class Group:
+    """The processes of one run, as their caller sees them.
+
+    folder: what goes with them, even if the caller is killed. labels: what stands before the lines that each of them prints.
+    """
+
+    def __init__(self, job: Job, live: bool, folder: str = "", labels: Sequence[str] = ()) -> None:
+        self.job, self.live, self.folder = job, live, folder
+        self.files = ExitStack()  # all that are open until the end
+        self.output = Output(labels or [f"rank {rank}" for rank in range(job.ranks)], self.files)
+        self.stacks = [self.files.enter_context(tempfile.TemporaryFile()) for _ in range(job.ranks)]
+        self.board_file = self.files.enter_context(tempfile.TemporaryFile())
+        self.board_file.truncate(job.ranks * SharedBoard.SLOT)
+        self.board = SharedBoard(self.board_file.fileno(), 0)
+        self.keeper: Any = None  # the line to their keeper
+        self.pids: list[int] = []
+        self.pending: dict[int, Connection] = {}  # the lines to ranks that may still have something to say
+        self.outcomes: dict[int, Success | Failure] = {}
+        self.dead: dict[int, int] = {}  # rank -> wait status, of those that ended without a word
+
+    def start(self, program: bytes) -> None:
+        """Start the processes and give each its job."""
+        with self.meeting_place() as meeting, ExitStack() as theirs:
+            files = []
+            for rank in range(self.job.ranks):
+                ours, control = Pipe()
+                self.pending[rank] = self.files.enter_context(ours)
+                theirs.enter_context(control)
+                own = (control, self.output.out[rank], self.output.err[rank], self.board_file, self.stacks[rank], meeting)
+                files.append([file.fileno() for file in own])
+            self.keeper, self.pids = start_ranks(files, self.folder)
+        for line in self.pending.values():
+            with suppress(OSError):  # a rank that is dead already is reported by the keeper
+                line.send(self.job)
+                line.send_bytes(program)
+
+    def meeting_place(self) -> Any:
+        """The file at which the ranks meet: the memory that they will share, or the store's listening socket."""
+        if self.job.backend == "shm":
+            return open(sharedmemory.create(self.job.ranks), "r+b", 0)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=self.job.ranks)
+        self.job.store_port = listener.getsockname()[1]
+        return listener
+
+    # ---- while they run -------------------------------------------------------------------------------------------
+
+    def watch(self) -> list[Success]:
+        """Wait for the outcome of every rank; raise what went wrong first."""
+        while len(self.outcomes) < self.job.ranks:
+            self.collect(_TICK)
+            if self.dead or any(isinstance(outcome, Failure) for outcome in self.outcomes.values()):
+                self._raise_first()
+            self.check_waits()
+            if self.live:
+                self.output.show(whole_lines=True)
+        successes = [outcome for _, outcome in sorted(self.outcomes.items()) if isinstance(outcome, Success)]
+        preload({name for success in successes for name in success.imported})
+        return successes
+
+    def collect(self, patience: float) -> None:
+        """Take in what ranks and keeper have to say, waiting up to `patience` seconds for the first word."""
+        ready = wait([self.keeper, *self.pending.values()], patience)
+        for rank in [rank for rank, control in self.pending.items() if control in ready]:
+            self._hear(rank)
+        if self.keeper in ready:
+            try:
+                rank, status = self.keeper.recv()
+            except (EOFError, OSError):
+                for pid in self.pids:
+                    kill_session(pid)  # on Linux the ranks are dead by now, but not what they had started
+                raise RuntimeError("the process that watched over the ranks was killed, and they with it") from None
+            self._hear(rank)
+            if rank not in self.outcomes:
+                self.dead[rank] = status
+
+    def _hear(self, rank: int) -> None:
+        """The last word of a rank, if there is one: one that died has none, and what it had started may still hold its line."""
+        control = self.pending.pop(rank, None)
+        with suppress(EOFError, OSError):
+            if control is not None and control.poll():
+                self.outcomes[rank] = control.recv()
+
+    def _raise_first(self) -> None:
+        """A death explains the failures around it; among failures the earliest explains the others."""
+        deadline = time.monotonic() + _GRACE
+        while len(self.outcomes) < self.job.ranks and not self.dead and (patience := deadline - time.monotonic()) > 0:
+            self.collect(patience)
+        if self.dead:
+            raise self.died(min(self.dead))
+        failures = {rank: outcome for rank, outcome in self.outcomes.items() if isinstance(outcome, Failure)}
+        first = min(failures, key=lambda rank: failures[rank].when)
+        raise_in_caller(failures[first], first, self.job.ranks)
+
+    def died(self, rank: int) -> RankDied:
+        """The exception for a process that ended by itself: how, where it stood, and its last words."""
+        status, note, errors = self.dead[rank], self.board.read(rank), self.output.errors_of(rank)
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            how = f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
+        else:
+            how = f"ended with exit status {os.WEXITSTATUS(status)} before its function had returned"
+        lines = [f"rank {rank} of {self.job.ranks} {how}"]
+        if note is not None:
+            lines.append(describe_status(note))
+        if errors:
+            lines.append("  it last wrote: " + errors.splitlines()[-1])
+        return RankDied("\n".join(lines))
+
+    # ---- when one waits for too long ------------------------------------------------------------------------------
+
+    def check_waits(self) -> None:
+        """End the run if a rank has waited for longer than `timeout` in one place."""
+        if self._late():
+            self.collect(0)  # a rank that is waited for in vain has sent its outcome before
+            if late := self._late():
+                raise self._hung(late)
+
+    def _late(self) -> dict[int, Status]:
+        """The notes of ranks that have waited for too long."""
+        notes = {rank: self.board.read(rank) for rank in self.pending}
+        latest = time.monotonic() - self.job.timeout
+        return {rank: note for rank, note in notes.items() if note is not None and note.since < latest}
+
+    def _hung(self, late: Mapping[int, Status]) -> RankHung:
+        """The exception for them; those without a note run, are stopped, or have returned."""
+        notes = {rank: late.get(rank) or self.board.read(rank) for rank in self.pending}
+        for rank in notes:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR2)  # faulthandler writes where it is
+        time.sleep(_TICK)
+        ranks = [Status(rank, "has returned") for rank in range(self.job.ranks)]
+        for rank, note in notes.items():
+            if note is None or (rank not in late and note != self.board.read(rank)):  # it is not stuck, and no part of a deadlock
+                note = Status(rank, "is running", **self._innermost(rank))
+            if is_stopped(self.pids[rank]):  # wherever it was: nobody waits for anything but this
+                note = Status(rank, "is stopped (SIGSTOP)", file=note.file, line=note.line, function=note.function)
+            ranks[rank] = note
+        first, note = next(iter(late.items()))
+        waited = f"has waited for more than timeout={self.job.timeout:g} s"
+        why = "waits for one that has returned" if note.since == IN_VAIN else waited
+        return explain(ranks, f"rank {first} {why}", list(late))
+
+    def _innermost(self, rank: int) -> dict[str, Any]:
+        """The reader's own line in what faulthandler wrote (most recent call first)."""
+        stack = os.pread(self.stacks[rank].fileno(), 1 << 16, 0).decode(errors="replace")
+        for file, line, function in re.findall(r'File "(.*?)", line (\d+) in (.*)', stack):
+            if not file.startswith(NOT_THE_READERS):
+                return {"file": file, "line": int(line), "function": function}
+        return {}
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End every process that is left, and return when the last one is gone."""
+        if self.keeper is not None:
+            with self.keeper, suppress(EOFError, OSError):
+                self.keeper.send(None)
+                while True:
+                    self.keeper.recv()  # its last reports; its end closes when all are buried
+        self.output.show(whole_lines=False)
+        self.board.memory.close()
+        self.files.close()

@@ -1,0 +1,183 @@
+"""`d2lps.run`: a function of a communicator, on ranks that are real processes: of this machine, or of a job that is there."""
+
+import errno
+import os
+import resource
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from d2lps import sharedmemory
+from d2lps.comm import RankFailed, RankHung
+from d2lps.comm.explain import describe_status
+from d2lps.launch.failure import LastNote, meaning, release
+from d2lps.launch.group import Group
+from d2lps.launch.rank import Job, Success, execute, place, run_of
+from d2lps.processgroup import ProcessGroupCommunicator
+from d2lps.result import Run
+
+_BACKENDS = ("auto", "shm", "gloo", "nccl")
+_inside = False  # a joined run
+_SLOTS = 1024  # more ranks than this on one machine is a slip of the finger
+
+
+def run(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    backend: str = "auto",
+    timeout: float = 60.0,
+    trace: bool = False,
+    live: bool = False,
+    debug: bool = False,
+) -> Run:
+    """Call `function(comm, *args)` on every one of `ranks` processes, and return their results as a `Run`.
+
+    >>> d2lps.run(lambda comm: comm.rank ** 2, 4)       # doctest: +SKIP
+    Run([0, 1, 4, 9])
+
+    The function may live in a notebook cell. `backend`: "shm" (memory that all ranks share; Linux), "gloo" (sockets), "nccl"
+    (each rank a GPU of its own), "auto" (NCCL if there are GPUs enough; else shm where it is, or gloo). A function that
+    calls torch.distributed by itself needs gloo or NCCL. `timeout`: seconds that one wait for another rank may last.
+    `trace`: record every message. `live`: show what ranks print as it comes, not at the end. `debug`: ranks compare, before
+    anything moves, what they are about to send, receive or call; slow.
+
+    Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it starts nothing and joins that job: `ranks` must
+    equal WORLD_SIZE, and every rank gets the whole Run.
+
+    Raises the first failing rank's own exception; RankDied if a rank was killed; RankHung or Deadlock, with where every
+    rank stood, if one waited too long. Whatever happens, no process, port or file is left when it returns.
+    """
+    check(function, "communicator", backend, timeout, ranks=ranks)
+    if under_launcher():
+        here, told = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "a launcher has started the processes of this job"
+        return _join(function, args, Job(ranks, *resolve(backend, here, told), timeout, trace, debug))
+    return _run_here(function, args, Job(ranks, *resolve(backend, ranks), timeout, trace, debug), live)
+
+
+def check(function: Callable[..., Any], of: str, backend: str, timeout: float, most: int = _SLOTS, **processes: int) -> None:
+    """Refuse what no run can be made of, before anything is started."""
+    if not callable(function):
+        raise TypeError(f"run needs a function of a {of}, not {function!r}")
+    for name, wanted in processes.items():
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= most:
+            raise ValueError(f"{name}={wanted!r} is not a number of processes from 1 to {most}")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown: choose one of {', '.join(map(repr, _BACKENDS))}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
+
+
+def resolve(backend: str, ranks: int, missing: str = "") -> tuple[str, str]:
+    """Which transport, and where the tensors of a machine's ranks live; missing: why they can share no memory."""
+    gpus, missing = torch.cuda.device_count(), missing or sharedmemory.missing()
+    if backend == "nccl" and gpus < ranks:
+        raise ValueError(f"backend='nccl' needs a GPU for each rank: {ranks} ranks, but this machine has {gpus}")
+    if backend == "shm" and missing:
+        raise ValueError(f"backend='shm' is not there: {missing}; use 'gloo', or 'auto'")
+    if backend == "nccl" or (backend == "auto" and gpus >= ranks):
+        return "nccl", "cuda"
+    if backend != "auto":
+        return backend, "cpu"
+    if not gpus:
+        return "gloo" if missing else "shm", "cpu"
+    shared = f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
+    told = "NCCL needs one each, so messages are staged through the host's memory by gloo"
+    warnings.warn(f"{shared}: {told}", stacklevel=3)
+    return "gloo", "cuda"
+
+
+# ---- on this machine ----------------------------------------------------------------------------------------------------
+
+
+def _run_here(function: Callable[..., Any], args: tuple[Any, ...], job: Job, live: bool) -> Run:
+    try:
+        program = cloudpickle.dumps((function, args))
+    except Exception as error:
+        raise TypeError(f"the function or its arguments cannot be sent to other processes: {error}") from None
+    with ExitStack() as at_the_end:
+        try:
+            group = at_the_end.enter_context(closing(Group(job, live)))
+            group.start(program)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            told = f"{job.ranks} ranks take {5 * job.ranks} open files, and this process may have {most}"
+            raise OSError(errno.EMFILE, f"{told}: raise it (ulimit -n), or run fewer") from None
+        return run_of(group.watch(), job.trace)
+
+
+# ---- in a job that somebody else started: by torchrun, Slurm, or anything that sets RANK and WORLD_SIZE ------------------
+
+
+def under_launcher() -> bool:
+    """Whether this process is a rank of a job. Inside a joined run it is not: a nested run starts its own processes."""
+    return not _inside and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def _join(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Run:
+    """Call the function as this job's rank; every rank returns the whole Run."""
+    global _inside
+    world = int(os.environ["WORLD_SIZE"])
+    if job.ranks != world:
+        raise ValueError(f"ranks={job.ranks}, but this job was launched with WORLD_SIZE={world} processes: they must be equal")
+    try:
+        comm, meeting = _groups(job)
+    except dist.DistStoreError as error:
+        waited = f"rank {os.environ['RANK']} has waited for more than timeout={job.timeout:g} s"
+        raise RankHung(f"{waited} for every rank of the job to call run") from error
+    _inside = True
+    try:
+        return run_of(_outcomes(function, comm, args, job, meeting), job.trace)
+    except BaseException as error:
+        release(error)
+        raise
+    finally:
+        _inside = False
+        for group in (comm.group, meeting):
+            dist.destroy_process_group(group)
+        # gloo closes a group's sockets when the last reference is gone; until then others would wait for this rank.
+        comm.group = group = meeting = None
+
+
+def _groups(job: Job) -> tuple[ProcessGroupCommunicator, Any]:
+    """A group of this run's own, whose timeout and messages are nobody else's, and one to meet in at its end.
+
+    There a rank may wait for as long as another still works: `timeout` bounds the waits within the function.
+    """
+    device = place(job.device, int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        dist.init_process_group(job.backend)
+    group = dist.new_group(backend=job.backend, timeout=timedelta(seconds=job.timeout))
+    meeting = dist.new_group(backend=job.backend)
+    # A store of this run's own too: an earlier run that failed has left its signatures behind.
+    store = dist.PrefixStore(f"d2lps/{group.group_name}", dist.distributed_c10d._get_default_store())
+    comm = ProcessGroupCommunicator(group, device, store, job.timeout)
+    comm.board, comm.debug = LastNote(), job.debug
+    return comm, meeting
+
+
+def _outcomes(function: Callable[..., Any], comm: Any, args: tuple[Any, ...], job: Job, meeting: Any) -> list[Success]:
+    """What every rank returned. A wait that fails is told as on one machine, as far as this rank can know."""
+    everyone: list[Any] = [None] * job.ranks
+    try:
+        mine = execute(comm, function, args, job.trace)
+    except (RuntimeError, TimeoutError) as error:
+        kind, note = meaning(error), comm.board.status
+        if note is None or kind is None:  # it did not fail in a wait
+            raise
+        hung, lost = f"has waited for more than timeout={job.timeout:g} s", "has lost another rank, which tells why itself"
+        why = f"rank {comm.rank} {hung if kind is RankHung else lost}"
+        raise kind(f"{why}\n{describe_status(note)}") from error
+    try:
+        dist.all_gather_object(everyone, mine, group=meeting)  # torch pickles it, among processes that trust one another
+    except RuntimeError as error:
+        raise RankFailed(f"rank {comm.rank} has returned, but another rank has failed, which tells why itself") from error
+    return everyone
