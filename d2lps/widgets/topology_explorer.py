@@ -1,6 +1,6 @@
 """The topology explorer: a machine, what an all-reduce does to its links, and what happens when a cable is missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -8,7 +8,6 @@ import traitlets
 from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
-from d2lps.topology.graph import Node
 from d2lps.topology.layout import layout
 from d2lps.widgets import still
 from d2lps.widgets.algorithms import Algorithm, described, simulated
@@ -138,7 +137,7 @@ def _run(topology: Topology, less: Topology, routes: Routes, nbytes: float, algo
     }
 
 
-def _picture(topology: Topology, cables: Sequence[tuple[Node, Node]]) -> dict[str, Any]:
+def _picture(topology: Topology, cables: Sequence[tuple[Hashable, Hashable]]) -> dict[str, Any]:
     """Where everything stands: x from 0 to 1, y from 0 to `aspect`, upwards. A cable knows its links there and back."""
     found = layout(topology.graph)
     numbers = {node: number for number, node in enumerate(topology.nodes)}
