@@ -29,7 +29,7 @@ class Cells:
     def __init__(self, trace: Trace, origins: Origins, rows: Sequence[Row], whole: bool = False, once: bool = True) -> None:
         self.trace, self.rows, self.once = trace, rows, once
         self._places: dict[int, tuple[int, int]] = {}  # buffer -> its row, and where it starts there
-        edges: dict[str, set[int]] = defaultdict(set)  # of one name alike on all ranks, so that cell 2 is the same chunk everywhere
+        edges: dict[str, set[int]] = defaultdict(set)  # alike on all ranks, so that cell 2 is the same chunk everywhere
         sizes = [0] * len(rows)
         for number, row in enumerate(rows):
             for buffer in row.buffers:

@@ -67,7 +67,7 @@ class Player(still.Still):
         """One column for each of a few steps, one line for each row; below them the timeline where there is a strip."""
         scene, trace = self.scene, self._timed
         stops, rows = scene["stops"], scene["rows"]
-        chosen = np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)  # the first and the last among them
+        chosen = np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)  # also the first and the last
         heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
         drawn = still.figure(1.3 * len(chosen) + 0.9, sum(heights))
         grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights)
@@ -94,23 +94,26 @@ def _column(ax: Axes, scene: dict[str, Any], stop: dict[str, Any]) -> None:
     for change in scene["changes"]:
         if change["t"] <= stop["t"]:
             held[change["cell"]] = change
-    stripes, colors, outlines, edges = [], [], [], []
+    stripes, colors, outlines, edges, widths = [], [], [], [], []
     for cell, state in zip(scene["cells"], held, strict=True):
         ranks, left, right = state["from"] if state else [], cell["start"], cell["stop"]
         share = (right - left) / len(scene["ranks"])
-        stripes += [_box(left + rank * share, left + (rank + 1) * share, cell["row"]) for rank in ranks]
+        stripes += [(left + rank * share, left + (rank + 1) * share, cell["row"]) for rank in ranks]
         colors += [COLORS[rank % len(COLORS)] for rank in ranks]
-        outlines.append(_box(left, right, cell["row"]))
-        repeated = len(set(ranks)) < len(ranks)
-        whole = 0 < scene["whole"] <= len(set(ranks))
-        edges.append((REPEATED if repeated else "black", 1.4 if whole or repeated else 0.4))
-    ax.add_collection(PolyCollection(np.reshape(stripes, (-1, 4, 2)), facecolors=colors), autolim=False)
-    lines = {"edgecolors": [color for color, _ in edges], "linewidths": [width for _, width in edges]}
-    ax.add_collection(PolyCollection(outlines, facecolors="none", joinstyle="miter", **lines), autolim=False)
+        outlines.append((left, right, cell["row"]))
+        repeated, whole = len(set(ranks)) < len(ranks), 0 < scene["whole"] <= len(set(ranks))
+        edges.append(REPEATED if repeated else "black")
+        widths.append(1.4 if whole or repeated else 0.4)
+    ax.add_collection(PolyCollection(_boxes(stripes), facecolors=colors), autolim=False)
+    lines = PolyCollection(_boxes(outlines), facecolors="none", edgecolors=edges, linewidths=widths, joinstyle="miter")
+    ax.add_collection(lines, autolim=False)
     ax.set(xlim=(-0.03, 1.03), ylim=(max(1, len(scene["rows"])), 0), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     ax.set_title(stop["label"].replace(" · ", "\n"), fontsize=7)
 
 
-def _box(left: float, right: float, row: int) -> list[tuple[float, float]]:
-    return [(left, row + 0.12), (right, row + 0.12), (right, row + 0.88), (left, row + 0.88)]
+def _boxes(spans: list[tuple[float, float, int]]) -> Any:
+    """The corners of what lies from left to right in a row, an array of N x 4 x 2: matplotlib takes thousands at once so."""
+    left, right, row = np.reshape(spans, (-1, 3)).T
+    low, high = row + 0.12, row + 0.88
+    return np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)

@@ -35,13 +35,9 @@ class Sweep(still.Still):
     cursor = traitlets.Int(0).tag(sync=True)
 
     def __init__(
-        self,
-        topology_of: Callable[[int], Topology],
-        algorithms: Sequence[Algorithm],
-        sizes: Sequence[float],
-        ranks: Sequence[int],
-        title: str = "",
-    ) -> None:
+        self, topology_of: Callable[[int], Topology], algorithms: Sequence[Algorithm],
+        sizes: Sequence[float], ranks: Sequence[int], title: str = "",
+    ) -> None:  # fmt: skip
         sizes, ranks = [int(size) for size in sizes], [int(count) for count in ranks]
         if len(sizes) < 2 or any(here >= there for here, there in pairwise(sizes)):
             raise ValueError(f"sizes={sizes} must be at least two numbers of bytes, ascending")
