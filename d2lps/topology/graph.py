@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 
@@ -12,11 +11,10 @@ from d2lps.topology.device import Device, is_number
 
 Link = tuple[Hashable, Hashable]
 KINDS = ("device", "host", "switch")
-HOP = 10**18  # a link in picoseconds: so much longer than any latency that fewer links are always shorter
+HOP = 10**24  # how long a link is, besides its picoseconds: so much that fewer links are always shorter
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The links that a message passes, as indices into `topology.links`, and what they amount to."""
 
     links: tuple[int, ...]

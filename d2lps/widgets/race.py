@@ -52,12 +52,9 @@ class Race(still.Still):
 
     def _figure(self) -> Figure:
         """All lanes in one picture: complete memory over time."""
-        figure, ax = still.chart(self.data["title"], f"{RACE['seconds']} (s)", RACE["complete"])
-        for lane in self.data["lanes"]:
-            t, share = zip(*lane["complete"], (self.data["end"], 1.0), strict=False)
-            ax.step(t, share, where="post", label=lane["name"], **still.line(lane["style"]))
-        ax.legend(fontsize=8)
-        return figure
+        end = self.data["end"], 1.0
+        curves = ((lane, *zip(*lane["complete"], end, strict=True)) for lane in self.data["lanes"])
+        return still.chart(self.data["title"], f"{RACE['seconds']} (s)", RACE["complete"], curves, drawstyle="steps-post")[0]
 
 
 def _in_words(nbytes: float) -> str:
