@@ -13,9 +13,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.path import Path
 from matplotlib.ticker import EngFormatter
 
-from d2lps.topology.layout import layout
+from d2lps.topology.layout import MOST, layout
 
-MOST = 80  # nodes; more cannot be told apart
 FILL = {"device": "#cfe3f3", "host": "#fbe3b5", "switch": "#dddddd"}
 EDGE = {"device": "#0072b2", "host": "#b97a00", "switch": "#555555"}
 LINK, BOX, WIDEST = "#8a8a8a", "#f4f4f4", 5.0

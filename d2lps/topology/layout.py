@@ -8,6 +8,8 @@ from itertools import pairwise
 import networkx as nx
 import numpy as np
 
+MOST = 80  # nodes in a picture; more cannot be told apart
+
 Places = dict[Hashable, tuple[float, float]]
 Bends = dict[tuple[Hashable, Hashable], float]
 

@@ -9,8 +9,7 @@ import traitlets
 from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
-from d2lps.topology.drawing import MOST
-from d2lps.topology.layout import layout
+from d2lps.topology.layout import MOST, layout
 from d2lps.widgets import still
 from d2lps.widgets.algorithms import Algorithm, described, simulated
 from d2lps.widgets.texts import EXPLORER
