@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from widget_page import chromium, needs_chromium, picture, shown, until
+from widget_page import chromium, middle, needs_chromium, picture, shown, until
 
 import d2lps
 from d2lps import cost
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
-from d2lps.topology import Topology, pcie_tree, ring, star
+from d2lps.topology import Topology, dgx1, pcie_tree, ring, star
 from d2lps.widgets import Race, Sweep, TopologyExplorer
 from d2lps.widgets.race import progress
 
@@ -83,6 +83,56 @@ def test_equally_fast_ones_win_together_and_the_first_reigns() -> None:
     data = Sweep(net, ["tree", tree_of_mine], [64, 6400], [4]).data
     assert data["winners"] == [[[0, 1], [0, 1]]]
     assert [reign["best"] for reign in data["reigns"][0]] == [0]
+
+
+# ---- topology explorer -----------------------------------------------------------------------------------------------
+
+
+def seconds(topology: Topology) -> float:
+    def work(comm: Communicator) -> None:
+        all_reduce(comm, torch.empty(250_000, device=comm.device), algorithm="ring")
+
+    return d2lps.simulate(work, topology, device="meta").time
+
+
+def test_without_a_cable_it_takes_as_long_as_a_simulation_without_it() -> None:
+    topology = dgx1()
+    machine = TopologyExplorer({"DGX-1": topology}, nbytes=1e6).data["machines"][0]
+    names = [node["name"] for node in machine["nodes"]]
+    assert machine["runs"][0][0]["seconds"] == seconds(topology)
+    for cable, runs in list(zip(machine["cables"], machine["runs"][1:], strict=True))[::5]:
+        less = topology.without(tuple(names[end] for end in cable["ends"]))
+        run = (runs or machine["runs"][0])[0]
+        if "lost" in run:
+            with pytest.raises(ValueError, match="has no route"):
+                seconds(less)
+        else:
+            assert run["seconds"] == seconds(less)
+
+
+def test_a_ring_of_three_without_a_cable_goes_the_long_way() -> None:
+    machine = TopologyExplorer({"ring": ring(3, 1e9)}, nbytes=3e6).data["machines"][0]
+    assert [cable["ends"] for cable in machine["cables"]] == [[0, 1], [0, 2], [1, 2]]
+    assert machine["routes"]["0 1"] == "0 1"
+    assert machine["changed"][0] == {"0 1": "0 2 1", "1 0": "1 2 0"}
+    whole, less = machine["runs"][0][0], machine["runs"][1][0]
+    # 4 steps of 1 MB at 1 GB/s; the way back, which is free, takes what the missing cable carried
+    assert (whole["seconds"], less["seconds"]) == (pytest.approx(0.004), pytest.approx(0.004))
+    # links: 0 -> 1, 0 -> 2, 1 -> 0, 1 -> 2, 2 -> 1, 2 -> 0
+    assert whole["bytes"] == "4000000 0 0 4000000 0 4000000"
+    assert less["load"] == "0 1000 0 1000 1000 1000"
+
+
+def test_who_has_no_route_is_named_and_an_unused_cable_changes_nothing() -> None:
+    machine = TopologyExplorer({"PCIe": pcie_tree(2, 16e9, 0)}, nbytes=16e6).data["machines"][0]
+    names = [[machine["nodes"][end]["name"] for end in cable["ends"]] for cable in machine["cables"]]
+    assert names == [["gpu0", "pcie"], ["gpu1", "pcie"], ["cpu", "pcie"]]
+    assert machine["runs"][1][0] == {"lost": "gpu0 → gpu1"}
+    assert machine["changed"][0]["0 1"] is None
+    assert machine["runs"][3][0]["seconds"] == machine["runs"][0][0]["seconds"] == pytest.approx(0.001)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -163,3 +213,32 @@ def test_the_sweep_follows_cursor_and_slider(browser: Any) -> None:
         page.locator('[data-action="ranks"]').focus()
         page.keyboard.press("Home")
         assert said.inner_text().startswith("16\u00a0kB on 2 ranks: ")
+
+
+@needs_chromium
+def test_a_reader_removes_a_cable_and_chooses_a_route(browser: Any) -> None:
+    machines = {"ring": ring(3, 1e9), "PCIe": pcie_tree(2, 16e9, 0)}
+    with shown(browser, TopologyExplorer(machines, 1e6, ["ring", "tree"])) as page:
+        first, result, route = picture(page), page.locator(".result"), page.locator(".route")
+        page.locator('[data-node="0"]').click()
+        page.locator('[data-node="1"]').click()
+        assert route.inner_text() == "gpu0 → gpu1: 1 link, 0\u00a0s, 1\u00a0GB/s"
+        page.locator('[data-cable="0"]').focus()
+        page.keyboard.press("Enter")
+        assert "without gpu0 – gpu1: " in result.inner_text()
+        assert route.inner_text() == "gpu0 → gpu2 → gpu1: 2 links, 0\u00a0s, 1\u00a0GB/s"
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".about").inner_text().startswith("gpu0 – gpu2: 1\u00a0GB/s each way")
+        page.locator('[data-action="restore"]').click()
+        page.locator('[data-action="src"]').select_option("-1")
+        page.locator('[data-action="dst"]').select_option("-1")
+        assert "without" not in result.inner_text()
+        page.locator('[data-action="machine"]').select_option("1")
+        page.mouse.click(*middle(page.locator('[data-cable="0"] .reach')))
+        assert "impossible, gpu0 → gpu1 has no route" in result.inner_text()
+        assert page.locator(".hottest").inner_text() == ""
+        page.keyboard.press("Escape")
+        busiest = "Busiest: gpu0 → pcie, gpu1 → pcie, pcie → gpu0, 1 more, at 100 %"
+        assert page.locator(".hottest").inner_text() == busiest
+        page.locator('[data-action="machine"]').select_option("0")
+        assert picture(page).replace('tabindex="0"', "") == first.replace('tabindex="0"', "")

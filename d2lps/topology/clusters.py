@@ -4,21 +4,16 @@ import networkx as nx
 
 from d2lps.topology.device import A100, H100, Device
 from d2lps.topology.graph import Topology, connect
-from d2lps.topology.machines import GB, add_devices, check_count, dgx_a100, hgx_h100
+from d2lps.topology.machines import GB, check_count, dgx_a100, hgx_h100, with_devices
 
 HDR_PORT, PORT = 25 * GB, 50 * GB  # an InfiniBand port: HDR has 200 Gb/s, NDR 400 Gb/s
 NETWORK_HOP = 14e-6  # seconds from GPU to GPU over the network: NCCL, src/graph/tuning.cc, Simple protocol
 
 
 def spine_leaf(
-    racks: int,
-    per_rack: int,
-    spines: int = 2,
-    bandwidth: float = PORT,
-    oversubscription: float = 1.0,
-    latency: float = NETWORK_HOP / 4,
-    device: Device | None = None,
-) -> Topology:
+    racks: int, per_rack: int, spines: int = 2, bandwidth: float = PORT,
+    oversubscription: float = 1.0, latency: float = NETWORK_HOP / 4, device: Device | None = None,
+) -> Topology:  # fmt: skip
     """Racks of devices, each under a leaf (top-of-rack) switch; every leaf is joined to every spine.
 
     bandwidth: of a device's link. oversubscription: how much more enters a leaf from below than can leave it above;
@@ -32,16 +27,15 @@ def spine_leaf(
         check_count(what, count)
     if not oversubscription >= 1:
         raise ValueError(f"oversubscription={oversubscription!r} is below 1: more could leave a rack than enter it")
-    graph = nx.DiGraph(preset="spine_leaf")
-    devices = add_devices(graph, racks * per_rack, device)
-    uplink = per_rack * bandwidth / oversubscription / spines
+    graph = with_devices("spine_leaf", racks * per_rack, device)
     for rack in range(racks):
-        graph.add_node(f"leaf{rack}", kind="switch")
-        for name in devices[rack * per_rack : (rack + 1) * per_rack]:
-            connect(graph, name, f"leaf{rack}", bandwidth, latency)
+        leaf = f"leaf{rack}"
+        graph.add_node(leaf, kind="switch")
+        for index in range(per_rack):
+            connect(graph, f"gpu{rack * per_rack + index}", leaf, bandwidth, latency)
         for spine in range(spines):
             graph.add_node(f"spine{spine}", kind="switch")
-            connect(graph, f"leaf{rack}", f"spine{spine}", uplink, latency)
+            connect(graph, leaf, f"spine{spine}", per_rack * bandwidth / oversubscription / spines, latency)
     return Topology(graph, f"spine_leaf({racks} x {per_rack})")
 
 
@@ -57,20 +51,22 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6, 
     if k % 2:
         raise ValueError(f"k={k} is odd: half of a switch's ports go up, half go down")
     half = k // 2
-    graph = nx.DiGraph(preset="fat_tree")
-    devices = iter(add_devices(graph, k * half * half, device))
+    graph = with_devices("fat_tree", k * half * half, device)
     graph.add_nodes_from((f"core{index}" for index in range(half * half)), kind="switch")
+
+    def join(switch: str, others: str, first: int = 0) -> None:
+        """With half a switch's worth of others, from their number `first` on."""
+        for index in range(first, first + half):
+            connect(graph, f"{others}{index}", switch, bandwidth, latency)
+
     for pod in range(k):
-        edges, aggregations = [f"edge{pod}.{i}" for i in range(half)], [f"agg{pod}.{i}" for i in range(half)]
-        graph.add_nodes_from(edges + aggregations, kind="switch")
-        for edge in edges:
-            for _ in range(half):
-                connect(graph, next(devices), edge, bandwidth, latency)
-            for aggregation in aggregations:
-                connect(graph, edge, aggregation, bandwidth, latency)
-        for index, aggregation in enumerate(aggregations):
-            for core in range(half):
-                connect(graph, aggregation, f"core{index * half + core}", bandwidth, latency)
+        for stage in ("edge", "agg"):
+            graph.add_nodes_from((f"{stage}{pod}.{index}" for index in range(half)), kind="switch")
+        for index in range(half):
+            join(f"edge{pod}.{index}", "gpu", (pod * half + index) * half)
+        for index in range(half):
+            join(f"agg{pod}.{index}", f"edge{pod}.")
+            join(f"agg{pod}.{index}", "core", index * half)
     return Topology(graph, f"fat_tree({k})")
 
 
@@ -86,22 +82,21 @@ def multi_node(
     check_count("k", k)
     if ports not in ("device", "node"):
         raise ValueError(f"ports={ports!r} is unknown: choose 'device' or 'node'")
-    graph = nx.DiGraph(preset="multi_node", machine=node.graph.graph.get("preset", ""))
+    graph = nx.DiGraph(preset="multi_node", machine=node.graph)
     graph.add_node("network", kind="switch")
     for index in range(k):
-        copy = nx.relabel_nodes(node.graph, {name: f"node{index}/{name}" for name in node.graph})
-        graph.add_nodes_from(copy.nodes(data=True), machine=f"node{index}")
+        machine = f"node{index}"
+        copy = nx.relabel_nodes(node.graph, {name: f"{machine}/{name}" for name in node.graph})
+        graph.add_nodes_from(copy.nodes(data=True), machine=machine)
         graph.add_edges_from(copy.edges(data=True))
-        leaves = [f"node{index}/{leaf}" for leaf in node.devices + node.hosts]
-        if ports == "device":
-            for leaf in leaves:
-                connect(graph, leaf, "network", bandwidth, latency)
-        else:
-            nic = f"node{index}/nic"
-            graph.add_node(nic, kind="switch")
+        leaves = [f"{machine}/{leaf}" for leaf in node.devices + node.hosts]
+        if ports == "node":
+            graph.add_node(f"{machine}/nic", kind="switch")
             for leaf in leaves:  # to the port, a device is limited by its own bus, not by the cable
-                connect(graph, leaf, nic, max(node.bandwidth, default=PORT), 0.0)
-            connect(graph, nic, "network", bandwidth, latency)
+                connect(graph, leaf, f"{machine}/nic", max(node.bandwidth, default=PORT), 0.0)
+            leaves = [f"{machine}/nic"]
+        for leaf in leaves:
+            connect(graph, leaf, "network", bandwidth, latency)
     return Topology(graph, f"{k} x {node.name}")
 
 

@@ -1,26 +1,20 @@
 """A cluster as a directed graph, and the routes that messages take through it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 
 from d2lps.topology.device import Device, is_number
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Node = Hashable
+Link = tuple[Hashable, Hashable]
 KINDS = ("device", "host", "switch")
+HOP = 10**24  # how long a link is, besides its picoseconds: so much that fewer links are always shorter
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The links that a message passes, as indices into `topology.links`, and what they amount to."""
 
     links: tuple[int, ...]
@@ -48,110 +42,86 @@ class Topology:
     """
 
     def __init__(self, graph: nx.DiGraph, name: str = "topology") -> None:
-        self.graph, self.name = graph, name
         _check(graph)
-        self.nodes: list[Node] = list(graph)
-        self.devices = self._of_kind("device")
-        self.hosts = self._of_kind("host")
-        self.switches = self._of_kind("switch")
-        self.links: list[tuple[Node, Node]] = list(graph.edges)
-        self.bandwidth: list[float] = [float(graph.edges[link]["bandwidth"]) for link in self.links]
-        self.latency: list[float] = [float(graph.edges[link]["latency"]) for link in self.links]
+        self.graph, self.name = graph, name
+        self.nodes: list[Hashable] = list(graph)
+        self.devices, self.hosts, self.switches = ([n for n, kind in graph.nodes(data="kind") if kind == k] for k in KINDS)
+        self.links: list[Link] = list(graph.edges)
+        self.bandwidth = [float(bandwidth) for *_, bandwidth in graph.edges(data="bandwidth")]
+        self.latency = [float(latency) for *_, latency in graph.edges(data="latency")]
         self._number = {node: number for number, node in enumerate(self.nodes)}
         self._link_number = {link: number for number, link in enumerate(self.links)}
-        self._distances: dict[tuple[Node, str | None], dict[Node, tuple[int, float]]] = {}
-        self._routes: dict[tuple[Node, Node], Route] = {}
+        self._length = {link: HOP + round(1e12 * latency) for link, latency in zip(self.links, self.latency, strict=True)}
+        self._distances: dict[tuple[Hashable, str | None], dict[Hashable, int]] = {}
+        self._routes: dict[Link, Route] = {}
 
     def __repr__(self) -> str:
-        counts = ((len(self.devices), "device"), (len(self.hosts), "host"), (len(self.switches), "switch"))
-        plural = {"device": "devices", "host": "hosts", "switch": "switches"}
-        listed = ", ".join(f"{n} {word if n == 1 else plural[word]}" for n, word in counts if n)
+        kinds = zip((self.devices, self.hosts, self.switches), KINDS, ("s", "s", "es"), strict=True)
+        listed = ", ".join(f"{len(nodes)} {kind}{plural * (len(nodes) > 1)}" for nodes, kind, plural in kinds if nodes)
         return f"<Topology {self.name}: {listed}, {len(self.links)} links>"
 
-    def _of_kind(self, kind: str) -> list[Node]:
-        return [node for node, data in self.graph.nodes(data=True) if data["kind"] == kind]
-
-    def device(self, node: Node) -> Device | None:
+    def device(self, node: Hashable) -> Device | None:
         """What a node can do; None where nobody has said.
 
         >>> from d2lps.topology import dgx1
         >>> dgx1().device("gpu3").memory_bandwidth / 1e9
         900.0
         """
-        found: Device | None = self.graph.nodes[self._known(node)].get("device")
-        return found
+        return self.graph.nodes[self._known(node)].get("device")
 
-    def _known(self, node: Node) -> Node:
+    def _known(self, node: Hashable) -> Hashable:
         if node not in self._number:
-            raise ValueError(f"{node!r} is not a node of {self.name}; it has {_some(self.nodes)}")
+            more = f", ... ({len(self.nodes)} in all)" if len(self.nodes) > 8 else ""
+            raise ValueError(f"{node!r} is not a node of {self.name}; it has {', '.join(map(repr, self.nodes[:8]))}{more}")
         return node
 
     # ---- routes ---------------------------------------------------------------------------------------------------
 
-    def route(self, src: Node, dst: Node) -> Route:
+    def route(self, src: Hashable, dst: Hashable) -> Route:
         """How a message gets from one node to another; ValueError if it cannot."""
         if (src, dst) not in self._routes:
-            self._routes[src, dst] = self._find_route(src, dst)
+            links = tuple(self._link_number[link] for link in pairwise(self._way(self._known(src), self._known(dst))))
+            latency = math.fsum(self.latency[link] for link in links)
+            self._routes[src, dst] = Route(links, latency, min((self.bandwidth[link] for link in links), default=math.inf))
         return self._routes[src, dst]
 
-    def _find_route(self, src: Node, dst: Node) -> Route:
-        src, dst = self._known(src), self._known(dst)
-        machine = self._machine(src) if self._machine(src) == self._machine(dst) else None
-        nodes = self._walk(src, dst, machine) or self._walk(src, dst, None)
+    def _way(self, src: Hashable, dst: Hashable) -> list[Hashable]:
+        """The nodes of a route, within one machine if that is possible."""
+        home, other = (self.graph.nodes[node].get("machine") for node in (src, dst))
+        nodes = self._walk(src, dst, home if home == other else None) or self._walk(src, dst, None)
         if not nodes:
             raise ValueError(f"{self.name} has no route from {src!r} to {dst!r}")
-        links = tuple(self._link_number[link] for link in pairwise(nodes))
-        latency = math.fsum(self.latency[link] for link in links)
-        return Route(links, latency, min((self.bandwidth[link] for link in links), default=math.inf))
+        return nodes
 
-    def _walk(self, src: Node, dst: Node, machine: str | None) -> list[Node]:
+    def _walk(self, src: Hashable, dst: Hashable, machine: str | None) -> list[Hashable]:
         """The nodes from one to another, all of them in `machine` if it is given; empty if there is no way."""
-        nodes, digits = [src], self._number[dst]
+        rest, nodes, digits = self._distances_to(dst, machine), [src], self._number[dst]
         while nodes[-1] != dst:
-            nearer = self._next_hops(nodes[-1], dst, machine)
-            if not nearer:
+            here = nodes[-1]
+            ways = {node: rest[node] + self._length[here, node] for node in self.graph.successors(here) if node in rest}
+            if not ways:
                 return []
+            best = min(ways.values())
+            nearer = [node for node, way in ways.items() if way == best]
             digits, choice = divmod(digits, len(nearer))
             nodes.append(nearer[choice])
         return nodes
 
-    def _machine(self, node: Node) -> str | None:
-        return self.graph.nodes[node].get("machine")
+    def _distances_to(self, dst: Hashable, machine: str | None) -> dict[Hashable, int]:
+        """From each node that passes messages on, and from `dst` itself, to `dst`."""
 
-    def _next_hops(self, here: Node, dst: Node, machine: str | None) -> list[Node]:
-        """The neighbours of `here` through which the rest of the way is best."""
-        distances = self._distances_to(dst, machine)
-        ways = [(self._beyond(here, node, distances), node) for node in self.graph.successors(here) if node in distances]
-        best = min((way for way, _ in ways), default=None)
-        return [node for way, node in ways if way == best]
+        def length(here: Hashable, before: Hashable, _: Any) -> int | None:  # Dijkstra begins at `dst` and goes backwards
+            node = self.graph.nodes[before]
+            return self._length[before, here] if node["forwards"] and machine in (None, node.get("machine")) else None
 
-    def _beyond(self, here: Node, there: Node, distances: dict[Node, tuple[int, float]]) -> tuple[int, float]:
-        """(links, seconds) from `here` to the destination by way of its neighbour `there`; picoseconds are noise."""
-        links, latency = distances[there]
-        return links + 1, round(latency + self.latency[self._link_number[here, there]], 12)
-
-    def _distances_to(self, dst: Node, machine: str | None) -> dict[Node, tuple[int, float]]:
-        """From each node that passes messages on, and from `dst` itself, to `dst`: breadth first, layer by layer."""
         if (dst, machine) not in self._distances:
-            distances: dict[Node, tuple[int, float]] = {dst: (0, 0.0)}
-            frontier = [dst]
-            while frontier:
-                layer: dict[Node, tuple[int, float]] = {}
-                for far in frontier:
-                    for node in self.graph.predecessors(far):
-                        if node not in distances and self._passes_on(node, machine):
-                            layer[node] = min(self._beyond(node, far, distances), layer.get(node, (len(self.nodes), 0.0)))
-                distances |= layer
-                frontier = list(layer)
-            self._distances[dst, machine] = distances
+            backwards = self.graph.reverse(copy=False)
+            self._distances[dst, machine] = nx.single_source_dijkstra_path_length(backwards, dst, weight=length)
         return self._distances[dst, machine]
-
-    def _passes_on(self, node: Node, machine: str | None) -> bool:
-        return bool(self.graph.nodes[node]["forwards"]) and machine in (None, self._machine(node))
 
     # ---- other clusters like this one -----------------------------------------------------------------------------
 
-    def without(self, *nodes_or_links: Any) -> Topology:
+    def without(self, *nodes_or_links: Any) -> "Topology":
         """A copy without some links (pairs of nodes, both directions) or nodes.
 
         >>> from d2lps.topology import ring
@@ -166,31 +136,32 @@ class Topology:
                 graph.remove_edges_from(self._both_ways(what))
         return Topology(graph, self.name)
 
-    def slowed(self, link: tuple[Node, Node], factor: float) -> Topology:
+    def slowed(self, link: Link, factor: float) -> "Topology":
         """A copy in which one link, in both directions, has `1 / factor` of its bandwidth."""
+        return self._slower(self._both_ways(link), factor)
+
+    def straggler(self, node: Hashable, factor: float) -> "Topology":
+        """A copy in which every link of one node has `1 / factor` of its bandwidth."""
+        self._known(node)
+        return self._slower([link for link in self.links if node in link], factor)
+
+    def _slower(self, links: Iterable[Link], factor: float) -> "Topology":
         if not factor > 0:
             raise ValueError(f"factor={factor!r} is not above 0")
         graph = self.graph.copy()
-        for edge in self._both_ways(link):
-            graph.edges[edge]["bandwidth"] /= factor
+        for link in links:
+            graph.edges[link]["bandwidth"] /= factor
         return Topology(graph, self.name)
 
-    def straggler(self, node: Node, factor: float) -> Topology:
-        """A copy in which every link of one node has `1 / factor` of its bandwidth."""
-        slower = self
-        for neighbour in sorted({*nx.all_neighbors(self.graph, self._known(node))}, key=str):
-            slower = slower.slowed((node, neighbour), factor)
-        return slower
-
-    def _both_ways(self, link: Any) -> list[tuple[Node, Node]]:
+    def _both_ways(self, link: Any) -> list[Link]:
         pair = tuple(link) if isinstance(link, tuple | list) else ()
-        edges = [edge for edge in (pair, pair[::-1]) if edge in self._link_number]
-        if not edges:
+        links = [each for each in (pair, pair[::-1]) if each in self._link_number]
+        if not links:
             raise ValueError(f"{link!r} is neither a node nor a link of {self.name}")
-        return edges
+        return links
 
-    def draw(self, ax: Axes | None = None, **options: Any) -> Axes:
-        """A picture in which devices, hosts and switches look different and thicker links are faster."""
+    def draw(self, ax: Any = None, **options: Any) -> Any:
+        """A picture, as matplotlib's Axes: devices, hosts and switches look different, and thicker links are faster."""
         from d2lps.topology.drawing import draw  # here, since matplotlib takes a while to import
 
         return draw(self.graph, self.name, ax, **options)
@@ -213,12 +184,7 @@ def _check(graph: nx.DiGraph) -> None:
                 raise ValueError(f"link {src!r} -> {dst!r} has {name}={value!r}; it must be a number {above}")
 
 
-def _some(nodes: Iterable[Node], most: int = 8) -> str:
-    listed = [repr(node) for node in nodes]
-    return ", ".join(listed[:most]) + (f", ... ({len(listed)} in all)" if len(listed) > most else "")
-
-
-def connect(graph: nx.DiGraph, one: Node, other: Node, bandwidth: float, latency: float, **data: Any) -> None:
+def connect(graph: nx.DiGraph, one: Hashable, other: Hashable, bandwidth: float, latency: float, **data: Any) -> None:
     """A full-duplex cable: a link each way."""
     for src, dst in ((one, other), (other, one)):
         graph.add_edge(src, dst, bandwidth=bandwidth, latency=latency, **data)

@@ -1,7 +1,5 @@
 """One machine: how its GPUs and its CPU are joined."""
 
-from collections.abc import Sequence
-
 import networkx as nx
 
 from d2lps.topology.device import A100, H100, V100, V100_32GB, Device
@@ -23,15 +21,28 @@ def check_count(name: str, count: int, least: int = 1) -> None:
         raise ValueError(f"{name}={count!r} is not a whole number from {least} up")
 
 
-def add_devices(graph: nx.DiGraph, count: int, device: Device | None, forwards: bool = False) -> list[str]:
-    names = [f"gpu{index}" for index in range(count)]
-    graph.add_nodes_from(names, kind="device", device=device, forwards=forwards)
-    return names
+def with_devices(preset: str, count: int, device: Device | None, forwards: bool = False) -> nx.DiGraph:
+    """A graph of gpu0, gpu1, ... that knows how it is best drawn."""
+    graph = nx.DiGraph(preset=preset)
+    graph.add_nodes_from((f"gpu{index}" for index in range(count)), kind="device", device=device, forwards=forwards)
+    return graph
+
+
+def _star(preset: str, switch: str, n: int, bandwidth: float, latency: float, device: Device | None, *hosts: str) -> nx.DiGraph:
+    """`n` devices and some hosts around a switch that is never the bottleneck."""
+    check_count("n", n)
+    graph = with_devices(preset, n, device)
+    graph.add_nodes_from(hosts, kind="host", forwards=False)
+    leaves = list(graph)
+    graph.add_node(switch, kind="switch")
+    for leaf in leaves:
+        connect(graph, leaf, switch, bandwidth, latency)
+    return graph
 
 
 def star(n: int, bandwidth: float, latency: float = 0.0, device: Device | None = None) -> Topology:
     """`n` devices around one switch that is never the bottleneck; each link has `bandwidth` and `latency`."""
-    return _star("star", "switch", n, bandwidth, latency, device, f"star({n})")
+    return Topology(_star("star", "switch", n, bandwidth, latency, device), f"star({n})")
 
 
 def pcie_tree(n: int, bandwidth: float = PCIE3_X16, latency: float = PCIE_HOP / 2, device: Device | None = None) -> Topology:
@@ -40,36 +51,15 @@ def pcie_tree(n: int, bandwidth: float = PCIE3_X16, latency: float = PCIE_HOP / 
     A hop of 5.7 us from GPU to GPU passes two links. With bandwidth=16e9 and latency=0 it is the machine of the 60, 80 and
     15 ms in Dive into Deep Learning.
     """
-    return _star("pcie_tree", "pcie", n, bandwidth, latency, device, f"pcie_tree({n})", hosts=["cpu"])
-
-
-def _star(
-    preset: str,
-    switch: str,
-    n: int,
-    bandwidth: float,
-    latency: float,
-    device: Device | None,
-    name: str,
-    hosts: Sequence[str] = (),
-) -> Topology:
-    check_count("n", n)
-    graph = nx.DiGraph(preset=preset)
-    leaves = [*add_devices(graph, n, device), *hosts]
-    graph.add_nodes_from(hosts, kind="host", forwards=False)
-    graph.add_node(switch, kind="switch")
-    for leaf in leaves:
-        connect(graph, leaf, switch, bandwidth, latency)
-    return Topology(graph, name)
+    return Topology(_star("pcie_tree", "pcie", n, bandwidth, latency, device, "cpu"), f"pcie_tree({n})")
 
 
 def ring(n: int, bandwidth: float, latency: float = 0.0, device: Device | None = None) -> Topology:
     """`n` devices in a circle, each joined to its two neighbours; they pass messages on."""
     check_count("n", n)
-    graph = nx.DiGraph(preset="ring")
-    names = add_devices(graph, n, device, forwards=True)
+    graph = with_devices("ring", n, device, forwards=True)
     for index in range(n if n > 2 else n - 1):
-        connect(graph, names[index], names[(index + 1) % n], bandwidth, latency)
+        connect(graph, f"gpu{index}", f"gpu{(index + 1) % n}", bandwidth, latency)
     return Topology(graph, f"ring({n})")
 
 
@@ -89,22 +79,23 @@ def dgx1(
 
     Two devices without an NVLink between them talk over PCIe: GPUs do not pass messages on.
     """
-    graph = nx.DiGraph(preset="dgx1")
-    names = add_devices(graph, 8, device)
+    graph = with_devices("dgx1", 8, device)
     for order, links in zip(dgx1_rings(), (2, 1), strict=True):
         for one, other in zip(order, order[1:] + order[:1], strict=True):
-            connect(graph, names[one], names[other], links * bandwidth, latency, nvlinks=links)
+            connect(graph, f"gpu{one}", f"gpu{other}", links * bandwidth, latency, nvlinks=links)
     # Four GPUs to a CPU socket, two and two behind a PCIe switch; the sockets are joined by one UPI/QPI link.
-    for socket in range(2):
-        graph.add_node(f"cpu{socket}", kind="host")
-        for half in range(2):
-            switch = f"pcie{2 * socket + half}"
-            graph.add_node(switch, kind="switch")
-            connect(graph, switch, f"cpu{socket}", pcie, PCIE_HOP / 2)
-            for gpu in range(2):
-                connect(graph, names[4 * socket + 2 * half + gpu], switch, pcie, PCIE_HOP / 2)
+    for switch in range(4):
+        graph.add_node(f"cpu{switch // 2}", kind="host")
+        graph.add_node(f"pcie{switch}", kind="switch")
+        for end in (f"cpu{switch // 2}", f"gpu{2 * switch}", f"gpu{2 * switch + 1}"):
+            connect(graph, end, f"pcie{switch}", pcie, PCIE_HOP / 2)
     connect(graph, "cpu0", "cpu1", pcie, PCIE_HOP / 2)
     return Topology(graph, "DGX-1")
+
+
+def _nvswitch(n: int, bandwidth: float, latency: float, device: Device | None, name: str) -> Topology:
+    """Every device has a link to a switch (in truth several in parallel), so that any two talk at full speed."""
+    return Topology(_star("nvswitch", "nvswitch", n, bandwidth, latency / 2, device), name)  # from GPU to GPU are two links
 
 
 def dgx2(bandwidth: float = 6 * NVLINK2, latency: float = NVLINK_HOP, device: Device | None = V100_32GB) -> Topology:
@@ -112,16 +103,11 @@ def dgx2(bandwidth: float = 6 * NVLINK2, latency: float = NVLINK_HOP, device: De
     return _nvswitch(16, bandwidth, latency, device, "DGX-2")
 
 
-def hgx_h100(n: int = 8, bandwidth: float = NVLINK4_GPU, latency: float = NVLINK_HOP, device: Device | None = H100) -> Topology:
-    """NVIDIA's HGX H100: `n` H100 on NVSwitches, 450 GB/s each way for each."""
-    return _nvswitch(n, bandwidth, latency, device, "HGX H100" if n == 8 else f"HGX H100 ({n} GPUs)")
-
-
 def dgx_a100(bandwidth: float = NVLINK3_GPU, latency: float = NVLINK_HOP, device: Device | None = A100) -> Topology:
     """NVIDIA's DGX A100: eight A100 on NVSwitches, 300 GB/s each way for each."""
     return _nvswitch(8, bandwidth, latency, device, "DGX A100")
 
 
-def _nvswitch(n: int, bandwidth: float, latency: float, device: Device | None, name: str) -> Topology:
-    """Every device has a link to a switch (in truth several switches in parallel) that is never the bottleneck."""
-    return _star("nvswitch", "nvswitch", n, bandwidth, latency / 2, device, name)  # from GPU to GPU are two links
+def hgx_h100(n: int = 8, bandwidth: float = NVLINK4_GPU, latency: float = NVLINK_HOP, device: Device | None = H100) -> Topology:
+    """NVIDIA's HGX H100: `n` H100 on NVSwitches, 450 GB/s each way for each."""
+    return _nvswitch(n, bandwidth, latency, device, "HGX H100" if n == 8 else f"HGX H100 ({n} GPUs)")

@@ -20,8 +20,7 @@ def described(algorithms: Sequence[Algorithm]) -> list[dict[str, Any]]:
     """[{"name": what readers see, "style": the number of its colour and dashes}]: the same in every widget."""
     if isinstance(algorithms, str) or not algorithms:
         raise ValueError(f"algorithms={algorithms!r} must be a list of at least one name or function")
-    known = [*NAMES, *(algorithm for algorithm in algorithms if not isinstance(algorithm, str))]
-    styles = [known.index(algorithm) if algorithm in known else len(NAMES) for algorithm in algorithms]
+    styles = [list(NAMES).index(algorithm) if algorithm in NAMES else len(NAMES) for algorithm in algorithms]
     names = [NAMES.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm.__name__ for algorithm in algorithms]
     return [{"name": name, "style": style} for name, style in zip(names, styles, strict=True)]
 
@@ -36,8 +35,8 @@ def simulated(algorithm: Algorithm, topology: Topology, nbytes: float, trace: bo
     if not nbytes >= 4:
         raise ValueError(f"nbytes={nbytes!r} is less than one float32 of 4 bytes")
     fn = partial(all_reduce, algorithm=algorithm) if isinstance(algorithm, str) else algorithm
-    return simulate(_work, topology, int(nbytes) // 4, fn, device="meta", trace=trace)
 
+    def work(comm: Communicator) -> None:
+        fn(comm, torch.empty(int(nbytes) // 4, device=comm.device))
 
-def _work(comm: Communicator, numel: int, fn: Callable[[Communicator, torch.Tensor], Any]) -> None:
-    fn(comm, torch.empty(numel, device=comm.device))
+    return simulate(work, topology, device="meta", trace=trace)

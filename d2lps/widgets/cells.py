@@ -2,22 +2,21 @@
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, islice
+from typing import NamedTuple
 
 from d2lps.trace import Change, Origins, Piece, Trace
 
 _MOST_ROWS = 3  # a card with more is not read
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """One variable of one rank: a tensor, or a list of tensors one after another."""
 
     rank: int
     name: str
-    buffers: list[int]
+    buffers: Sequence[int]
 
 
 class Cells:
@@ -30,24 +29,22 @@ class Cells:
     def __init__(self, trace: Trace, origins: Origins, rows: Sequence[Row], whole: bool = False, once: bool = True) -> None:
         self.trace, self.rows, self.once = trace, rows, once
         self._places: dict[int, tuple[int, int]] = {}  # buffer -> its row, and where it starts there
-        self._sizes = [0] * len(rows)
+        edges: dict[str, set[int]] = defaultdict(set)  # alike on all ranks, so that cell 2 is the same chunk everywhere
+        sizes = [0] * len(rows)
         for number, row in enumerate(rows):
             for buffer in row.buffers:
-                self._places[buffer] = number, self._sizes[number]
-                self._sizes[number] += trace.buffers[buffer].nbytes
-        self.cuts = self._cut(origins, whole)
-        self._first = [0, *accumulate(len(cuts) - 1 for cuts in self.cuts)]
-        self.count = self._first[-1]
-
-    def _cut(self, origins: Origins, whole: bool) -> list[list[int]]:
-        """Rows of one name are cut alike on all ranks, so that cell 2 is the same chunk everywhere."""
-        edges: dict[str, set[int]] = defaultdict(set)
+                self._places[buffer] = number, sizes[number]
+                sizes[number] += trace.buffers[buffer].nbytes
         for buffer, offset, length in _touched(origins):
             if buffer in self._places and length:
-                row, start = self._places[buffer]
-                edges[self.rows[row].name] |= {start + offset, start + offset + length}
-        cuts = [{edge for edge in edges[row.name] if edge <= size} for row, size in zip(self.rows, self._sizes, strict=True)]
-        return [sorted(c if len(c) > 1 and not whole else c | {0, size}) for c, size in zip(cuts, self._sizes, strict=True)]
+                number, start = self._places[buffer]
+                edges[rows[number].name] |= {start + offset, start + offset + length}
+        self.cuts: list[list[int]] = []
+        for row, size in zip(rows, sizes, strict=True):
+            cuts = {edge for edge in edges[row.name] if edge <= size}
+            self.cuts.append(sorted(cuts if len(cuts) > 1 and not whole else cuts | {0, size}))
+        self._first = [0, *accumulate(len(cuts) - 1 for cuts in self.cuts)]
+        self.count = self._first[-1]
 
     def covered(self, buffer: int, pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
         """The cells that pieces of a buffer lie in; none if the buffer is in no row."""
@@ -59,7 +56,7 @@ class Cells:
                 found[self._first[row] + index].append(piece)
         return found
 
-    def content(self, pieces: Collection[Piece]) -> dict[str, object] | None:
+    def content(self, pieces: Sequence[Piece]) -> dict[str, object] | None:
         """Whose contributions pieces hold, as ranks with repeats, and the label of the cells where they began."""
         labels = {self._label(*source) for piece in pieces for source in piece.sources} - {""}
         distinct = sorted(labels, key=lambda label: (len(label), label))
@@ -68,16 +65,18 @@ class Cells:
         return {"label": label, "from": ranks if self.once else sorted(set(ranks))} if ranks else None
 
     def ranks(self, pieces: Iterable[Piece]) -> list[int]:
-        """Whose contributions the fullest of pieces holds: [0, 1, 1] counts rank 1's twice."""
-        return max((self._ranks(piece) for piece in pieces), key=len, default=[])
+        """Whose contributions the fullest of pieces holds: [0, 1, 1] counts rank 1's twice.
 
-    def _ranks(self, piece: Piece) -> list[int]:
-        # A rank counts as often as the one of its tensors that counts most: what it gave in two tensors is two things.
-        counts = Counter[int]()
-        for (buffer, _), count in piece.sources.items():
-            rank = self.trace.buffers[buffer].rank
-            counts[rank] = max(counts[rank], count)
-        return sorted(counts.elements())
+        A rank counts as often as the one of its tensors that counts most: what it gave in two tensors is two things.
+        """
+        fullest: list[int] = []
+        for piece in pieces:
+            counts = Counter[int]()
+            for (buffer, _), count in piece.sources.items():
+                rank = self.trace.buffers[buffer].rank
+                counts[rank] = max(counts[rank], count)
+            fullest = max(fullest, sorted(counts.elements()), key=len)
+        return fullest
 
     def _label(self, buffer: int, offset: int) -> str:
         """The number of the cell in its row, "" where the row has but one."""
@@ -116,22 +115,19 @@ def variables(trace: Trace, origins: Origins, show: Sequence[str] | None) -> tup
     what only received some, without scratch unless there is nothing else. ValueError for a name that no rank had."""
     names = [buffer.name.partition("[")[0] for buffer in trace.buffers]
     started = [names[buffer] for buffer in sorted({part.buffer for part in origins.initial})]
-    order = list(dict.fromkeys(started + names)) if show is None else list(show)
+    order = list(dict.fromkeys(started + names if show is None else show))
     if unknown := set(order) - set(names):
         raise ValueError(f"show={order!r}: no rank had a tensor named {sorted(unknown)}, only {sorted(set(names) - {''})}")
     hidden = [show is None and (buffer.scratch or name == "scratch") for buffer, name in zip(trace.buffers, names, strict=True)]
     wanted = [b for b, name in enumerate(names) if name in order and not hidden[b]] or range(len(names))
-    filled = [b for b in wanted if trace.buffers[b].nbytes]
 
     def place(b: int) -> tuple[int, int]:
         return trace.buffers[b].rank, order.index(names[b])
 
-    in_order = sorted(filled, key=lambda b: (place(b), _item(trace.buffers[b].name), b))
-    rows = [Row(rank, order[k], list(buffers)) for (rank, k), buffers in groupby(in_order, place)]
+    def item(b: int) -> int:  # "parts[3]" is number 3 of its list
+        return int(trace.buffers[b].name.partition("[")[2].rstrip("]") or 0)
+
+    filled = sorted((b for b in wanted if trace.buffers[b].nbytes), key=lambda b: (place(b), item(b), b))
+    rows = [Row(rank, order[k], list(buffers)) for (rank, k), buffers in groupby(filled, place)]
     kept = [row for _, mine in groupby(rows, lambda row: row.rank) for row in islice(mine, _MOST_ROWS)]
     return kept, list(dict.fromkeys(row.name for row in rows if row not in kept))
-
-
-def _item(name: str) -> int:
-    """`_item("parts[3]") == 3`: the place of a tensor in its list."""
-    return int(name.partition("[")[2].rstrip("]") or 0)

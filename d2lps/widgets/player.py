@@ -1,16 +1,25 @@
-"""The player: a run, step by step, as it happened."""
+"""The player: a run, step by step, as it happened; and its still picture, a few steps side by side."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import traitlets
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from d2lps.trace import Trace
 from d2lps.widgets import still
-from d2lps.widgets.picture import picture
 from d2lps.widgets.scene import Scene
 from d2lps.widgets.texts import PLAYER
+
+# The colours of ranks, as in player.css: Okabe and Ito's, then others between them in lightness.
+COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92b", "#7d848c"]
+COLORS += ["#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
+REPEATED = "#b3001b"  # the edge of a cell in which something counts more than once
+_COLUMNS = 8
 
 Places = Sequence[tuple[float, float]]
 
@@ -35,15 +44,9 @@ class Player(still.Still):
     t = traitlets.Float(0.0).tag(sync=True)
 
     def __init__(
-        self,
-        trace: Trace,
-        title: str = "",
-        show: Sequence[str] | None = None,
-        layout: Places | None = None,
-        clock: str = "rounds",
-        names: Sequence[str] | None = None,
-        once: bool = True,
-    ) -> None:
+        self, trace: Trace, title: str = "", show: Sequence[str] | None = None, layout: Places | None = None,
+        clock: str = "rounds", names: Sequence[str] | None = None, once: bool = True,
+    ) -> None:  # fmt: skip
         for what, given in (("layout", layout), ("names", names)):
             if given is not None and len(given) != trace.ranks:
                 raise ValueError(f"{what} has {len(given)} entries, but the trace has {trace.ranks} ranks")
@@ -54,17 +57,63 @@ class Player(still.Still):
         super().__init__(scene={"title": title, "ranks": ranks, **told})
         self._timed = trace if "strip" in self.scene else None
 
-    def _figure(self) -> Figure:
-        return picture(self.scene, self._timed)
-
     def __repr__(self) -> str:
         """What stands in for the picture where there is none, for those who hear the page rather than see it."""
         steps = "; ".join(stop["label"] for stop in self.scene["stops"][1:9])
         counts = f"{len(self.scene['ranks'])} ranks, {len(self.scene['messages'])} messages"
         return f"Player: {self.scene['title'] or 'a run'}, {counts} ({steps})"
 
+    def _figure(self) -> Figure:
+        """One column for each of a few steps, one line for each row; below them the timeline where there is a strip."""
+        scene, trace = self.scene, self._timed
+        stops, rows = scene["stops"], scene["rows"]
+        chosen = np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)  # also the first and the last
+        heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
+        drawn = still.figure(1.3 * len(chosen) + 0.9, sum(heights))
+        grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights)
+        axes = [drawn.add_subplot(grid[0, column]) for column in range(len(chosen))]
+        for ax, step in zip(axes, chosen, strict=True):
+            _column(ax, scene, stops[step])
+        names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
+        axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
+        if trace is not None:
+            trace.timeline(drawn.add_subplot(grid[1, :]))
+        drawn.suptitle(scene["title"], fontsize=9)
+        return drawn
+
 
 def circle(ranks: int) -> Places:
     """Places on a circle in the unit square, the first at the top, then clockwise."""
     angles = [2 * math.pi * rank / ranks for rank in range(ranks)]
     return [(0.5 + 0.5 * math.sin(a), 0.5 - 0.5 * math.cos(a)) for a in angles]
+
+
+def _column(ax: Axes, scene: dict[str, Any], stop: dict[str, Any]) -> None:
+    """What every cell holds at a stop: each rank has its place in it, so that an empty one is a missing summand."""
+    held = list(scene["initial"])
+    for change in scene["changes"]:
+        if change["t"] <= stop["t"]:
+            held[change["cell"]] = change
+    stripes, colors, outlines, edges, widths = [], [], [], [], []
+    for cell, state in zip(scene["cells"], held, strict=True):
+        ranks, left, right = state["from"] if state else [], cell["start"], cell["stop"]
+        share = (right - left) / len(scene["ranks"])
+        stripes += [(left + rank * share, left + (rank + 1) * share, cell["row"]) for rank in ranks]
+        colors += [COLORS[rank % len(COLORS)] for rank in ranks]
+        outlines.append((left, right, cell["row"]))
+        repeated, whole = len(set(ranks)) < len(ranks), 0 < scene["whole"] <= len(set(ranks))
+        edges.append(REPEATED if repeated else "black")
+        widths.append(1.4 if whole or repeated else 0.4)
+    ax.add_collection(PolyCollection(_boxes(stripes), facecolors=colors), autolim=False)
+    lines = PolyCollection(_boxes(outlines), facecolors="none", edgecolors=edges, linewidths=widths, joinstyle="miter")
+    ax.add_collection(lines, autolim=False)
+    ax.set(xlim=(-0.03, 1.03), ylim=(max(1, len(scene["rows"])), 0), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    ax.set_title(stop["label"].replace(" · ", "\n"), fontsize=7)
+
+
+def _boxes(spans: list[tuple[float, float, int]]) -> Any:
+    """The corners of what lies from left to right in a row, an array of N x 4 x 2: matplotlib takes thousands at once so."""
+    left, right, row = np.reshape(spans, (-1, 3)).T
+    low, high = row + 0.12, row + 0.88
+    return np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)

@@ -52,12 +52,9 @@ class Race(still.Still):
 
     def _figure(self) -> Figure:
         """All lanes in one picture: complete memory over time."""
-        figure, ax = still.chart(self.data["title"], f"{RACE['seconds']} (s)", RACE["complete"])
-        for lane in self.data["lanes"]:
-            t, share = zip(*lane["complete"], (self.data["end"], 1.0), strict=False)
-            ax.step(t, share, where="post", label=lane["name"], **still.line(lane["style"]))
-        ax.legend(fontsize=8)
-        return figure
+        end = self.data["end"], 1.0
+        curves = ((lane, *zip(*lane["complete"], end, strict=True)) for lane in self.data["lanes"])
+        return still.chart(self.data["title"], f"{RACE['seconds']} (s)", RACE["complete"], curves, drawstyle="steps-post")[0]
 
 
 def _in_words(nbytes: float) -> str:
@@ -69,14 +66,11 @@ def _in_words(nbytes: float) -> str:
 def _lane(algorithm: Algorithm, topology: Topology, nbytes: float) -> dict[str, Any]:
     """An algorithm's time, and its two shares as [t, share] from each change on."""
     run = simulated(algorithm, topology, nbytes, trace=True)
-    complete, gathered = progress(run.trace)
-    return {"seconds": run.time, "complete": _thinned(complete), "gathered": _thinned(gathered)}
-
-
-def _thinned(curve: Curve) -> list[list[float]]:
-    """The first point, then every k-th up to the last."""
-    step = -(-len(curve) // _MOST_POINTS)
-    return [[t, round(share, 4)] for t, share in [curve[0], *curve[:0:-step][::-1]]]
+    lane: dict[str, Any] = {"seconds": run.time}
+    for name, curve in zip(("complete", "gathered"), progress(run.trace), strict=True):
+        step = -(-len(curve) // _MOST_POINTS)  # the first point, then every so many up to the last
+        lane[name] = [[t, round(share, 4)] for t, share in [curve[0], *curve[:0:-step][::-1]]]
+    return lane
 
 
 def _stops(lanes: Sequence[dict[str, Any]], end: float) -> list[float]:
@@ -100,26 +94,22 @@ def progress(trace: Trace) -> tuple[Curve, Curve]:
     if not cells.count:  # nobody had anything to add up
         return [(0.0, 1.0)], [(0.0, 1.0)]
     nbytes = np.concatenate([np.diff(cuts) for cuts in cells.cuts])
-    full, summands = np.full(cells.count, trace.ranks == 1), np.ones(cells.count)
-    complete, gathered = [(0.0, _mean(nbytes, full))], [(0.0, _mean(nbytes, summands) / trace.ranks)]
+    held = np.ones((2, cells.count))  # of each cell: whether it is complete, and how many summands it has
+    held[0] = trace.ranks == 1
+
+    def shares() -> list[float]:
+        return (held @ nbytes / nbytes.sum() / [1, trace.ranks]).tolist()
 
     def when(change: Change) -> float:
         return seconds(trace, change)
 
+    complete, gathered = curves = [[(0.0, share)] for share in shares()]
     for t, changes in groupby(sorted(origins.changes, key=when), key=when):
         for change in changes:
             for cell, pieces in cells.covered(change.into.buffer, change.pieces).items():
                 ranks = cells.ranks(pieces)
-                full[cell], summands[cell] = ranks == list(range(trace.ranks)), len(set(ranks))
-        _note(complete, t, _mean(nbytes, full))
-        _note(gathered, t, _mean(nbytes, summands) / trace.ranks)
+                held[:, cell] = ranks == list(range(trace.ranks)), len(set(ranks))
+        for curve, share in zip(curves, shares(), strict=True):
+            if abs(share - curve[-1][1]) > 1e-9:
+                curve.append((t, share))
     return complete, gathered
-
-
-def _mean(nbytes: np.ndarray, values: np.ndarray) -> float:
-    return float(nbytes @ values) / float(nbytes.sum())
-
-
-def _note(curve: Curve, t: float, share: float) -> None:
-    if abs(share - curve[-1][1]) > 1e-9:
-        curve.append((t, share))

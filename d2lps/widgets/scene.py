@@ -4,6 +4,7 @@ Everything is computed here, from the trace alone; the JavaScript only draws it.
 could travel at the same time do), which are the same in every run, or in the seconds that were measured or simulated.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from d2lps.trace import Origins, Piece, Trace
-from d2lps.trace.origins import Sources
+from d2lps.trace.lanes import bars, lanes, moving
 from d2lps.widgets.cells import Cells, seconds, variables
-from d2lps.widgets.strip import strip
 from d2lps.widgets.texts import PLAYER
 
 _MOST_MESSAGES = 3000
 _NAMED = 6  # messages that a caption names one by one
+_FINEST = 1 / 1000  # of the whole time: what is shorter in a strip is joined to its neighbour
 
 
 class Scene:
@@ -38,27 +39,27 @@ class Scene:
         order = np.lexsort((m["src_seq"], m["src_thread"], m["src"], rounds))
         self.shown = order[rounds[order] <= self.last_round]
 
-    # ---- what the ranks hold ----------------------------------------------------------------------------------------
+    def note(self) -> str:
+        """What is not drawn, in words."""
+        shown, all = len(self.shown), len(self.trace)
+        shortened = PLAYER["shortened"].format(shown=shown, all=all) if shown < all else ""
+        left_out = PLAYER["rows_left_out"].format(names=", ".join(self.left_out)) if self.left_out else ""
+        return " ".join(filter(None, [shortened, left_out]))
 
     def memory(self) -> dict[str, Any]:
         """The rows, their cells, what each cell held before the run, and how many contributions make it complete."""
-        cells = [
-            {"row": row, "start": _share(cuts, left), "stop": _share(cuts, right)}
-            for row, cuts in enumerate(self.cells.cuts)
-            for left, right in pairwise(cuts)
-        ]
-        summed = any(change.event.kind == "combine" for change in self.origins.changes)
-        rows = [{"rank": row.rank, "name": row.name} for row in self.cells.rows]
-        return {"rows": rows, "cells": cells, "initial": self._initial(), "whole": self.trace.ranks if summed else 0}
-
-    def _initial(self) -> list[dict[str, Any] | None]:
-        """A rank's own data in what was ever read before it was written."""
-        held: list[dict[str, Any] | None] = [None] * self.cells.count
-        for part in self.origins.initial:
-            own = Piece(part.offset, part.length, Sources({(part.buffer, part.offset): 1}))
+        cells: list[dict[str, Any]] = []
+        for row, cuts in enumerate(self.cells.cuts):
+            edges = [round((cut - cuts[0]) / max(1, cuts[-1] - cuts[0]), 5) for cut in cuts]  # of what is drawn of the row
+            cells += ({"row": row, "start": start, "stop": stop} for start, stop in pairwise(edges))
+        held: list[dict[str, Any] | None] = [None] * len(cells)
+        for part in self.origins.initial:  # a rank's own data, in what was ever read before it was written
+            own = Piece(part.offset, part.length, Counter({(part.buffer, part.offset): 1}))
             for cell, pieces in self.cells.covered(part.buffer, [own]).items():
                 held[cell] = self.cells.content(pieces)
-        return held
+        summed = any(change.event.kind == "combine" for change in self.origins.changes)
+        rows = [{"rank": row.rank, "name": row.name} for row in self.cells.rows]
+        return {"rows": rows, "cells": cells, "initial": held, "whole": self.trace.ranks if summed else 0}
 
     # ---- what happens, and when -------------------------------------------------------------------------------------
 
@@ -89,8 +90,8 @@ class Scene:
         for index in messages[:_NAMED]:
             labels = [str(part["label"]) for part in self._parts(int(index)) if part["label"]]
             what = PLAYER["part"].format(label=", ".join(labels)) if 0 < len(labels) <= 3 else ""
-            ends = {end: self.names[m[end][index]] for end in ("src", "dst")}
-            named.append(PLAYER["sends"].format(bytes=f"{m['nbytes'][index]:,} B", what=what, **ends))
+            src, dst = (self.names[m[end][index]] for end in ("src", "dst"))
+            named.append(PLAYER["sends"].format(bytes=f"{m['nbytes'][index]:,} B", what=what, src=src, dst=dst))
         if len(messages) > _NAMED:
             named.append(PLAYER["more"].format(n=len(messages) - _NAMED))
         return "; ".join(named)
@@ -98,8 +99,8 @@ class Scene:
     def _message(self, index: int) -> dict[str, Any]:
         m, round = self.trace.messages, int(self.rounds[index])
         start, end = (float(m["start"][index]), float(m["end"][index])) if self.timed else (round - 1, round)
-        ends = {"src": int(m["src"][index]), "dst": int(m["dst"][index]), "start": start, "end": end}
-        return {**ends, "bytes": int(m["nbytes"][index]), "tag": int(m["tag"][index]), "parts": self._parts(index)}
+        src, dst, nbytes, tag = (int(m[name][index]) for name in ("src", "dst", "nbytes", "tag"))
+        return {"src": src, "dst": dst, "start": start, "end": end, "bytes": nbytes, "tag": tag, "parts": self._parts(index)}
 
     def _parts(self, index: int) -> list[dict[str, Any]]:
         """What a message carries, one part for each cell of where it came from (neighbours alike are one)."""
@@ -119,16 +120,39 @@ class Scene:
                 changes.append({"t": t, "cell": cell, "how": event.kind, "op": op, **(self.cells.content(pieces) or {})})
         return sorted(changes, key=lambda change: change["t"])
 
-    def note(self) -> str:
-        """What is not drawn, in words."""
-        notes = []
-        if len(self.shown) < len(self.trace):
-            notes.append(PLAYER["shortened"].format(shown=len(self.shown), all=len(self.trace)))
-        if self.left_out:
-            notes.append(PLAYER["rows_left_out"].format(names=", ".join(self.left_out)))
-        return " ".join(notes)
+
+def strip(trace: Trace, end: float, whole: bool = True) -> dict[str, Any]:
+    """What every lane of every rank does over time, as a player shows it under its picture:
+    {"strip": [of each lane {"rank", "bars": [{"kind", "label", "times": "start end start end ..."}]}], "end": s}.
+
+    whole: until the last bar ends, however late; else until `end`. Empty where there is nothing to see beside messages and
+    waits: no block of computing, no sleep, nothing that ran beside a rank.
+    """
+    drawn, used = bars(trace), lanes(trace)
+    if used.max(initial=1) == 1 and not len(drawn["computing"]["rank"]) + len(drawn["sleeping"]["rank"]):
+        return {}
+    if whole:
+        end = float(max([end, *(table["end"].max(initial=0.0) for table in drawn.values())]))
+    found: list[dict[str, Any]] = [{"rank": rank, "bars": []} for rank in range(trace.ranks) for _ in range(used[rank])]
+    first = np.cumsum(used) - used  # the number of each rank's lane 0 among all lanes
+    for kind, table in {**drawn, "moving": moving(trace)}.items():
+        times: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+        columns = first[table["rank"]] + table["lane"], table["label"], table["start"], np.minimum(table["end"], end)
+        for lane, label, start, until in zip(*(column.tolist() for column in columns), strict=True):
+            if start < until:
+                times[lane, label].append((start, until))
+        for (lane, label), pairs in times.items():
+            text = " ".join(f"{t:.6g}" for pair in _joined(sorted(pairs), end * _FINEST) for t in pair)
+            found[lane]["bars"].append({"kind": kind, "label": label, "times": text})
+    return {"strip": found, "end": end}
 
 
-def _share(cuts: list[int], edge: int) -> float:
-    """A position as a fraction of what is drawn of its row."""
-    return round((edge - cuts[0]) / max(1, cuts[-1] - cuts[0]), 5)
+def _joined(pairs: list[tuple[float, float]], least: float) -> list[list[float]]:
+    """`_joined([(0, 4), (2, 5), (5, 7), (7.1, 7.2)], 1) == [[0, 5], [5, 7.2]]`: what overlaps, and what is short and near."""
+    out: list[list[float]] = []
+    for start, end in pairs:
+        if out and (start < out[-1][1] or max(end - start, start - out[-1][1]) < least):
+            out[-1][1] = max(out[-1][1], end)
+        else:
+            out.append([start, end])
+    return out

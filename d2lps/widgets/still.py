@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import anywidget
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# The lines of the algorithms in order of `texts.NAMES`, coloured as in common.css; a reader's own are black.
-COLORS = ["#0072b2", "#d55e00", "#009e73", "#6b7280", "#b0558a", "#b97a00", "#3a9bd4", "#857a00"]
-ON_OFF = [(), (5, 2), (1.2, 1.6), (6, 2, 1.2, 2), (3, 1.5, 1, 1.5, 1, 1.5), (3, 2), (1, 1.65), (9, 3)]  # () is unbroken
+# The lines of the algorithms in order of `texts.NAMES`, coloured as in common.css; a reader's own are black. () is unbroken.
+LINES: list[tuple[str, tuple[float, ...]]] = [
+    ("#0072b2", ()), ("#d55e00", (5, 2)), ("#009e73", (1.2, 1.6)), ("#6b7280", (6, 2, 1.2, 2)),
+    ("#b0558a", (3, 1.5, 1, 1.5, 1, 1.5)), ("#b97a00", (3, 2)), ("#3a9bd4", (1, 1.65)), ("#857a00", (9, 3)), ("black", ()),
+]  # fmt: skip
 
 
 class Still(anywidget.AnyWidget):
@@ -49,16 +52,18 @@ def figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def chart(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """For the lines of some algorithms."""
+Curves = Iterable[tuple[dict[str, Any], Any, Any]]  # an algorithm as `described` tells it, its xs, its ys
+
+
+def chart(title: str, xlabel: str, ylabel: str, curves: Curves, **style: Any) -> tuple[Figure, Axes]:
+    """A line for each algorithm."""
     drawn = figure(6.4, 3.6)
     ax = drawn.subplots()
+    for algorithm, xs, ys in curves:
+        color, dashes = LINES[min(algorithm["style"], len(LINES) - 1)]
+        ax.plot(xs, ys, label=algorithm["name"], color=color, dashes=dashes, **style)
     ax.set_title(title, fontsize=10)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
     return drawn, ax
-
-
-def line(style: int) -> dict[str, Any]:
-    """matplotlib's words for the line of an algorithm."""
-    return {"color": COLORS[style], "dashes": ON_OFF[style]} if style < len(COLORS) else {"color": "black"}

@@ -35,13 +35,9 @@ class Sweep(still.Still):
     cursor = traitlets.Int(0).tag(sync=True)
 
     def __init__(
-        self,
-        topology_of: Callable[[int], Topology],
-        algorithms: Sequence[Algorithm],
-        sizes: Sequence[float],
-        ranks: Sequence[int],
-        title: str = "",
-    ) -> None:
+        self, topology_of: Callable[[int], Topology], algorithms: Sequence[Algorithm],
+        sizes: Sequence[float], ranks: Sequence[int], title: str = "",
+    ) -> None:  # fmt: skip
         sizes, ranks = [int(size) for size in sizes], [int(count) for count in ranks]
         if len(sizes) < 2 or any(here >= there for here, there in pairwise(sizes)):
             raise ValueError(f"sizes={sizes} must be at least two numbers of bytes, ascending")
@@ -61,13 +57,13 @@ class Sweep(still.Still):
     def _figure(self) -> Figure:
         """The lines for the chosen number of ranks."""
         ranks = SWEEP["ranks_now"].format(n=self.data["ranks"][self.ranks])
-        figure, ax = still.chart(f"{self.data['title']}, {ranks}", f"{SWEEP['bytes']} (B)", f"{SWEEP['seconds']} (s)")
-        for algorithm, times in zip(self.data["algorithms"], self.data["times"][self.ranks], strict=True):
-            ax.loglog(self.data["sizes"], times, label=algorithm["name"], **still.line(algorithm["style"]))
+        rows = zip(self.data["algorithms"], self.data["times"][self.ranks], strict=True)
+        curves = ((algorithm, self.data["sizes"], times) for algorithm, times in rows)
+        drawn, ax = still.chart(f"{self.data['title']}, {ranks}", f"{SWEEP['bytes']} (B)", f"{SWEEP['seconds']} (s)", curves)
+        ax.set(xscale="log", yscale="log")
         for crossing in self.data["reigns"][self.ranks][1:]:
             ax.plot(crossing["nbytes"], crossing["seconds"], "o", mfc="none", mec="black")
-        ax.legend(fontsize=8)
-        return figure
+        return drawn
 
 
 def _winners(times: Sequence[float]) -> list[int]:

@@ -1,6 +1,7 @@
 """The topology explorer: a machine, what an all-reduce does to its links, and what happens when a cable is missing."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import permutations
 from typing import Any
 
@@ -8,13 +9,10 @@ import traitlets
 from matplotlib.figure import Figure
 
 from d2lps.topology import Topology
-from d2lps.topology.graph import Node
-from d2lps.topology.layout import layout
+from d2lps.topology.layout import MOST, layout
 from d2lps.widgets import still
 from d2lps.widgets.algorithms import Algorithm, described, simulated
 from d2lps.widgets.texts import EXPLORER
-
-_MOST_NODES = 80  # more cannot be told apart
 
 # Lists of numbers are strings, since a notebook gives each item of a list a line of its own.
 Routes = dict[str, str | None]  # "0 3": "0 8 3", the numbers of two nodes and of those on the way; None where there is none
@@ -46,24 +44,15 @@ class TopologyExplorer(still.Still):
     dst = traitlets.Int(-1).tag(sync=True)
 
     def __init__(
-        self,
-        machines: Mapping[str, Topology],
-        nbytes: float = 160e6,
-        algorithms: Sequence[Algorithm] = ("ring",),
-        title: str = "",
-    ) -> None:
+        self, machines: Mapping[str, Topology], nbytes: float = 160e6,
+        algorithms: Sequence[Algorithm] = ("ring",), title: str = "",
+    ) -> None:  # fmt: skip
         if not machines:
             raise ValueError(f"machines={machines!r} is empty: an explorer needs at least one")
         self.machines = dict(machines)
-        super().__init__(
-            data={
-                "title": title or EXPLORER["title"],
-                "nbytes": int(nbytes) // 4 * 4,
-                "algorithms": described(algorithms),
-                "machines": [explored(name, topology, nbytes, algorithms) for name, topology in machines.items()],
-                "texts": EXPLORER,
-            }
-        )
+        data = {"title": title or EXPLORER["title"], "nbytes": int(nbytes) // 4 * 4, "algorithms": described(algorithms)}
+        found = [explored(name, topology, nbytes, algorithms) for name, topology in machines.items()]
+        super().__init__(data=data | {"machines": found, "texts": EXPLORER})
 
     def __repr__(self) -> str:
         said = []
@@ -86,41 +75,39 @@ def _said(run: dict[str, Any]) -> str:
     return f"{run['seconds']:.4g} s" if "seconds" in run else f"impossible, no route {run['lost']}"
 
 
-def explored(name: str, topology: Topology, nbytes: float, algorithms: Sequence[Algorithm]) -> dict[str, Any]:
+def explored(name: str, whole: Topology, nbytes: float, algorithms: Sequence[Algorithm]) -> dict[str, Any]:
     """One machine: its picture, and for the whole of it and without each cable the routes and a run of each algorithm.
 
     runs[0] are those of the whole, runs[k + 1] those without cable k, None where no route went over it; changed[k] has
     the routes that differ then.
     """
-    if len(topology.nodes) > _MOST_NODES:
-        raise ValueError(f"{topology.name} has {len(topology.nodes)} nodes, and a picture has room for {_MOST_NODES}")
-    links = topology.links
-    cables = [link for k, link in enumerate(links) if link[::-1] not in links[:k]]  # one for both directions
-    whole = _routes(topology)
-    runs: list[list[dict[str, Any]] | None] = [[_run(topology, topology, whole, nbytes, a) for a in algorithms]]
+    if len(whole.nodes) > MOST:
+        raise ValueError(f"{whole.name} has {len(whole.nodes)} nodes, and a picture has room for {MOST}")
+    cables = [link for k, link in enumerate(whole.links) if link[::-1] not in whole.links[:k]]  # one for both directions
+    routes = _routes(whole)
+    runs: list[Any] = [[_run(whole, whole, routes, nbytes, algorithm) for algorithm in algorithms]]
     changed: list[Routes] = []
     for cable in cables:
-        less = topology.without(cable)
-        routes = _routes(less)
-        changed.append({pair: way for pair, way in routes.items() if way != whole[pair]})
-        runs.append([_run(topology, less, routes, nbytes, a) for a in algorithms] if changed[-1] else None)
-    return {"name": name, **_picture(topology, cables), "routes": whole, "changed": changed, "runs": runs}
+        less = whole.without(cable)
+        left = _routes(less)
+        changed.append({pair: way for pair, way in left.items() if way != routes[pair]})
+        runs.append([_run(whole, less, left, nbytes, algorithm) for algorithm in algorithms] if changed[-1] else None)
+    return {"name": name, **_picture(whole, cables), "routes": routes, "changed": changed, "runs": runs}
 
 
 def _routes(topology: Topology) -> Routes:
     """The way from each device and host to each other one."""
-    numbers = {node: str(number) for number, node in enumerate(topology.nodes)}
-    found: Routes = {}
+    number, found = topology.nodes.index, Routes()
     for src, dst in permutations(topology.devices + topology.hosts, 2):
-        try:
+        way = None
+        with suppress(ValueError):  # what remains of a machine may have no route
             hops = [topology.links[link][1] for link in topology.route(src, dst).links]
-        except ValueError:
-            hops = []  # what remains of the machine has no way
-        found[f"{numbers[src]} {numbers[dst]}"] = " ".join(numbers[node] for node in (src, *hops)) if hops else None
+            way = " ".join(str(number(node)) for node in (src, *hops))
+        found[f"{number(src)} {number(dst)}"] = way
     return found
 
 
-def _run(topology: Topology, less: Topology, routes: Routes, nbytes: float, algorithm: Algorithm) -> dict[str, Any]:
+def _run(whole: Topology, less: Topology, routes: Routes, nbytes: float, algorithm: Algorithm) -> dict[str, Any]:
     """seconds, and for each link of the whole topology its bytes and its load in thousandths; or `lost`, who has no route."""
     try:
         run = simulated(algorithm, less, nbytes, trace=True)
@@ -131,28 +118,22 @@ def _run(topology: Topology, less: Topology, routes: Routes, nbytes: float, algo
             raise
         return {"lost": EXPLORER["arrow"].join(map(str, lost))}
     moved, load = run.trace.bytes_on_links(), run.trace.utilization()
-    return {
-        "seconds": run.time,
-        "bytes": " ".join(str(moved.get(link, 0)) for link in topology.links),
-        "load": " ".join(str(round(1000 * load.get(link, 0.0))) for link in topology.links),
-    }
+    loads = " ".join(str(round(1000 * load.get(link, 0.0))) for link in whole.links)
+    return {"seconds": run.time, "bytes": " ".join(str(moved.get(link, 0)) for link in whole.links), "load": loads}
 
 
-def _picture(topology: Topology, cables: Sequence[tuple[Node, Node]]) -> dict[str, Any]:
+def _picture(topology: Topology, cables: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     """Where everything stands: x from 0 to 1, y from 0 to `aspect`, upwards. A cable knows its links there and back."""
-    found = layout(topology.graph)
-    numbers = {node: number for number, node in enumerate(topology.nodes)}
-    links = {link: number for number, link in enumerate(topology.links)}
-    nodes = []
+    found, number = layout(topology.graph), topology.nodes.index
+    drawn: dict[str, Any] = {"aspect": found.aspect, "nodes": [], "cables": []}
+    drawn["boxes"] = [{"name": name, "nodes": [number(node) for node in nodes]} for name, nodes in found.boxes.items()]
     for node, (x, y) in found.positions.items():
         bar = {"bar": round(found.bars[node], 4)} if node in found.bars else {}
-        kind = topology.graph.nodes[node]["kind"]
-        nodes.append({"name": str(node), "kind": kind, "x": round(x, 4), "y": round(y * found.aspect, 4), **bar})
-    drawn = []
+        place = {"x": round(x, 4), "y": round(y * found.aspect, 4)}
+        drawn["nodes"].append({"name": str(node), "kind": topology.graph.nodes[node]["kind"], **place, **bar})
     for cable in cables:
-        back = cable[::-1]
-        ends = {"ends": [numbers[node] for node in cable], "links": [links[cable], links.get(back, -1)]}
-        speed = {name: topology.graph.edges[cable][name] for name in ("bandwidth", "latency")}
-        drawn.append({**ends, "bend": found.bends.get(cable, found.bends.get(back, 0.0)), **speed})
-    boxes = [{"name": name, "nodes": [numbers[node] for node in members]} for name, members in found.boxes.items()]
-    return {"aspect": found.aspect, "nodes": nodes, "cables": drawn, "boxes": boxes}
+        ways = [topology.links.index(link) if link in topology.links else -1 for link in (cable, cable[::-1])]
+        bend = found.bends.get(cable, found.bends.get(cable[::-1], 0.0))
+        speed = {"bandwidth": topology.bandwidth[ways[0]], "latency": topology.latency[ways[0]]}
+        drawn["cables"].append({"ends": [number(node) for node in cable], "links": ways, "bend": bend, **speed})
+    return drawn
