@@ -1,7 +1,5 @@
 """torch.distributed's calls, each in terms of the book's eight collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -10,7 +8,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from d2lps.backend.choice import all_reduce, call
-from d2lps.backend.sparse import all_reduce_sparse
+from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator
 
 Tensors = list[torch.Tensor]
@@ -44,7 +42,7 @@ class Operations:
         def work(comm: Communicator) -> None:
             (data,), op = scaled(tensors, opts.reduceOp)
             call("reduce", comm, data, opts.rootRank, op)
-            put(tensors[0], data)
+            tensors[0].copy_(data)
 
         return self._run("reduce", tensors, [], work, opts)
 
@@ -68,7 +66,7 @@ class Operations:
             all_reduce(comm, data, op, self.transports.default)
         else:
             all_reduce_sparse(comm, data, op)
-        put(tensor, data)
+        tensor.copy_(data)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         return self._call("all_gather", outputs[0], inputs, opts, outputs[0], inputs[0])
@@ -116,7 +114,7 @@ class Operations:
         def work(comm: Communicator) -> None:
             room = output.contiguous()  # of which rows can be written
             call("all_to_all", comm, cut(room, output_sizes, comm.size), cut(input, input_sizes, comm.size))
-            put(output, room)
+            output.copy_(room)
 
         return self._run("all_to_all_single", [output], [input], work, opts)
 
@@ -154,12 +152,6 @@ def scaled(tensors: Sequence[torch.Tensor], op: Any) -> tuple[list[torch.Tensor]
     return [tensor * factor for tensor in tensors], ReduceOp.SUM
 
 
-def put(into: torch.Tensor, data: torch.Tensor) -> None:
-    """Where the result belongs, if it was worked out elsewhere."""
-    if data is not into:
-        into.copy_(data)
-
-
 def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Tensor]:
     """The rows for each rank: `sizes` of them, or equally many."""
     if not sizes and tensor.size(0) % ranks:
@@ -167,3 +159,32 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Te
     if sizes and (len(sizes) != ranks or sum(sizes) != tensor.size(0)):
         raise ValueError(f"split sizes {list(sizes)} do not cut a tensor of {tensor.size(0)} rows into {ranks} parts")
     return list(tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks))
+
+
+def all_reduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    """Sum tensors of which each rank has few rows, such as gradients of an embedding: gather all, and add up what belongs together.
+
+    >>> all_reduce_sparse(comm, tensor, ReduceOp.SUM)                               # doctest: +SKIP
+
+    If rank 0 has 5 at row 2, and rank 1 has 1 at row 2 and 7 at row 4, both end with 6 at row 2 and 7 at row 4. The entries of
+    all ranks reach every rank: with p ranks of n bytes each it sends (p - 1) n bytes, so it pays while few rows are touched.
+    """
+    if op != ReduceOp.SUM and op != ReduceOp.AVG:
+        raise NotImplementedError(f"d2lps: all_reduce of a sparse tensor with op={op}; there are SUM and AVG")
+    if tensor.layout is not torch.sparse_coo:
+        raise NotImplementedError(f"d2lps: all_reduce of a tensor of layout {tensor.layout}; make it sparse_coo, or dense")
+    mine = tensor.coalesce()
+    comm.agree(f"all_reduce of a sparse {list(mine.shape)} of {mine.dtype}, the first {mine.sparse_dim()} dimensions sparse")
+    counts = torch.zeros(comm.size, dtype=torch.int64, device=mine.device)
+    call("all_gather_into_tensor", comm, counts, counts.new_tensor([mine.values().size(0)]))
+    indices, values = (_gathered(comm, rows, counts.tolist()) for rows in (mine.indices().t().contiguous(), mine.values()))
+    total = torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=True).coalesce()
+    divide(total, op, comm.size)
+    tensor.copy_(total)
+
+
+def _gathered(comm: Communicator, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """All ranks' rows, one after another; rank r has `counts[r]` of them."""
+    everyone = rows.new_empty(sum(counts), *rows.shape[1:])
+    call("all_gather", comm, list(everyone.split(counts)), rows)
+    return everyone

@@ -1,20 +1,24 @@
 """A process group of torch.distributed: each of its calls becomes a task for the group's thread, or a message posted at once."""
 
-from __future__ import annotations
-
+import inspect
+import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from d2lps.backend.failures import explained
+from d2lps.backend import work
 from d2lps.backend.operations import Operations
 from d2lps.backend.tasks import Task, TaskQueue, callers_context
 from d2lps.backend.transports import CPU, Transports
-from d2lps.backend.work import CollectiveWork, MessageWork, Together
-from d2lps.comm import Communicator, RankFailed, RankHung
-from d2lps.launch.lastnote import release
+from d2lps.backend.work import CollectiveWork, MessageWork
+from d2lps.collectives import broadcast
+from d2lps.comm import Communicator, RankDied, RankFailed, RankHung
+from d2lps.comm.explain import State, describe_state
+from d2lps.launch.lastnote import meaning, release
+from d2lps.signatures import store_at
 
 _Base: Any = dist.ProcessGroup
 
@@ -27,13 +31,17 @@ class BookProcessGroup(Operations, _Base):
     raise within a moment, as every later call does.
     """
 
-    def __init__(self, store: dist.Store, rank: int, members: Sequence[int], name: str, timeout: float) -> None:
-        _Base.__init__(self, rank, len(members))
-        self.store = store
-        self.transports: Transports = Transports(store, rank, members, name, timeout)
-        self.tasks, self.group_name, self.group_desc = TaskQueue(name), name, ""
+    group_name = group_desc = ""  # in place of torch's, which look for an engine of torch's
+
+    def __init__(self, options: Any, _: Any = None) -> None:
+        """As torch makes it, on each rank of a new group."""
+        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        _Base.__init__(self, options.group_rank, len(members))
+        self.store, self.group_name = options.store, options.group_id
+        place = (options.store, options.group_rank, members, options.group_id)
+        self.transports: Transports = Transports(*place, options.timeout.total_seconds())
+        self.tasks = TaskQueue(options.group_id)
         self.broken: BaseException | None = None
-        self._begun: list[Any] | None = None  # the works since _start_coalescing
 
     # ---- collectives ----------------------------------------------------------------------------------------------
 
@@ -47,7 +55,7 @@ class BookProcessGroup(Operations, _Base):
     ) -> CollectiveWork:
         """Have a collective done, and return its work."""
         self._check(name, [*results, *inputs])
-        work = CollectiveWork(self, name, results, _seconds(options))
+        work = CollectiveWork(self, name, results)
         device = next((tensor.device for tensor in (*results, *inputs)), CPU)
         context = callers_context(device)
 
@@ -65,7 +73,7 @@ class BookProcessGroup(Operations, _Base):
                 work.finish(self._failed(error, comm, name))
 
         self.tasks.submit(task, at_once=getattr(options, "asyncOp", True) is False)
-        return self._noted(work)
+        return work
 
     def _check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         if self.broken is not None:
@@ -96,11 +104,11 @@ class BookProcessGroup(Operations, _Base):
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> MessageWork:
         """Posted at once: a program may post its sends and receives in any order, and wait for them in any other."""
         return self._message("send", tensors, dst, tag)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> MessageWork:
         return self._message("recv", tensors, src, tag)
 
     def _message(self, action: str, tensors: list[torch.Tensor], peer: int, tag: int) -> MessageWork:
@@ -112,26 +120,9 @@ class BookProcessGroup(Operations, _Base):
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
         except RuntimeError as error:
             raise self._failed(error, comm, action) from error
-        work = MessageWork(message, tensor, peer, lambda error: self._failed(error, comm, action))
-        return self._noted(work)
-
-    # ---- several calls as one -------------------------------------------------------------------------------------
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._begun = []
-
-    def _end_coalescing(self, device: torch.device) -> Together:
-        works, self._begun = self._begun or [], None
-        return Together(works)
-
-    def _noted(self, work: Any) -> Any:
-        if self._begun is not None:
-            self._begun.append(work)
-        return work
+        return MessageWork(message, tensor, peer, lambda error: self._failed(error, comm, action))
 
     # ---- what torch asks a group ----------------------------------------------------------------------------------
-
-    group_name = group_desc = ""  # in place of torch's, which look for an engine of torch's
 
     def getBackendName(self) -> str:
         return "d2lps"
@@ -154,28 +145,73 @@ class BookProcessGroup(Operations, _Base):
     def _device_types(self) -> list[torch.device]:
         return [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.group_name!r}: rank {self.rank()} of {self.size()}>"
-
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """What was called is still done; then thread, memory and sockets go."""
         self.tasks.stop()
-        self._end(RuntimeError("destroy_process_group"))
+        self._end("destroy_process_group")
 
     def abort(self) -> None:
         """The same without waiting: the others will notice."""
-        self._end(RuntimeError("abort"))
+        self._end("abort")
         self.tasks.stop(patience=0.0)
 
-    def _end(self, why: BaseException) -> None:
+    def _end(self, why: str) -> None:
         if self.broken is None:
-            self.broken = why
+            self.broken = RuntimeError(why)
             self.transports.close()
 
 
-def _seconds(options: Any) -> float | None:
-    """How long a call may take, where it says so itself; torch has -1 ms for as long as the group allows."""
-    timeout = getattr(options, "timeout", None)
-    return timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+def explained(error: BaseException, comm: Any, name: str, numbers: Sequence[int]) -> BaseException:
+    """An error of the transport, told in our words and with the place where this rank stood; `numbers`: the ranks' in the job."""
+    note = comm.board.standing
+    told = f"{name} of ranks {list(numbers)}: {str(error).partition(' This is typically')[0]}"  # gloo guesses why
+    if note is not None:
+        peer = numbers[comm.members.index(note.peer)] if note.peer >= 0 else -1
+        # Without the line: the thread's own says nothing, and the program's is in the traceback of its wait.
+        told += "\n" + describe_state(State(numbers[comm.rank], replace(note, peer=peer, line=0)))
+    if isinstance(error, RankDied | RankFailed | RankHung):
+        return type(error)(told)
+    kind = meaning(error)
+    if kind is RankFailed:
+        told = f"another rank was lost in {told}"
+    return kind(told) if kind else error
+
+
+# ---- how torch gets at it: dist.init_process_group("d2lps"), dist.new_group(backend="d2lps"), and in a run -------------
+
+
+def register() -> None:
+    dist.Backend.register_backend("d2lps", BookProcessGroup, extended_api=True, devices=["cpu", "cuda"])
+    frames: Any = torch._C._dynamo.eval_frame  # without the rest of torch._dynamo, whose import takes a second
+    if not hasattr(frames, "_FrameExecStrategy"):  # torch 2.6 steps over by itself
+        return
+    # torch.compile shall step over these calls, and all that they call: a process group is closed to its eyes.
+    step_over = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for kind in (Operations, BookProcessGroup, *filter(inspect.isclass, vars(work).values())):
+        for call in filter(inspect.isfunction, vars(kind).values()):
+            frames.set_code_exec_strategy(call.__code__, step_over)
+
+
+def group(comm: Communicator) -> Any:
+    """A process group of all ranks of a `d2lps.run`, torch's default one if there is none yet; every rank calls this.
+
+    >>> def train(comm):                                                    # doctest: +SKIP
+    ...     model = DistributedDataParallel(Net(), process_group=d2lps.backend.group(comm))
+    >>> d2lps.run(train, 4)                                                 # doctest: +SKIP
+    """
+    if dist.is_initialized():
+        return dist.new_group(comm.members, backend="d2lps")
+    dist.init_process_group("d2lps", store=store_of(comm), rank=comm.rank, world_size=comm.size)
+    return dist.group.WORLD
+
+
+def store_of(comm: Communicator) -> dist.Store:
+    """A place to meet on the loopback interface: the first rank listens, and tells the others where."""
+    with socket.create_server(("127.0.0.1", 0), backlog=comm.size) as listener:
+        broadcast(comm, port := torch.tensor([listener.getsockname()[1]]))
+        return store_at(int(port), comm.size, comm.rank, listener.detach() if comm.rank == 0 else None)
+
+
+register()

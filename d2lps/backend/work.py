@@ -1,7 +1,5 @@
 """What torch.distributed gives for a call that goes on in the background."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from d2lps import comm
 from d2lps.comm import RankHung
 
+Tensors = list[torch.Tensor]
 Future = torch.futures.Future
 _Base: Any = dist.Work
 
@@ -24,12 +23,17 @@ _Base: Any = dist.Work
 class BookWork(_Base):
     """What the works of collectives and of messages have in common."""
 
-    results: list[torch.Tensor]
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.results, self.error = list(results), None
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self.is_completed() and self.error is None
 
-    def result(self) -> list[torch.Tensor]:
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> Tensors:
         return self.results
 
     def synchronize(self) -> None:
@@ -39,10 +43,9 @@ class BookWork(_Base):
 class CollectiveWork(BookWork):
     """A collective that a group's thread will do, or has done. An error there is raised here, by `wait`."""
 
-    def __init__(self, group: Any, name: str, results: Sequence[torch.Tensor], limit: float | None = None) -> None:
-        super().__init__()
-        self.group, self.tasks, self.name, self.results, self.limit = group, group.tasks, name, list(results), limit
-        self.error: BaseException | None = None
+    def __init__(self, group: Any, name: str, results: Sequence[torch.Tensor]) -> None:
+        super().__init__(results)
+        self.group, self.tasks, self.name = group, group.tasks, name
         self._done = threading.Event()
 
     def finish(self, error: BaseException | None) -> None:
@@ -50,17 +53,19 @@ class CollectiveWork(BookWork):
         self.error = error
         self._done.set()
 
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results are there; no timeout (or 0): as long as the group's own allows."""
         self.tasks.do_until(self.is_completed)
-        seconds = timeout.total_seconds() if timeout else 0.0
-        if not self._done.wait(seconds if seconds > 0 else self.limit):
-            raise RankHung(f"{self.name} was not complete after {seconds or self.limit:g} s")
+        if not self._done.wait(timeout.total_seconds() if timeout else None):
+            raise RankHung(f"{self.name} was not complete after {timeout.total_seconds():g} s")
         if self.error is not None:
             raise self.error
         return True
 
-    def get_future(self) -> Future[list[torch.Tensor]]:
+    def get_future(self) -> Future[Tensors]:
         """A future of the results, for hooks that go on from there; it fails as `wait` does.
 
         To complete it is a task like others: what follows a collective has its place in the order of all that the ranks do.
@@ -76,17 +81,8 @@ class CollectiveWork(BookWork):
         self.tasks.submit(future.complete)
         return future.then(lambda future: future.value())  # an error that C++ understands too
 
-    def is_completed(self) -> bool:
-        return self._done.is_set()
 
-    def is_success(self) -> bool:
-        return self._done.is_set() and self.error is None
-
-    def exception(self) -> BaseException | None:
-        return self.error
-
-
-class CollectiveFuture(Future[list[torch.Tensor]]):
+class CollectiveFuture(Future[Tensors]):
     """The future of a collective; a callback may wait for it too."""
 
     def __init__(self, work: CollectiveWork) -> None:
@@ -94,7 +90,7 @@ class CollectiveFuture(Future[list[torch.Tensor]]):
         super().__init__(devices=devices)
         self.work = work
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> Tensors:
         self.work.tasks.do_until(self.done)
         return super().wait()
 
@@ -114,19 +110,19 @@ def _by_python(caller: FrameType | None) -> bool:
 class MessageWork(BookWork):
     """A message of the program's own: posted at once, in the calling thread, and complete when it has been waited for."""
 
-    def __init__(
-        self, message: comm.Work, tensor: torch.Tensor, peer: int, failed: Callable[[BaseException], BaseException]
-    ) -> None:
-        super().__init__()
-        self.message, self.results, self.peer, self.failed = message, [tensor], peer, failed
+    def __init__(self, message: comm.Work, tensor: torch.Tensor, peer: int, failed: Callable[..., BaseException]) -> None:
+        super().__init__([tensor])
+        self.message, self.peer, self.failed = message, peer, failed
+
+    def is_completed(self) -> bool:
+        return bool(self.message.is_done())
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the message has arrived or was delivered, or raise after the group's timeout."""
-        limit = timeout.total_seconds() if timeout else 0.0
-        deadline = time.monotonic() + limit
-        while limit > 0 and not self.is_completed():
-            if time.monotonic() > deadline:
-                raise RankHung(f"the message was not complete after {limit:g} s")
+        begin = time.monotonic()
+        while timeout and not self.is_completed():
+            if time.monotonic() - begin > timeout.total_seconds():
+                raise RankHung(f"the message was not complete after {timeout.total_seconds():g} s")
             time.sleep(0.001)
         try:
             self.message.wait()
@@ -134,29 +130,8 @@ class MessageWork(BookWork):
             raise self.failed(error) from error
         return True
 
-    def is_completed(self) -> bool:
-        return bool(self.message.is_done())
-
     def source_rank(self) -> int:
         return self.peer
 
-    def get_future(self) -> Future[list[torch.Tensor]]:
+    def get_future(self) -> Future[Tensors]:
         raise NotImplementedError("d2lps: the work of send and recv has no future; call its wait()")
-
-
-class Together(BookWork):
-    """Several works that are waited for as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self.works = list(works)
-        self.results = [tensor for work in self.works for tensor in work.results]
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return all([work.wait(timeout) for work in self.works])
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self.works)
