@@ -5,13 +5,14 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from d2lps.backend.choice import all_reduce, call
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 _DEFAULTS = SimpleNamespace(rootRank=0, reduceOp=ReduceOp.SUM)  # of torch's many kinds of options
 
 
@@ -42,7 +43,7 @@ class Operations:
         def work(comm: Communicator) -> None:
             (data,), op = scaled(tensors, opts.reduceOp)
             call("reduce", comm, data, opts.rootRank, op)
-            tensors[0].copy_(data)
+            put(tensors[0], data)
 
         return self._run("reduce", tensors, [], work, opts)
 
@@ -56,17 +57,17 @@ class Operations:
             data = torch.cat([tensor.reshape(-1) for tensor in tensors])
             self._all_reduce(comm, data, opts.reduceOp)
             for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+                tensor.copy_(part.view_as(tensor))
 
         return self._run("all_reduce_coalesced", tensors, [], work, opts)
 
-    def _all_reduce(self, comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    def _all_reduce(self, comm: Communicator, tensor: Tensor, op: Any) -> None:
         (data,), op = scaled([tensor], op)
         if data.layout is torch.strided:
             all_reduce(comm, data, op, self.transports.default)
         else:
             all_reduce_sparse(comm, data, op)
-        tensor.copy_(data)
+        put(tensor, data)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         return self._call("all_gather", outputs[0], inputs, opts, outputs[0], inputs[0])
@@ -78,7 +79,7 @@ class Operations:
 
         return self._run("all_gather_coalesced", [each for theirs in outputs for each in theirs], inputs, work, opts)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
@@ -94,7 +95,7 @@ class Operations:
 
         return self._run("reduce_scatter", outputs, inputs[0], work, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULTS) -> Any:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _DEFAULTS) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULTS) -> Any:
@@ -108,13 +109,11 @@ class Operations:
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         return self._call("all_to_all", outputs, inputs, opts, outputs, inputs)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Any:
+    def all_to_all_single(self, output: Tensor, input: Tensor, out_rows: list[int], in_rows: list[int], opts: Any = None) -> Any:
         def work(comm: Communicator) -> None:
             room = output.contiguous()  # of which rows can be written
-            call("all_to_all", comm, cut(room, output_sizes, comm.size), cut(input, input_sizes, comm.size))
-            output.copy_(room)
+            call("all_to_all", comm, rows(room, out_rows, comm.size), rows(input, in_rows, comm.size))
+            put(output, room)
 
         return self._run("all_to_all_single", [output], [input], work, opts)
 
@@ -134,17 +133,11 @@ class Operations:
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> NoReturn:
         raise NotImplementedError("d2lps: recv from any source; say from which rank, messages match by their sender")
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("d2lps: monitored_barrier; barrier raises too, and says which rank was lost")
-
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("d2lps: split_group; new_group makes smaller groups")
 
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("d2lps: merge_remote_group; new_group makes groups")
 
-
-def scaled(tensors: Sequence[torch.Tensor], op: Any) -> tuple[list[torch.Tensor], Any]:
+def scaled(tensors: Sequence[Tensor], op: Any) -> tuple[list[Tensor], Any]:
     """A sum of tensors that are multiplied before (PREMUL_SUM) as a plain sum of such copies; any other op as it is."""
     if op != ReduceOp.PREMUL_SUM:
         return list(tensors), op
@@ -152,17 +145,19 @@ def scaled(tensors: Sequence[torch.Tensor], op: Any) -> tuple[list[torch.Tensor]
     return [tensor * factor for tensor in tensors], ReduceOp.SUM
 
 
-def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """The rows for each rank: `sizes` of them, or equally many."""
-    if not sizes and tensor.size(0) % ranks:
-        raise ValueError(f"a tensor of {tensor.size(0)} rows cannot be cut into {ranks} equal parts")
-    if sizes and (len(sizes) != ranks or sum(sizes) != tensor.size(0)):
-        raise ValueError(f"split sizes {list(sizes)} do not cut a tensor of {tensor.size(0)} rows into {ranks} parts")
-    return list(tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks))
+def put(into: Tensor, data: Tensor) -> None:
+    """Where the result belongs, if it was worked out elsewhere."""
+    if data is not into:
+        into.copy_(data)
 
 
-def all_reduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
-    """Sum tensors of which each rank has few rows, such as gradients of an embedding: gather all, and add up what belongs together.
+def rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    """Those for each rank: `sizes` of them, or equally many; torch's `split` says what is wrong with other numbers."""
+    return tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks)
+
+
+def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any) -> None:
+    """Sum tensors of which each rank has few rows, such as an embedding's gradients: gather all, add what belongs together.
 
     >>> all_reduce_sparse(comm, tensor, ReduceOp.SUM)                               # doctest: +SKIP
 
@@ -183,7 +178,7 @@ def all_reduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None
     tensor.copy_(total)
 
 
-def _gathered(comm: Communicator, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _gathered(comm: Communicator, rows: Tensor, counts: list[int]) -> Tensor:
     """All ranks' rows, one after another; rank r has `counts[r]` of them."""
     everyone = rows.new_empty(sum(counts), *rows.shape[1:])
     call("all_gather", comm, list(everyone.split(counts)), rows)

@@ -31,7 +31,7 @@ class BookProcessGroup(Operations, _Base):
     raise within a moment, as every later call does.
     """
 
-    group_name = group_desc = ""  # in place of torch's, which look for an engine of torch's
+    group_name = ""  # in place of torch's, which looks for an engine of torch's
 
     def __init__(self, options: Any, _: Any = None) -> None:
         """As torch makes it, on each rank of a new group."""
@@ -120,20 +120,15 @@ class BookProcessGroup(Operations, _Base):
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
         except RuntimeError as error:
             raise self._failed(error, comm, action) from error
-        return MessageWork(message, tensor, peer, lambda error: self._failed(error, comm, action))
+        return MessageWork(message, tensor, lambda error: self._failed(error, comm, action))
 
     # ---- what torch asks a group ----------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "d2lps"
 
-    name = getBackendName
-
     def _set_group_name(self, name: str) -> None:
         self.group_name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self.group_desc = desc
 
     def getGroupName(self) -> str:
         return self.group_name

@@ -44,20 +44,9 @@ class Noticing(Communicator):
 class EngineCommunicator(Noticing, ProcessGroupCommunicator):
     """Over an engine of torch's, gloo or NCCL, which no other program sees and which needs no other group."""
 
-    def leave(self, failed: bool) -> None:
-        """gloo's sockets are closed when nobody knows them any more, and others notice."""
-        self.group = None
-
 
 class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[misc]
     """Ranks are numbered as in the group, for the memory is the group's own."""
-
-    def leave(self, failed: bool = False) -> None:
-        """Tell the others, and undo the circles of references, so that the memory goes when the last one who knows this goes."""
-        if failed:
-            self.mine.waiting.give_up()
-        super().leave()
-        self.mine.waiting.noting(None)
 
 
 class Transports:
@@ -70,32 +59,15 @@ class Transports:
         # A store may outlive a group, and another one of this name: what this one leaves there is under a number of its own.
         self.store = dist.PrefixStore(str((store.add("arrivals", 1) - 1) // len(members)), store)
         self.rank, self.members, self.name, self.timeout = rank, list(members), name, timeout
-        self.memory = self._share()
+        self.memory = share(self.store, rank, members, timeout, choice.transport())
         self._signatures: Any = None
         self._made: dict[tuple[str, torch.device], Any] = {}
         against = "" if _own_gpu(len(members)) else "not every rank has a GPU of its own"
         self._nccl = not agreed(dist.PrefixStore("gpus", self.store), len(members), against)
         for what in ("collectives", "messages"):
             self.communicator(what, CPU)  # over gloo all ranks are joined to all at once, as long as all are here
-        self._settle()
-
-    def _settle(self) -> None:
-        """The store may live in the first rank: it stays until all have read there what they need."""
-        if self.store.add("settled", 1) == len(self.members):
-            self.store.set("all settled", "")
-        if self.rank == 0:
-            self.store.get("all settled")
-
-    def _share(self) -> Rank | None:
-        wanted = choice.transport()
-        if wanted == "gloo":
-            return None
-        shared = share(dist.PrefixStore("memory", self.store), self.rank, self.members, self.timeout)
-        if isinstance(shared, Rank):
-            return shared
-        if wanted == "shm":
-            raise RuntimeError(f"transport='shm' is not there: {shared}; use 'gloo', or 'auto'")
-        return None
+        # The store may live in the first rank: it stays until all have read there what they need.
+        self.communicator("collectives", CPU).barrier()
 
     @property
     def default(self) -> str:
@@ -124,7 +96,11 @@ class Transports:
     def close(self, failed: bool = False) -> None:
         """Let go of memory and sockets. failed: this rank goes on no more, and who waits for it shall know."""
         for comm in self._made.values():
-            comm.leave(failed)
+            comm.group = None  # gloo closes sockets that nobody knows any more, and others notice
+        if self.memory:
+            waiting = self.memory.waiting
+            waiting.give_up() if failed else waiting.leave()
+            waiting.noting(None)  # it refers to a communicator, and that to the memory
         self._made.clear()
         self.memory = self._signatures = None
 
@@ -148,8 +124,10 @@ def agreed(store: dist.Store, ranks: int, reason: str) -> str:
 # ---- how ranks that somebody else started come to share memory --------------------------------------------------------
 
 
-def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) -> Rank | str | None:
-    """This rank's part; or why nobody shares. Every rank calls it, and gets the same."""
+def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float, wanted: str) -> Rank | None:
+    """This rank's part, if every rank can have one. Every rank calls it."""
+    if wanted == "gloo":
+        return None
     mine, reason = None, ""
     try:
         file = _open(store) if rank else _create(store, len(numbers))
@@ -157,7 +135,10 @@ def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) 
         weakref.finalize(mine, file.close)
     except (OSError, ValueError) as error:
         reason = f"rank {rank}: {error}"
-    return agreed(store, len(numbers), reason) or mine
+    denied = agreed(dist.PrefixStore("memory", store), len(numbers), reason)
+    if denied and wanted == "shm":
+        raise RuntimeError(f"transport='shm' is not there: {denied}; use 'gloo', or 'auto'")
+    return None if denied else mine
 
 
 def _create(store: dist.Store, ranks: int) -> BinaryIO:

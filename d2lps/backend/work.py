@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from d2lps import comm
-from d2lps.comm import RankHung
+from d2lps.comm import RankHung, Work
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 Future = torch.futures.Future
 _Base: Any = dist.Work
 
@@ -23,15 +22,9 @@ _Base: Any = dist.Work
 class BookWork(_Base):
     """What the works of collectives and of messages have in common."""
 
-    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+    def __init__(self, results: Sequence[Tensor]) -> None:
         super().__init__()
-        self.results, self.error = list(results), None
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.error is None
-
-    def exception(self) -> BaseException | None:
-        return self.error
+        self.results = list(results)
 
     def result(self) -> Tensors:
         return self.results
@@ -43,9 +36,10 @@ class BookWork(_Base):
 class CollectiveWork(BookWork):
     """A collective that a group's thread will do, or has done. An error there is raised here, by `wait`."""
 
-    def __init__(self, group: Any, name: str, results: Sequence[torch.Tensor]) -> None:
+    def __init__(self, group: Any, name: str, results: Sequence[Tensor]) -> None:
         super().__init__(results)
         self.group, self.tasks, self.name = group, group.tasks, name
+        self.error: BaseException | None = None
         self._done = threading.Event()
 
     def finish(self, error: BaseException | None) -> None:
@@ -72,7 +66,8 @@ class CollectiveWork(BookWork):
         """
         self.tasks.do_until(self.is_completed)
         future = CollectiveFuture(self)
-        if _by_python(sys._getframe().f_back):
+        caller = sys._getframe().f_back
+        if caller and "get_future" in caller.f_code.co_names:  # a line of Python; torch's C++ calls it too, without one
             self.tasks.submit(partial(self.group.call_back, self.name, future.complete))
             return future
         if any(tensor.dtype == torch.float16 for tensor in self.results):
@@ -102,17 +97,12 @@ class CollectiveFuture(Future[Tensors]):
             self.set_result(self.work.results)
 
 
-def _by_python(caller: FrameType | None) -> bool:
-    """Whether `get_future` was called by a line of Python; torch's C++ calls it too, and has no frame of its own."""
-    return caller is not None and "get_future" in caller.f_code.co_names
-
-
 class MessageWork(BookWork):
     """A message of the program's own: posted at once, in the calling thread, and complete when it has been waited for."""
 
-    def __init__(self, message: comm.Work, tensor: torch.Tensor, peer: int, failed: Callable[..., BaseException]) -> None:
+    def __init__(self, message: Work, tensor: Tensor, failed: Callable[[BaseException], BaseException]) -> None:
         super().__init__([tensor])
-        self.message, self.peer, self.failed = message, peer, failed
+        self.message, self.failed = message, failed
 
     def is_completed(self) -> bool:
         return bool(self.message.is_done())
@@ -129,9 +119,6 @@ class MessageWork(BookWork):
         except Exception as error:
             raise self.failed(error) from error
         return True
-
-    def source_rank(self) -> int:
-        return self.peer
 
     def get_future(self) -> Future[Tensors]:
         raise NotImplementedError("d2lps: the work of send and recv has no future; call its wait()")
