@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from d2lps.cost.numbers import check, in_words
-from d2lps.cost.reducing import all_reduce
+from d2lps.cost.reducing import Levels, all_reduce
 
 # What is assumed of real processes before anything is measured: about what gloo's messages take within one machine. In shared
 # memory both are several times smaller; the choice depends on alpha / beta, here 70 kB, which stays within a factor of three.
@@ -50,15 +50,8 @@ class Choice:
 
 
 def choose(
-    nbytes: float,
-    ranks: int,
-    alpha: float,
-    beta: float,
-    *,
-    overhead: float | None = None,
-    inner: Sequence[tuple[int, float, float]] = (),
-    ports: str = "device",
-    candidates: Sequence[str] = CANDIDATES,
+    nbytes: float, ranks: int, alpha: float, beta: float,
+    *, overhead: float | None = None, inner: Levels = (), ports: str = "device", candidates: Sequence[str] = CANDIDATES,
 ) -> Choice:
     """The cheapest all-reduce, and what the others would take.
 
@@ -81,8 +74,7 @@ def choose(
             asked["halving_doubling"] = "hierarchical", {"inner": inner, "ports": ports, "by": "halving_doubling"}
     table = []
     for name, (formula, options) in asked.items():
-        total, latency = (all_reduce(formula, n, ranks, alpha, beta, **options) for n in (nbytes, 0))
-        table.append((name, total, latency))
+        table.append((name, *(all_reduce(formula, n, ranks, alpha, beta, **options) for n in (nbytes, 0))))
     speed = f"{1 / beta / 1e9:.4g} GB/s" if beta else "infinite bandwidth"
     question = f"all-reduce of {nbytes:,.0f} bytes, {ranks} ranks, alpha {in_words(alpha)}, {speed}"
     # To 12 digits: of equally good ones the first shall win, whatever the last digit says.
