@@ -20,6 +20,8 @@ from d2lps.comm.explain import State, describe_state
 from d2lps.launch.lastnote import meaning, release
 from d2lps.signatures import store_at
 
+Tensors = Sequence[torch.Tensor]
+Collective = Callable[[Communicator], None]
 _Base: Any = dist.ProcessGroup
 
 
@@ -45,27 +47,18 @@ class BookProcessGroup(Operations, _Base):
 
     # ---- collectives ----------------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        name: str,
-        results: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        collective: Callable[[Communicator], None],
-        options: Any = None,
-    ) -> CollectiveWork:
+    def _run(self, name: str, results: Tensors, inputs: Tensors, collective: Collective, options: Any = None) -> CollectiveWork:
         """Have a collective done, and return its work."""
-        self._check(name, [*results, *inputs])
-        work = CollectiveWork(self, name, results)
-        device = next((tensor.device for tensor in (*results, *inputs)), CPU)
+        tensors = [*results, *inputs]
+        self._check(name, tensors)
+        work, device = CollectiveWork(self, name, results), tensors[0].device if tensors else CPU
         context = callers_context(device)
 
         def task() -> None:
-            if self.broken is not None:  # since this was asked for
-                work.finish(self._unusable(name))
-                return
-            comm = self.transports.communicator("collectives", device)
-            comm.touched = False
+            comm = None
             try:
+                self._check(name, tensors)  # once more: the group may have broken since
+                comm = self._communicator("collectives", device)
                 with context():
                     collective(comm)
                 work.finish(None)
@@ -75,21 +68,23 @@ class BookProcessGroup(Operations, _Base):
         self.tasks.submit(task, at_once=getattr(options, "asyncOp", True) is False)
         return work
 
-    def _check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _check(self, name: str, tensors: Tensors) -> None:
         if self.broken is not None:
-            raise self._unusable(name) from self.broken
+            raise RankFailed(f"{name}: this process group is of no more use since {self.broken}") from self.broken
         for tensor in tensors:
             if tensor.layout is not torch.strided and name != "all_reduce":
                 raise NotImplementedError(f"d2lps: {name} of a tensor of layout {tensor.layout}; make it dense first")
             if tensor.device.type not in ("cpu", "cuda"):
                 raise NotImplementedError(f"d2lps: {name} of a tensor on {tensor.device}; there are cpu and cuda")
 
-    def _unusable(self, name: str) -> RankFailed:
-        return RankFailed(f"{name}: this process group is of no more use since {self.broken}")
+    def _communicator(self, what: str, device: torch.device) -> Any:
+        comm = self.transports.communicator(what, device)
+        comm.touched = False
+        return comm
 
     def _failed(self, error: BaseException, comm: Any, name: str) -> BaseException:
         """What to raise for an error on this communicator; the group goes no further if others may be waiting."""
-        if comm.touched and self.broken is None:
+        if comm and comm.touched and self.broken is None:
             release(error)
             error = self.broken = explained(error, comm, name, self.transports.members)
             self.transports.close(failed=True)
@@ -104,18 +99,17 @@ class BookProcessGroup(Operations, _Base):
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> MessageWork:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> MessageWork:
         """Posted at once: a program may post its sends and receives in any order, and wait for them in any other."""
         return self._message("send", tensors, dst, tag)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> MessageWork:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> MessageWork:
         return self._message("recv", tensors, src, tag)
 
-    def _message(self, action: str, tensors: list[torch.Tensor], peer: int, tag: int) -> MessageWork:
+    def _message(self, action: str, tensors: Tensors, peer: int, tag: int) -> MessageWork:
         self._check(action, tensors)
         (tensor,) = tensors
-        comm = self.transports.communicator("messages", tensor.device)
-        comm.touched = False
+        comm = self._communicator("messages", tensor.device)
         try:
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
         except RuntimeError as error:

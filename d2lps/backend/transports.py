@@ -62,12 +62,12 @@ class Transports:
         self.memory = share(self.store, rank, members, timeout, choice.transport())
         self._signatures: Any = None
         self._made: dict[tuple[str, torch.device], Any] = {}
-        against = "" if _own_gpu(len(members)) else "not every rank has a GPU of its own"
-        self._nccl = not agreed(dist.PrefixStore("gpus", self.store), len(members), against)
-        for what in ("collectives", "messages"):
-            self.communicator(what, CPU)  # over gloo all ranks are joined to all at once, as long as all are here
-        # The store may live in the first rank: it stays until all have read there what they need.
-        self.communicator("collectives", CPU).barrier()
+        self._nccl = False
+        for what in ("messages", "collectives"):
+            comm = self.communicator(what, CPU)  # over gloo all ranks are joined to all at once, as long as all are here
+        # NCCL wants a GPU for each rank. And the store, which may live in the first rank, stays until all have answered.
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", len(members)))
+        self._nccl = all(comm._tell("agree", dist.is_nccl_available() and torch.cuda.device_count() >= here))
 
     @property
     def default(self) -> str:
@@ -105,22 +105,6 @@ class Transports:
         self.memory = self._signatures = None
 
 
-def _own_gpu(ranks: int) -> bool:
-    """Whether NCCL, which wants a GPU for each rank, can have them on this machine."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return dist.is_nccl_available() and torch.cuda.device_count() >= here
-
-
-def agreed(store: dist.Store, ranks: int, reason: str) -> str:
-    """ "" if no rank gives a reason against it, else one of the reasons; the same on all ranks, at a few messages each."""
-    if reason:
-        store.set("reason", reason)
-        store.add("against", 1)
-    if store.add("votes", 1) == ranks:
-        store.set("result", store.get("reason").decode() if store.add("against", 0) else "")
-    return store.get("result").decode()
-
-
 # ---- how ranks that somebody else started come to share memory --------------------------------------------------------
 
 
@@ -139,6 +123,16 @@ def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float, 
     if denied and wanted == "shm":
         raise RuntimeError(f"transport='shm' is not there: {denied}; use 'gloo', or 'auto'")
     return None if denied else mine
+
+
+def agreed(store: dist.Store, ranks: int, reason: str) -> str:
+    """ "" if no rank gives a reason against it, else one of the reasons; the same on all ranks, at a few messages each."""
+    if reason:
+        store.set("reason", reason)
+        store.add("against", 1)
+    if store.add("votes", 1) == ranks:
+        store.set("result", store.get("reason").decode() if store.add("against", 0) else "")
+    return store.get("result").decode()
 
 
 def _create(store: dist.Store, ranks: int) -> BinaryIO:
