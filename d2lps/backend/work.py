@@ -53,8 +53,9 @@ class CollectiveWork(BookWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results are there; no timeout (or 0): as long as the group's own allows."""
         self.tasks.do_until(self.is_completed)
-        if not self._done.wait(timeout.total_seconds() if timeout else None):
-            raise RankHung(f"{self.name} was not complete after {timeout.total_seconds():g} s")
+        seconds = timeout.total_seconds() if timeout else None
+        if not self._done.wait(seconds):
+            raise RankHung(f"{self.name} was not complete after {seconds:g} s")
         if self.error is not None:
             raise self.error
         return True

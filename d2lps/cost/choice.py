@@ -74,7 +74,8 @@ def choose(
             asked["halving_doubling"] = "hierarchical", {"inner": inner, "ports": ports, "by": "halving_doubling"}
     table = []
     for name, (formula, options) in asked.items():
-        table.append((name, *(all_reduce(formula, n, ranks, alpha, beta, **options) for n in (nbytes, 0))))
+        total, latency = (all_reduce(formula, n, ranks, alpha, beta, **options) for n in (nbytes, 0))
+        table.append((name, total, latency))
     speed = f"{1 / beta / 1e9:.4g} GB/s" if beta else "infinite bandwidth"
     question = f"all-reduce of {nbytes:,.0f} bytes, {ranks} ranks, alpha {in_words(alpha)}, {speed}"
     # To 12 digits: of equally good ones the first shall win, whatever the last digit says.

@@ -33,9 +33,8 @@ def double_tree(comm: Communicator, data: Tensor, op: ReduceOp, *, chunks: int |
     for clock in range(count + height - 1):
         comm.step("up {}", clock + 1)
         _up(comm, trees, clock - height, op)
-    for tree in trees:
-        for chunk in () if tree.parents else tree.chunks:  # complete, at the root
-            divide(chunk, op, comm.size)
+    for chunk in (chunk for tree in trees if not tree.parents for chunk in tree.chunks):  # complete, at the root
+        divide(chunk, op, comm.size)
     for clock in range(count + height - 1):
         comm.step("down {}", clock + 1)
         _down(comm, trees, clock)
