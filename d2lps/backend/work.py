@@ -41,6 +41,7 @@ class CollectiveWork(BookWork):
         self.group, self.tasks, self.name = group, group.tasks, name
         self.error: BaseException | None = None
         self._done = threading.Event()
+        self._unasked: Any = self  # until asked: torch 2.6 takes a work that Python has forgotten for its own, which never ends
 
     def finish(self, error: BaseException | None) -> None:
         """Called once, by the thread."""
@@ -52,6 +53,7 @@ class CollectiveWork(BookWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results are there; no timeout (or 0): as long as the group's own allows."""
+        self._unasked = None
         self.tasks.do_until(self.is_completed)
         seconds = timeout.total_seconds() if timeout else None
         if not self._done.wait(seconds):
@@ -65,6 +67,7 @@ class CollectiveWork(BookWork):
 
         To complete it is a task like others: what follows a collective has its place in the order of all that the ranks do.
         """
+        self._unasked = None
         self.tasks.do_until(self.is_completed)
         future = CollectiveFuture(self)
         caller = sys._getframe().f_back
