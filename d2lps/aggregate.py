@@ -45,27 +45,22 @@ def blockwise(comm: Communicator, tensor: Tensor) -> None:
 
 
 def _by_one(comm: Communicator, tensor: Tensor, name: str, root: int, own: bool) -> None:
+    """Root takes in all, adds, and hands out; `own`: whether its own tensor is part of the sum."""
     check_tensor("tensor", tensor)
     check_rank(comm, name, root)
+    others = [rank for rank in range(comm.size) if rank != root]
     with flat(tensor) as data:
-        if comm.rank == root:
-            _add_up(comm, data, own)
-            return
         comm.step("to the one that adds")
-        comm.send(data, root)
+        if comm.rank == root:
+            # Without a part of its own, the first to come in is what the others are added to.
+            incoming = [data.new_empty(data.shape) if own or rank != others[0] else data for rank in others]
+            comm.exchange([], zip(incoming, others, strict=True))
+            for part in incoming[0 if own else 1 :]:
+                comm.combine(data, part, ReduceOp.SUM)
+        else:
+            comm.send(data, root)
         comm.step("back")
-        comm.recv(data, root)
-
-
-def _add_up(comm: Communicator, data: Tensor, own: bool) -> None:
-    """Take in all, add, and hand out; `own`: whether `data` is part of the sum."""
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    incoming = [data.new_empty(data.shape) for _ in others]
-    if others and not own:
-        incoming[0] = data  # the first to come in is what the others are added to
-    comm.step("to the one that adds")
-    comm.exchange([], zip(incoming, others, strict=True))
-    for part in incoming[0 if own else 1 :]:
-        comm.combine(data, part, ReduceOp.SUM)
-    comm.step("back")
-    comm.exchange([(data, rank) for rank in others], [])
+        if comm.rank == root:
+            comm.exchange([(data, rank) for rank in others], [])
+        else:
+            comm.recv(data, root)

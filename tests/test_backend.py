@@ -27,7 +27,7 @@ from oracles import ALL_REDUCE, TORCH
 import d2lps
 import d2lps.backend
 from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
-from d2lps.backend import choice, shm
+from d2lps.backend import choice, transports
 from d2lps.backend.tasks import TaskQueue
 
 TRANSPORTS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
@@ -44,7 +44,7 @@ def _inside(comm: Communicator, function: Function, transport: str, timeout: flo
     d2lps.backend.use(transport=transport)
     os.environ.update(GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo")
     dist.distributed_c10d.default_pg_timeout = timedelta(seconds=timeout)
-    store = d2lps.backend.creation._store(comm)
+    store = d2lps.backend.processgroup.store_of(comm)
     limit = timedelta(seconds=timeout)
     dist.init_process_group("d2lps", store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
     try:
@@ -574,8 +574,8 @@ def test_a_group_may_follow_another(tmp_path: Path) -> None:
 def test_one_rank_that_cannot_is_reason_enough_for_all() -> None:
     def vote(comm: Communicator) -> list[str]:
         store = dist.group.WORLD.get_group_store()
-        first = shm.agreed(dist.PrefixStore("a", store), 3, "")
-        second = shm.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
+        first = transports.agreed(dist.PrefixStore("a", store), 3, "")
+        second = transports.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
         dist.barrier()  # the store is in rank 0, and gone with it; to make a group takes care of that, these votes alone do not
         return [first, second]
 
@@ -585,21 +585,21 @@ def test_one_rank_that_cannot_is_reason_enough_for_all() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_shared_memory_is_found_or_asked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(comm: Communicator) -> bool:
-        return dist.group.WORLD.transports.descriptor >= 0
+        return dist.group.WORLD.transports.memory is not None
 
     def apart(comm: Communicator) -> list[Any]:
-        shm._machine = lambda: f"machine {comm.rank}"  # as if they lived on three
+        transports._machine = lambda: f"machine {comm.rank}"  # as if they lived on three
         group = dist.new_group()
         dist.all_reduce(tensor := torch.ones(1), group=group)
         d2lps.backend.use(transport="shm")
-        results = [group.transports.descriptor, tensor.item(), told(lambda: dist.new_group())]
+        results = [group.transports.memory, tensor.item(), told(lambda: dist.new_group())]
         dist.barrier()
         return results
 
     assert job(found, 3) == [True] * 3
     assert job(found, 2, transport="gloo") == [False] * 2
-    for descriptor, total, said in job(apart, 3):
-        assert (descriptor, total) == (-1, 3.0)
+    for memory, total, said in job(apart, 3):
+        assert (memory, total) == (None, 3.0)
         assert re.match(r"RuntimeError: transport='shm' is not there: rank [12]: it is on another machine than", said)
 
 
@@ -614,7 +614,7 @@ TRAINING = """
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
         model(torch.full((2, 3), float(dist.get_rank()))).sum().backward()
         dist.barrier()
-        shares = dist.group.WORLD.transports.descriptor >= 0
+        shares = dist.group.WORLD.transports.memory is not None
         line = f"{dist.get_rank()} {model.module.weight.grad.tolist()} {dist.get_backend()} {shares}\\n"
         os.write(1, line.encode())  # in one piece
         dist.destroy_process_group()

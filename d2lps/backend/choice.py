@@ -12,11 +12,9 @@ from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator, ReduceOp, flat
 
 Algorithm = str | Callable[..., object]
-TRANSPORTS = ("auto", "shm", "gloo")
+_TRANSPORTS = ("auto", "shm", "gloo")
 _LIKE = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
-_NAMES = tuple(name for name in collectives.__all__ if name not in _LIKE)
-_chosen: dict[str, Algorithm] = {}
-_transport = ""
+_chosen: dict[str, Algorithm | None] = {}  # by collective; and the "transport"
 
 
 def use(*, transport: str | None = None, **algorithms: Algorithm | None) -> None:
@@ -30,27 +28,25 @@ def use(*, transport: str | None = None, **algorithms: Algorithm | None) -> None
     of (comm, tensor, op) gets every op, and for an average has to divide too. By default: shared memory's own all-reduce, and
     elsewhere "auto". The environment variables D2LPS_ALL_REDUCE and D2LPS_TRANSPORT choose where the program does not.
     """
-    global _transport
+    names = [name for name in collectives.__all__ if name not in _LIKE]
     for name, algorithm in algorithms.items():
-        if name not in _NAMES:
-            raise TypeError(f"there is no collective {name!r}; choose from {', '.join(_NAMES)}")
+        if name not in names:
+            raise TypeError(f"there is no collective {name!r}; choose from {', '.join(names)}")
         if callable(algorithm) and name != "all_reduce":
             raise TypeError(f"{name}={algorithm!r}: only all_reduce takes a function; name an algorithm")
-    _chosen.update({name: algorithm for name, algorithm in algorithms.items() if algorithm is not None})
-    for name in [name for name, algorithm in algorithms.items() if algorithm is None]:
-        _chosen.pop(name, None)
+    _chosen.update(algorithms)
     if transport is not None:
-        _transport = _checked(transport)
+        _chosen["transport"] = _checked(transport)
 
 
 def transport() -> str:
     """What new groups shall use."""
-    return _transport or _checked(os.environ.get("D2LPS_TRANSPORT", "auto"))
+    return str(_chosen.get("transport") or _checked(os.environ.get("D2LPS_TRANSPORT", "auto")))
 
 
 def _checked(transport: str) -> str:
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r} is unknown: choose one of {', '.join(map(repr, TRANSPORTS))}")
+    if transport not in _TRANSPORTS:
+        raise ValueError(f"transport={transport!r} is unknown: choose one of {', '.join(map(repr, _TRANSPORTS))}")
     return transport
 
 
@@ -79,6 +75,6 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: ReduceOp, default: 
 
 def takes_op(function: Callable[..., object]) -> bool:
     """Whether the reader's function has a parameter for the op: `takes_op(lambda comm, tensor, op: None) is True`."""
-    parameters = list(inspect.signature(function).parameters.values())
-    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    return len(needed) > 2 or any(each.name == "op" for each in parameters)
+    parameters = inspect.signature(function).parameters
+    needed = [each for each in parameters.values() if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return len(needed) > 2 or "op" in parameters

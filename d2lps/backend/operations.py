@@ -1,19 +1,18 @@
 """torch.distributed's calls, each in terms of the book's eight collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from d2lps.backend.choice import all_reduce, call
-from d2lps.backend.sparse import all_reduce_sparse
+from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 _DEFAULTS = SimpleNamespace(rootRank=0, reduceOp=ReduceOp.SUM)  # of torch's many kinds of options
 
 
@@ -58,11 +57,11 @@ class Operations:
             data = torch.cat([tensor.reshape(-1) for tensor in tensors])
             self._all_reduce(comm, data, opts.reduceOp)
             for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+                tensor.copy_(part.view_as(tensor))
 
         return self._run("all_reduce_coalesced", tensors, [], work, opts)
 
-    def _all_reduce(self, comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    def _all_reduce(self, comm: Communicator, tensor: Tensor, op: Any) -> None:
         (data,), op = scaled([tensor], op)
         if data.layout is torch.strided:
             all_reduce(comm, data, op, self.transports.default)
@@ -80,7 +79,7 @@ class Operations:
 
         return self._run("all_gather_coalesced", [each for theirs in outputs for each in theirs], inputs, work, opts)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
@@ -96,7 +95,7 @@ class Operations:
 
         return self._run("reduce_scatter", outputs, inputs[0], work, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULTS) -> Any:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _DEFAULTS) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULTS) -> Any:
@@ -110,12 +109,10 @@ class Operations:
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         return self._call("all_to_all", outputs, inputs, opts, outputs, inputs)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Any:
+    def all_to_all_single(self, output: Tensor, input: Tensor, out_rows: list[int], in_rows: list[int], opts: Any = None) -> Any:
         def work(comm: Communicator) -> None:
             room = output.contiguous()  # of which rows can be written
-            call("all_to_all", comm, cut(room, output_sizes, comm.size), cut(input, input_sizes, comm.size))
+            call("all_to_all", comm, rows(room, out_rows, comm.size), rows(input, in_rows, comm.size))
             put(output, room)
 
         return self._run("all_to_all_single", [output], [input], work, opts)
@@ -136,17 +133,11 @@ class Operations:
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> NoReturn:
         raise NotImplementedError("d2lps: recv from any source; say from which rank, messages match by their sender")
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("d2lps: monitored_barrier; barrier raises too, and says which rank was lost")
-
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("d2lps: split_group; new_group makes smaller groups")
 
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("d2lps: merge_remote_group; new_group makes groups")
 
-
-def scaled(tensors: Sequence[torch.Tensor], op: Any) -> tuple[list[torch.Tensor], Any]:
+def scaled(tensors: Sequence[Tensor], op: Any) -> tuple[list[Tensor], Any]:
     """A sum of tensors that are multiplied before (PREMUL_SUM) as a plain sum of such copies; any other op as it is."""
     if op != ReduceOp.PREMUL_SUM:
         return list(tensors), op
@@ -154,16 +145,41 @@ def scaled(tensors: Sequence[torch.Tensor], op: Any) -> tuple[list[torch.Tensor]
     return [tensor * factor for tensor in tensors], ReduceOp.SUM
 
 
-def put(into: torch.Tensor, data: torch.Tensor) -> None:
+def put(into: Tensor, data: Tensor) -> None:
     """Where the result belongs, if it was worked out elsewhere."""
     if data is not into:
         into.copy_(data)
 
 
-def cut(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """The rows for each rank: `sizes` of them, or equally many."""
-    if not sizes and tensor.size(0) % ranks:
-        raise ValueError(f"a tensor of {tensor.size(0)} rows cannot be cut into {ranks} equal parts")
-    if sizes and (len(sizes) != ranks or sum(sizes) != tensor.size(0)):
-        raise ValueError(f"split sizes {list(sizes)} do not cut a tensor of {tensor.size(0)} rows into {ranks} parts")
-    return list(tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks))
+def rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    """Those for each rank: `sizes` of them, or equally many; torch's `split` says what is wrong with other numbers."""
+    return tensor.split(list(sizes) or [tensor.size(0) // ranks] * ranks)
+
+
+def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any) -> None:
+    """Sum tensors of which each rank has few rows, such as an embedding's gradients: gather all, add what belongs together.
+
+    >>> all_reduce_sparse(comm, tensor, ReduceOp.SUM)                               # doctest: +SKIP
+
+    If rank 0 has 5 at row 2, and rank 1 has 1 at row 2 and 7 at row 4, both end with 6 at row 2 and 7 at row 4. The entries of
+    all ranks reach every rank: with p ranks of n bytes each it sends (p - 1) n bytes, so it pays while few rows are touched.
+    """
+    if op != ReduceOp.SUM and op != ReduceOp.AVG:
+        raise NotImplementedError(f"d2lps: all_reduce of a sparse tensor with op={op}; there are SUM and AVG")
+    if tensor.layout is not torch.sparse_coo:
+        raise NotImplementedError(f"d2lps: all_reduce of a tensor of layout {tensor.layout}; make it sparse_coo, or dense")
+    mine = tensor.coalesce()
+    comm.agree(f"all_reduce of a sparse {list(mine.shape)} of {mine.dtype}, the first {mine.sparse_dim()} dimensions sparse")
+    counts = torch.zeros(comm.size, dtype=torch.int64, device=mine.device)
+    call("all_gather_into_tensor", comm, counts, counts.new_tensor([mine.values().size(0)]))
+    indices, values = (_gathered(comm, rows, counts.tolist()) for rows in (mine.indices().t().contiguous(), mine.values()))
+    total = torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=True).coalesce()
+    divide(total, op, comm.size)
+    tensor.copy_(total)
+
+
+def _gathered(comm: Communicator, rows: Tensor, counts: list[int]) -> Tensor:
+    """All ranks' rows, one after another; rank r has `counts[r]` of them."""
+    everyone = rows.new_empty(sum(counts), *rows.shape[1:])
+    call("all_gather", comm, list(everyone.split(counts)), rows)
+    return everyone

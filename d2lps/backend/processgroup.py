@@ -1,21 +1,27 @@
 """A process group of torch.distributed: each of its calls becomes a task for the group's thread, or a message posted at once."""
 
-from __future__ import annotations
-
+import inspect
+import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from d2lps.backend.failures import explained
+from d2lps.backend import work
 from d2lps.backend.operations import Operations
 from d2lps.backend.tasks import Task, TaskQueue, callers_context
 from d2lps.backend.transports import CPU, Transports
-from d2lps.backend.work import CollectiveWork, MessageWork, Together
-from d2lps.comm import Communicator, RankFailed, RankHung
-from d2lps.launch.failure import release
+from d2lps.backend.work import CollectiveWork, MessageWork
+from d2lps.collectives import broadcast
+from d2lps.comm import Communicator, RankDied, RankFailed, RankHung
+from d2lps.comm.explain import describe_status
+from d2lps.launch.failure import meaning, release
+from d2lps.signatures import store_at
 
+Tensors = Sequence[torch.Tensor]
+Collective = Callable[[Communicator], None]
 _Base: Any = dist.ProcessGroup
 
 
@@ -27,37 +33,32 @@ class BookProcessGroup(Operations, _Base):
     raise within a moment, as every later call does.
     """
 
-    def __init__(self, store: dist.Store, rank: int, members: Sequence[int], name: str, timeout: float) -> None:
-        _Base.__init__(self, rank, len(members))
-        self.store = store
-        self.transports: Transports = Transports(store, rank, members, name, timeout)
-        self.tasks, self.group_name, self.group_desc = TaskQueue(name), name, ""
+    group_name = ""  # in place of torch's, which looks for an engine of torch's
+
+    def __init__(self, options: Any, _: Any = None) -> None:
+        """As torch makes it, on each rank of a new group."""
+        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        _Base.__init__(self, options.group_rank, len(members))
+        self.store, self.group_name = options.store, options.group_id
+        place = (options.store, options.group_rank, members, options.group_id)
+        self.transports: Transports = Transports(*place, options.timeout.total_seconds())
+        self.tasks = TaskQueue(options.group_id)
         self.broken: BaseException | None = None
-        self._begun: list[Any] | None = None  # the works since _start_coalescing
 
     # ---- collectives ----------------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        name: str,
-        results: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        collective: Callable[[Communicator], None],
-        options: Any = None,
-    ) -> CollectiveWork:
+    def _run(self, name: str, results: Tensors, inputs: Tensors, collective: Collective, options: Any = None) -> CollectiveWork:
         """Have a collective done, and return its work."""
-        self._check(name, [*results, *inputs])
-        work = CollectiveWork(self, name, results, _seconds(options))
-        device = next((tensor.device for tensor in (*results, *inputs)), CPU)
+        tensors = [*results, *inputs]
+        self._check(name, tensors)
+        work, device = CollectiveWork(self, name, results), tensors[0].device if tensors else CPU
         context = callers_context(device)
 
         def task() -> None:
-            if self.broken is not None:  # since this was asked for
-                work.finish(self._unusable(name))
-                return
-            comm = self.transports.communicator("collectives", device)
-            comm.touched = False
+            comm = None
             try:
+                self._check(name, tensors)  # once more: the group may have broken since
+                comm = self._communicator("collectives", device)
                 with context():
                     collective(comm)
                 work.finish(None)
@@ -65,23 +66,25 @@ class BookProcessGroup(Operations, _Base):
                 work.finish(self._failed(error, comm, name))
 
         self.tasks.submit(task, at_once=getattr(options, "asyncOp", True) is False)
-        return self._noted(work)
+        return work
 
-    def _check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _check(self, name: str, tensors: Tensors) -> None:
         if self.broken is not None:
-            raise self._unusable(name) from self.broken
+            raise RankFailed(f"{name}: this process group is of no more use since {self.broken}") from self.broken
         for tensor in tensors:
             if tensor.layout is not torch.strided and name != "all_reduce":
                 raise NotImplementedError(f"d2lps: {name} of a tensor of layout {tensor.layout}; make it dense first")
             if tensor.device.type not in ("cpu", "cuda"):
                 raise NotImplementedError(f"d2lps: {name} of a tensor on {tensor.device}; there are cpu and cuda")
 
-    def _unusable(self, name: str) -> RankFailed:
-        return RankFailed(f"{name}: this process group is of no more use since {self.broken}")
+    def _communicator(self, what: str, device: torch.device) -> Any:
+        comm = self.transports.communicator(what, device)
+        comm.touched = False
+        return comm
 
     def _failed(self, error: BaseException, comm: Any, name: str) -> BaseException:
         """What to raise for an error on this communicator; the group goes no further if others may be waiting."""
-        if comm.touched and self.broken is None:
+        if comm and comm.touched and self.broken is None:
             release(error)
             error = self.broken = explained(error, comm, name, self.transports.members)
             self.transports.close(failed=True)
@@ -96,53 +99,30 @@ class BookProcessGroup(Operations, _Base):
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> MessageWork:
         """Posted at once: a program may post its sends and receives in any order, and wait for them in any other."""
         return self._message("send", tensors, dst, tag)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> MessageWork:
         return self._message("recv", tensors, src, tag)
 
-    def _message(self, action: str, tensors: list[torch.Tensor], peer: int, tag: int) -> MessageWork:
+    def _message(self, action: str, tensors: Tensors, peer: int, tag: int) -> MessageWork:
         self._check(action, tensors)
         (tensor,) = tensors
-        comm = self.transports.communicator("messages", tensor.device)
-        comm.touched = False
+        comm = self._communicator("messages", tensor.device)
         try:
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
         except RuntimeError as error:
             raise self._failed(error, comm, action) from error
-        work = MessageWork(message, tensor, peer, lambda error: self._failed(error, comm, action))
-        return self._noted(work)
-
-    # ---- several calls as one -------------------------------------------------------------------------------------
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._begun = []
-
-    def _end_coalescing(self, device: torch.device) -> Together:
-        works, self._begun = self._begun or [], None
-        return Together(works)
-
-    def _noted(self, work: Any) -> Any:
-        if self._begun is not None:
-            self._begun.append(work)
-        return work
+        return MessageWork(message, tensor, lambda error: self._failed(error, comm, action))
 
     # ---- what torch asks a group ----------------------------------------------------------------------------------
-
-    group_name = group_desc = ""  # in place of torch's, which look for an engine of torch's
 
     def getBackendName(self) -> str:
         return "d2lps"
 
-    name = getBackendName
-
     def _set_group_name(self, name: str) -> None:
         self.group_name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self.group_desc = desc
 
     def getGroupName(self) -> str:
         return self.group_name
@@ -154,28 +134,73 @@ class BookProcessGroup(Operations, _Base):
     def _device_types(self) -> list[torch.device]:
         return [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.group_name!r}: rank {self.rank()} of {self.size()}>"
-
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """What was called is still done; then thread, memory and sockets go."""
         self.tasks.stop()
-        self._end(RuntimeError("destroy_process_group"))
+        self._end("destroy_process_group")
 
     def abort(self) -> None:
         """The same without waiting: the others will notice."""
-        self._end(RuntimeError("abort"))
+        self._end("abort")
         self.tasks.stop(patience=0.0)
 
-    def _end(self, why: BaseException) -> None:
+    def _end(self, why: str) -> None:
         if self.broken is None:
-            self.broken = why
+            self.broken = RuntimeError(why)
             self.transports.close()
 
 
-def _seconds(options: Any) -> float | None:
-    """How long a call may take, where it says so itself; torch has -1 ms for as long as the group allows."""
-    timeout = getattr(options, "timeout", None)
-    return timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+def explained(error: BaseException, comm: Any, name: str, numbers: Sequence[int]) -> BaseException:
+    """An error of the transport, told in our words and with the place where this rank stood; `numbers`: the ranks' in the job."""
+    note = comm.board.status
+    told = f"{name} of ranks {list(numbers)}: {str(error).partition(' This is typically')[0]}"  # gloo guesses why
+    if note is not None:
+        peer = numbers[comm.members.index(note.peer)] if note.peer >= 0 else -1
+        # Without the line: the thread's own says nothing, and the program's is in the traceback of its wait.
+        told += "\n" + describe_status(replace(note, rank=numbers[comm.rank], peer=peer, line=0))
+    if isinstance(error, RankDied | RankFailed | RankHung):
+        return type(error)(told)
+    kind = meaning(error)
+    if kind is RankFailed:
+        told = f"another rank was lost in {told}"
+    return kind(told) if kind else error
+
+
+# ---- how torch gets at it: dist.init_process_group("d2lps"), dist.new_group(backend="d2lps"), and in a run -------------
+
+
+def register() -> None:
+    dist.Backend.register_backend("d2lps", BookProcessGroup, extended_api=True, devices=["cpu", "cuda"])
+    frames: Any = torch._C._dynamo.eval_frame  # without the rest of torch._dynamo, whose import takes a second
+    if not hasattr(frames, "_FrameExecStrategy"):  # torch 2.6 steps over by itself
+        return
+    # torch.compile shall step over these calls, and all that they call: a process group is closed to its eyes.
+    step_over = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for kind in (Operations, BookProcessGroup, *filter(inspect.isclass, vars(work).values())):
+        for call in filter(inspect.isfunction, vars(kind).values()):
+            frames.set_code_exec_strategy(call.__code__, step_over)
+
+
+def group(comm: Communicator) -> Any:
+    """A process group of all ranks of a `d2lps.run`, torch's default one if there is none yet; every rank calls this.
+
+    >>> def train(comm):                                                    # doctest: +SKIP
+    ...     model = DistributedDataParallel(Net(), process_group=d2lps.backend.group(comm))
+    >>> d2lps.run(train, 4)                                                 # doctest: +SKIP
+    """
+    if dist.is_initialized():
+        return dist.new_group(comm.members, backend="d2lps")
+    dist.init_process_group("d2lps", store=store_of(comm), rank=comm.rank, world_size=comm.size)
+    return dist.group.WORLD
+
+
+def store_of(comm: Communicator) -> dist.Store:
+    """A place to meet on the loopback interface: the first rank listens, and tells the others where."""
+    with socket.create_server(("127.0.0.1", 0), backlog=comm.size) as listener:
+        broadcast(comm, port := torch.tensor([listener.getsockname()[1]]))
+        return store_at(int(port), comm.size, comm.rank, listener.detach() if comm.rank == 0 else None)
+
+
+register()

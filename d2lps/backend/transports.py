@@ -1,25 +1,53 @@
-"""The communicators of one group: for CPUs, for GPUs, and for the program's own messages."""
+"""The communicators of one group: for CPUs, for GPUs, and for the program's own messages.
 
-from __future__ import annotations
+Ranks of one machine share memory, whoever started them: the first one makes a file without a name, and leaves its pid and
+descriptor in the job's store; the others open it where Linux shows a process's files to the same user's other processes, under
+/proc/<pid>/fd. Whether everyone got there is put to the vote, and one no suffices: then nobody shares, and sockets it is.
+"""
 
+import json
 import os
+import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 
-from d2lps.backend import choice, shm
-from d2lps.backend.failures import Noticing
+from d2lps import sharedmemory
+from d2lps.backend import choice
+from d2lps.comm import Communicator, Work
 from d2lps.launch.failure import LastNote
 from d2lps.processgroup import ProcessGroupCommunicator, connect
+from d2lps.sharedmemory.communicator import SharedMemoryCommunicator
+from d2lps.sharedmemory.mailbox import Mailbox
 
 CPU = torch.device("cpu")
 
 
+class Noticing(Communicator):
+    """Mixed into a communicator: has this rank begun to talk to others since `touched` was set to False?"""
+
+    touched = False
+
+    def waiting(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> AbstractContextManager[None]:  # type: ignore[override]
+        self.touched = True
+        return super().waiting(action, peer, tag, nbytes)
+
+    def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        self.touched = True
+        return super()._posted(action, tensor, peer, tag)
+
+
 class EngineCommunicator(Noticing, ProcessGroupCommunicator):
     """Over an engine of torch's, gloo or NCCL, which no other program sees and which needs no other group."""
+
+
+class MemoryCommunicator(Noticing, SharedMemoryCommunicator):
+    """Ranks are numbered as in the group, for the memory is the group's own."""
 
 
 class Transports:
@@ -30,75 +58,108 @@ class Transports:
 
     def __init__(self, store: dist.Store, rank: int, members: Sequence[int], name: str, timeout: float) -> None:
         # A store may outlive a group, and another one of this name: what this one leaves there is under a number of its own.
-        store = dist.PrefixStore(str((store.add("arrivals", 1) - 1) // len(members)), store)
-        self.store, self.rank, self.members, self.name, self.timeout = store, rank, list(members), name, timeout
-        self.descriptor = -1
+        self.store = dist.PrefixStore(str((store.add("arrivals", 1) - 1) // len(members)), store)
+        self.rank, self.members, self.name, self.timeout = rank, list(members), name, timeout
+        self.memory = share(self.store, rank, members, timeout, choice.transport())
         self._signatures: Any = None
-        self._made: dict[tuple[str, torch.device], Any] = self._share() or {
-            (what, CPU): self._connect("gloo", what, CPU) for what in ("collectives", "messages")
-        }
-        against = "" if _own_gpu(len(members)) else "not every rank has a GPU of its own"
-        self._nccl = not shm.agreed(dist.PrefixStore("gpus", store), len(members), against)
-        self._settle()
-
-    def _settle(self) -> None:
-        """The store may live in the first rank: it stays until all have read there what they need."""
-        if self.store.add("settled", 1) == len(self.members):
-            self.store.set("all settled", "")
-        if self.rank == 0:
-            self.store.get("all settled")
-
-    def _share(self) -> dict[tuple[str, torch.device], Any] | None:
-        wanted = choice.transport()
-        if wanted == "gloo":
-            return None
-        shared = shm.share(dist.PrefixStore("memory", self.store), self.rank, self.members, self.timeout)
-        if isinstance(shared, str):
-            if wanted == "shm":
-                raise RuntimeError(f"transport='shm' is not there: {shared}; use 'gloo', or 'auto'")
-            return None
-        self.descriptor, mine = shared
-        return {(what, CPU): shm.MemoryCommunicator(mine, f"{self.name} {what}") for what in ("collectives", "messages")}
-
-    def _connect(self, kind: str, what: str, device: torch.device) -> EngineCommunicator:
-        """All ranks with all, at once over gloo; over NCCL when they have something to say to one another."""
-        store = dist.PrefixStore(f"{kind} {what}", self.store)
-        engine = connect(kind, store, self.rank, len(self.members), timedelta(seconds=self.timeout))
-        name, place = f"{self.name} {what}", (device, self.store, self.timeout)
-        comm = EngineCommunicator(engine, *place, self.members, name, kind, self._signatures)
-        comm.board, self._signatures = LastNote(), comm.signatures
-        return comm
+        self._made: dict[tuple[str, torch.device], Any] = {}
+        self._nccl = False
+        for what in ("messages", "collectives"):
+            comm = self.communicator(what, CPU)  # over gloo all ranks are joined to all at once, as long as all are here
+        # NCCL wants a GPU for each rank. And the store, which may live in the first rank, stays until all have answered.
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", len(members)))
+        self._nccl = all(comm._tell("agree", dist.is_nccl_available() and torch.cuda.device_count() >= here))
 
     @property
     def default(self) -> str:
         """The all-reduce of those who choose none: that of shared memory is the fastest there, and ours."""
-        return "native" if self.descriptor >= 0 else "auto"
+        return "native" if self.memory else "auto"
 
     def communicator(self, what: str, device: torch.device) -> Any:
         """For "collectives" or "messages" of tensors on this device; without NCCL, those of GPUs pass through the host."""
         device = device if self._nccl and device.type == "cuda" else CPU
         if (what, device) not in self._made:
-            self._made[what, device] = self._connect("nccl", what, device)
+            self._made[what, device] = self._make(f"{self.name} {what}", device)
         return self._made[what, device]
 
+    def _make(self, name: str, device: torch.device) -> Any:
+        if self.memory and device == CPU:
+            comm: Any = MemoryCommunicator(self.memory, range(len(self.members)), self.memory.arena.layout.meeting, name)
+        else:
+            kind, store = "gloo" if device == CPU else "nccl", dist.PrefixStore(f"{name} {device.type}", self.store)
+            engine = connect(kind, store, self.rank, len(self.members), timedelta(seconds=self.timeout))
+            comm = EngineCommunicator(engine, device, self.store, self.timeout, self.members, name, kind, self._signatures)
+            self._signatures = comm.signatures
+        comm.board = LastNote()
+        return comm
+
     def close(self, failed: bool = False) -> None:
-        """Let go of memory and sockets: gloo's are closed when nobody knows them any more, and others notice.
-
-        failed: this rank goes on no more, and who waits for it shall know.
-        """
+        """Let go of memory and sockets. failed: this rank goes on no more, and who waits for it shall know."""
         for comm in self._made.values():
-            if isinstance(comm, EngineCommunicator):
-                comm.group = None
-            else:
+            if isinstance(comm, MemoryCommunicator):
                 comm.leave(failed)
+                comm.mailbox.waiting.note.write = None  # it refers to a communicator, and that to the memory
+            else:
+                comm.group = None  # gloo closes sockets that nobody knows any more, and others notice
         self._made.clear()
-        self._signatures = None
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self.memory = self._signatures = None
 
 
-def _own_gpu(ranks: int) -> bool:
-    """Whether NCCL, which wants a GPU for each rank, can have them on this machine."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return dist.is_nccl_available() and torch.cuda.device_count() >= here
+# ---- how ranks that somebody else started come to share memory --------------------------------------------------------
+
+
+def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float, wanted: str) -> Mailbox | None:
+    """This rank's part, if every rank can have one. Every rank calls it."""
+    if wanted == "gloo":
+        return None
+    mine, reason = None, ""
+    try:
+        file = _open(store) if rank else _create(store, len(numbers))
+        mine = Mailbox(file.fileno(), len(numbers), rank, timeout, numbers)
+        weakref.finalize(mine, file.close)
+    except (OSError, ValueError) as error:
+        reason = f"rank {rank}: {error}"
+    denied = agreed(dist.PrefixStore("memory", store), len(numbers), reason)
+    if denied and wanted == "shm":
+        raise RuntimeError(f"transport='shm' is not there: {denied}; use 'gloo', or 'auto'")
+    return None if denied else mine
+
+
+def agreed(store: dist.Store, ranks: int, reason: str) -> str:
+    """ "" if no rank gives a reason against it, else one of the reasons; the same on all ranks, at a few messages each."""
+    if reason:
+        store.set("reason", reason)
+        store.add("against", 1)
+    if store.add("votes", 1) == ranks:
+        store.set("result", store.get("reason").decode() if store.add("against", 0) else "")
+    return store.get("result").decode()
+
+
+def _create(store: dist.Store, ranks: int) -> BinaryIO:
+    address: list[str | int] = []
+    try:
+        if reason := sharedmemory.missing():
+            raise OSError(reason)
+        file = open(sharedmemory.create(ranks), "r+b", buffering=0)
+        address = [_machine(), os.getpid(), file.fileno(), os.fstat(file.fileno()).st_ino]
+        return file
+    finally:
+        store.set("memory", json.dumps(address))
+
+
+def _open(store: dist.Store) -> BinaryIO:
+    address = json.loads(store.get("memory"))
+    if not address:
+        raise ValueError("the first rank has none")
+    machine, pid, number, inode = address
+    if machine != _machine():
+        raise ValueError("it is on another machine than the first rank")
+    file = open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0)
+    if os.fstat(file.fileno()).st_ino != inode:
+        raise ValueError("the first rank's file is another one")
+    return file
+
+
+def _machine() -> str:
+    """Something that differs where a pid means another process: on another machine, or in another container."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")

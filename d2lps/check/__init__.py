@@ -3,28 +3,8 @@
 Each runs the function in the simulator, on several numbers of ranks and sizes, with values that reveal what went where.
 """
 
-from d2lps.check.contest import contest
 from d2lps.check.exercise import Verdict
-from d2lps.check.exercises import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    scatter,
-)
+from d2lps.check.exercises import all_gather, all_reduce, all_to_all, broadcast, contest, gather, reduce, reduce_scatter, scatter
 
-__all__ = [
-    "Verdict",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "contest",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+__all__ = ["Verdict", "all_gather", "all_reduce", "all_to_all", "broadcast", "contest", "gather", "reduce", "reduce_scatter"]
+__all__ += ["scatter"]

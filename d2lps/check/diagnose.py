@@ -1,7 +1,5 @@
 """From a wrong element to a sentence: which rank lacks whose data, and which message should have brought it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -31,19 +29,14 @@ def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, pa
         return f"{where}: {_displaced(value, parts, len(got), last - first + 1)}"
     missing = [r for r in range(ranks) if counted[r] < should[r]]
     extra = [r for r in range(ranks) if counted[r] > should[r]]
-    says = []
-    if missing:
-        says.append(f"{_ranks(missing)} missing")
-    if extra:
-        says.append(", ".join(f"rank {r} counted {counted[r]} times" for r in extra))
+    says = [f"{_ranks(missing)} missing" if missing else "", ", ".join(f"rank {r} counted {counted[r]} times" for r in extra)]
     history = _history(trace, rank, first, missing[0]) if missing and parts == 1 else ""
-    return f"{where}: " + "; ".join(says) + history
+    return f"{where}: " + "; ".join(filter(None, says)) + history
 
 
 def _displaced(value: int, parts: int, elements: int, length: int) -> str:
     """Every rank has been added as often as it should, but not with this element; `length` elements in a row."""
-    found = common_element(value, parts, elements)
-    if found is None:
+    if not (found := common_element(value, parts, elements)):
         return "every rank is in the sum, but not with the same element"
     part, from_ = found
     return f"the sum of all ranks, but of {_elements(from_, from_ + length - 1)}" + (f" of part {part}" if parts > 1 else "")
@@ -95,9 +88,9 @@ def _history(trace: Trace, rank: int, element: int, missing: int) -> str:
     if not brought:
         return f" (no message brought rank {rank} this element)"
     with_it = [index for index, whose in brought.items() if missing in whose]
-    index = (with_it or list(brought))[-1]
-    src, step = m["src"][index], trace.steps[m["step"][index]]
-    label = f" in step {step!r}" if step else ""
+    last = (with_it or list(brought))[-1]
+    step = trace.steps[m["step"][last]]
+    src, label = m["src"][last], f" in step {step!r}" if step else ""
     if with_it:
         return f" (rank {src}'s message{label} brought it, but it was not added)"
     return f" (rank {src} sent it{label} before adding rank {missing}'s)"

@@ -15,15 +15,5 @@ from d2lps.collectives.reduce import reduce
 from d2lps.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from d2lps.collectives.scatter import scatter
 
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-]
+__all__ = ["all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "broadcast", "gather", "reduce"]
+__all__ += ["reduce_scatter", "reduce_scatter_tensor", "scatter"]

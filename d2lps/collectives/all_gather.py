@@ -1,18 +1,17 @@
 """All-gather: every rank's tensor, in a list on every rank."""
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor
 
-from d2lps.collectives.arguments import check_fits, check_list, check_tensor, collective, doublings
+from d2lps.collectives.arguments import Tensors, check_fits, check_list, check_parts, collective, doublings
 from d2lps.collectives.ring import Ring, all_gather_steps, play
 from d2lps.comm import Communicator, flat
 from d2lps.cost.numbers import named
 
 
 @collective("tensor_list", "algorithm")
-def all_gather(comm: Communicator, tensor_list: Sequence[Tensor], tensor: Tensor, algorithm: str = "ring") -> None:
+def all_gather(comm: Communicator, tensor_list: Tensors, tensor: Tensor, algorithm: str = "ring") -> None:
     """Copy `tensor` of rank r into `tensor_list[r]` of every rank.
 
     >>> room = [torch.empty(1) for _ in range(3)]                                   # doctest: +SKIP
@@ -24,7 +23,6 @@ def all_gather(comm: Communicator, tensor_list: Sequence[Tensor], tensor: Tensor
     Source: Thakur, Rabenseifner, Gropp 2005; Bruck et al. 1997.
     """
     check_list(comm, "tensor_list", tensor_list)
-    check_tensor("tensor", tensor)
     check_fits("tensor", tensor, f"tensor_list[{comm.rank}]", tensor_list[comm.rank])
     named("algorithm", algorithm, {"ring": _ring, "bruck": _bruck})(comm, tensor_list, tensor)
 
@@ -36,22 +34,19 @@ def all_gather_into_tensor(comm: Communicator, output: Tensor, input: Tensor, al
     >>> all_gather_into_tensor(comm, output, torch.tensor([float(comm.rank)]))      # doctest: +SKIP
     >>> output                                          # tensor([0., 1., 2.]) on every rank     # doctest: +SKIP
     """
-    check_tensor("output", output)
-    check_tensor("input", input)
-    if output.numel() != comm.size * input.numel():
-        raise ValueError(f"output has {output.numel()} elements, but {comm.size} ranks give {input.numel()} each")
+    check_parts(comm, "output", output, "input", input, "give")
     with flat(output) as data:
-        all_gather(comm, data.view(comm.size, -1).unbind() if input.numel() else [data] * comm.size, input, algorithm)
+        all_gather(comm, data.tensor_split(comm.size), input, algorithm)
 
 
-def _ring(comm: Communicator, room: Sequence[Tensor], tensor: Tensor) -> None:
+def _ring(comm: Communicator, room: Tensors, tensor: Tensor) -> None:
     """Every rank passes to its right what it got last from its left, and begins with its own."""
     comm.copy(room[comm.rank], tensor)
     chunks = [room[-1], *room[:-1]]  # of a ring, rank r begins with chunk r + 1: let that be part r
     play(comm, "all-gather", comm.size, all_gather_steps(Ring.of(comm.rank, range(comm.size), chunks)))
 
 
-def _bruck(comm: Communicator, room: Sequence[Tensor], tensor: Tensor) -> None:
+def _bruck(comm: Communicator, room: Tensors, tensor: Tensor) -> None:
     """Every rank holds a run of parts that doubles: 1, 2, 4, ... from its own on; each step fetches as many again.
 
     Kept in that order, own part first, so that what is sent lies side by side; put in place by ranks at the end.

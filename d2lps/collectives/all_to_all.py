@@ -1,18 +1,12 @@
 """All-to-all: every rank has something for every rank."""
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from d2lps.collectives.arguments import check_fits, check_list, collective
+from d2lps.collectives.arguments import Tensors, check_fits, check_list, collective
 from d2lps.comm import Communicator
 from d2lps.cost.numbers import named
 
 
 @collective("algorithm")
-def all_to_all(
-    comm: Communicator, output_list: Sequence[Tensor], input_list: Sequence[Tensor], algorithm: str = "pairwise"
-) -> None:
+def all_to_all(comm: Communicator, output_list: Tensors, input_list: Tensors, algorithm: str = "pairwise") -> None:
     """Copy `input_list[j]` of rank i into `output_list[i]` of rank j: a transpose across ranks.
 
     >>> inputs = [torch.tensor([10.0 * comm.rank + r]) for r in range(2)]           # doctest: +SKIP
@@ -33,14 +27,14 @@ def all_to_all(
     chosen(comm, output_list, input_list)
 
 
-def _direct(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def _direct(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
     """Post everything, then wait for everything."""
     comm.step("all-to-all")
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
     comm.exchange([(inputs[dst], dst) for dst in others], [(outputs[src], src) for src in others])
 
 
-def _pairwise(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def _pairwise(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
     """In step k, send to the k-th rank to the right and receive from the k-th to the left."""
     for step in range(1, comm.size):
         comm.step("all-to-all {}/{}", step, comm.size - 1)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from d2lps.comm import Communicator, ReduceOp
 from d2lps.comm.ops import op_name
 from d2lps.comm.rank import describe
 
+Tensors = Sequence[Tensor]
 Collective = TypeVar("Collective", bound=Callable[..., None])
 
 
@@ -48,6 +49,14 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}: {tensor!r}")
 
 
+def check_parts(comm: Communicator, name: str, whole: Any, part_name: str, part: Any, verb: str) -> None:
+    """One tensor that holds as much for each rank as the other: "output has 7 elements, but 3 ranks give 2 each"."""
+    check_tensor(name, whole)
+    check_tensor(part_name, part)
+    if whole.numel() != comm.size * part.numel():
+        raise ValueError(f"{name} has {whole.numel()} elements, but {comm.size} ranks {verb} {part.numel()} each")
+
+
 def check_rank(comm: Communicator, name: str, rank: Any) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.size:
         raise ValueError(f"{name}={rank!r} is not a rank of this group of {comm.size} (0 to {comm.size - 1})")
@@ -65,8 +74,9 @@ def check_list(comm: Communicator, name: str, tensors: Any) -> None:
             raise ValueError(f"{name}[{index}] is {tensor.dtype}, {name}[0] is {tensors[0].dtype}: they must be alike")
 
 
-def check_fits(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+def check_fits(name: str, tensor: Any, other_name: str, other: Tensor) -> None:
     """Two tensors between which elements will be copied: as many, of the same dtype."""
+    check_tensor(name, tensor)
     if tensor.dtype != other.dtype or tensor.numel() != other.numel():
         raise ValueError(f"{name} is {describe(tensor)} but {other_name} is {describe(other)}: they must hold the same")
 

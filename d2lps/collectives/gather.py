@@ -1,19 +1,15 @@
 """Gather: every rank's tensor, in a list on one of them."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from d2lps.collectives.arguments import check_root_list, collective, doublings
+from d2lps.collectives.arguments import Tensors, check_root_list, collective, doublings
 from d2lps.comm import Communicator
 from d2lps.comm.staging import stage
 from d2lps.cost.numbers import named
 
 
 @collective("tensor", "dst", "algorithm")
-def gather(
-    comm: Communicator, tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, algorithm: str = "tree"
-) -> None:
+def gather(comm: Communicator, tensor: Tensor, gather_list: Tensors | None = None, dst: int = 0, algorithm: str = "tree") -> None:
     """Copy `tensor` of rank r into `gather_list[r]` of rank `dst`.
 
     >>> room = [torch.empty(1) for _ in range(3)] if comm.rank == 0 else None       # doctest: +SKIP
@@ -28,7 +24,7 @@ def gather(
     named("algorithm", algorithm, {"linear": _linear, "tree": _tree})(comm, tensor, gather_list or [], dst)
 
 
-def _linear(comm: Communicator, tensor: Tensor, room: Sequence[Tensor], dst: int) -> None:
+def _linear(comm: Communicator, tensor: Tensor, room: Tensors, dst: int) -> None:
     """The destination takes in one rank after another."""
     if comm.rank != dst:
         comm.send(tensor, dst)
@@ -41,7 +37,7 @@ def _linear(comm: Communicator, tensor: Tensor, room: Sequence[Tensor], dst: int
             comm.recv(room[src], src)
 
 
-def _tree(comm: Communicator, tensor: Tensor, room: Sequence[Tensor], dst: int) -> None:
+def _tree(comm: Communicator, tensor: Tensor, room: Tensors, dst: int) -> None:
     """Scatter's tree run backwards: neighbours join what they hold, then neighbours of neighbours.
 
     Ranks are counted from the destination. A rank holds the parts of positions own .. own + count - 1.

@@ -56,12 +56,8 @@ def _tree(comm: Communicator, data: Tensor, dst: int, op: ReduceOp) -> None:
         if position + distance < comm.size:
             if incoming is None:
                 incoming = data.new_empty(data.shape)
-                total = data if position == 0 else _copy(comm, data)  # the others' tensors stay as they were
+                if position:  # its tensor stays as it was
+                    total = data.new_empty(data.shape)
+                    comm.copy(total, data)
             comm.recv(incoming, (comm.rank + distance) % comm.size)
             comm.combine(total, incoming, op)
-
-
-def _copy(comm: Communicator, data: Tensor) -> Tensor:
-    total = data.new_empty(data.shape)
-    comm.copy(total, data)
-    return total

@@ -1,10 +1,8 @@
 """Reduce-scatter: the sum of all ranks' lists, each rank left with one part of it."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from d2lps.collectives.arguments import check_fits, check_list, check_tensor, collective, divide
+from d2lps.collectives.arguments import Tensors, check_fits, check_list, check_parts, collective, divide
 from d2lps.collectives.ring import Ring, play, reduce_scatter_steps
 from d2lps.comm import Communicator, ReduceOp, flat
 from d2lps.comm.ops import check_op
@@ -14,7 +12,7 @@ from d2lps.cost.numbers import named
 
 @collective("input_list", "op", "algorithm")
 def reduce_scatter(
-    comm: Communicator, output: Tensor, input_list: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring"
+    comm: Communicator, output: Tensor, input_list: Tensors, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring"
 ) -> None:
     """Combine `input_list[r]` of all ranks by `op` into `output` of rank r; the inputs stay as they were.
 
@@ -26,7 +24,6 @@ def reduce_scatter(
     Errors: AVG of integers is a ValueError. Source: Thakur, Rabenseifner, Gropp 2005.
     """
     check_list(comm, "input_list", input_list)
-    check_tensor("output", output)
     check_fits("output", output, f"input_list[{comm.rank}]", input_list[comm.rank])
     check_op(op, output.dtype)
     with flat(output) as data:
@@ -43,15 +40,11 @@ def reduce_scatter_tensor(
 
     >>> reduce_scatter_tensor(comm, output, torch.tensor([1.0, 10.0]))      # [2.], [20.] on 2 ranks    # doctest: +SKIP
     """
-    check_tensor("output", output)
-    check_tensor("input", input)
-    if input.numel() != comm.size * output.numel():
-        raise ValueError(f"input has {input.numel()} elements, but {comm.size} ranks take {output.numel()} each")
-    data = stage(input)
-    reduce_scatter(comm, output, data.view(comm.size, -1).unbind() if data.numel() else [data] * comm.size, op, algorithm)
+    check_parts(comm, "input", input, "output", output, "take")
+    reduce_scatter(comm, output, stage(input).tensor_split(comm.size), op, algorithm)
 
 
-def _ring(comm: Communicator, data: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
+def _ring(comm: Communicator, data: Tensor, parts: Tensors, op: ReduceOp) -> None:
     """Each part travels once round the ring and is added to on its way; it ends at the rank that it belongs to."""
     chunks = [parts[-1], *parts[:-1]]  # a ring leaves chunk r + 1 with rank r: let that be part r
     ring = Ring.of(comm.rank, range(comm.size), chunks)
@@ -59,7 +52,7 @@ def _ring(comm: Communicator, data: Tensor, parts: Sequence[Tensor], op: ReduceO
     comm.copy(data, ring.passing[-1])  # not earlier: `data` may be part of the input, as in torch
 
 
-def _pairwise(comm: Communicator, data: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
+def _pairwise(comm: Communicator, data: Tensor, parts: Tensors, op: ReduceOp) -> None:
     """Each rank hands every other one its share directly: in step k, to the rank k to the right."""
     comm.copy(data, parts[comm.rank])
     scratch = data.new_empty(data.shape)

@@ -40,7 +40,9 @@ def reduce_scatter_steps(comm: Communicator, ring: Ring, op: ReduceOp, keep: boo
     keep: leave the rank's own chunks as they are, and add them to what came in instead.
     """
     right, left, passing = ring
-    room = rooms(passing)
+    lengths = {chunk.numel() for chunk in passing}
+    scratch = passing[0].new_empty(max(lengths))
+    room = {length: scratch[:length] for length in lengths}  # for what comes in: one piece of memory, cut once a length
     for step in range(1, len(passing)):
         mine = passing[step]
         incoming = mine.new_empty(mine.shape) if keep else room[mine.numel()]
@@ -64,10 +66,3 @@ def play(comm: Communicator, name: str, size: int, steps: Iterator[Step]) -> Non
     for number, (outgoing, right, incoming, left) in enumerate(steps, 1):
         comm.step("{} {}/{}", name, number, size - 1)
         comm.sendrecv(outgoing, right, incoming, left)
-
-
-def rooms(chunks: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Room to receive any one of the chunks, by their length: one piece of memory, cut once for each length."""
-    lengths = {chunk.numel() for chunk in chunks}
-    scratch = chunks[0].new_empty(max(lengths))
-    return {length: scratch[:length] for length in lengths}

@@ -1,17 +1,15 @@
 """Scatter: one rank's list of tensors, one to each rank."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from d2lps.collectives.arguments import check_root_list, collective, doublings
+from d2lps.collectives.arguments import Tensors, check_root_list, collective, doublings
 from d2lps.comm import Communicator, flat
 from d2lps.cost.numbers import named
 
 
 @collective("tensor", "src", "algorithm")
 def scatter(
-    comm: Communicator, tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, algorithm: str = "tree"
+    comm: Communicator, tensor: Tensor, scatter_list: Tensors | None = None, src: int = 0, algorithm: str = "tree"
 ) -> None:
     """Copy `scatter_list[r]` of rank `src` into `tensor` of rank r.
 
@@ -27,7 +25,7 @@ def scatter(
         named("algorithm", algorithm, {"linear": _linear, "tree": _tree})(comm, data, scatter_list or [], src)
 
 
-def _linear(comm: Communicator, data: Tensor, parts: Sequence[Tensor], src: int) -> None:
+def _linear(comm: Communicator, data: Tensor, parts: Tensors, src: int) -> None:
     """The source sends to one rank after another."""
     if comm.rank != src:
         comm.recv(data, src)
@@ -40,7 +38,7 @@ def _linear(comm: Communicator, data: Tensor, parts: Sequence[Tensor], src: int)
             comm.send(parts[dst], dst)
 
 
-def _tree(comm: Communicator, data: Tensor, parts: Sequence[Tensor], src: int) -> None:
+def _tree(comm: Communicator, data: Tensor, parts: Tensors, src: int) -> None:
     """The source gives half of the parts to a rank half way round, and both go on with their halves.
 
     Ranks are counted from the source. A rank that holds `count` parts holds those of positions own .. own + count - 1.

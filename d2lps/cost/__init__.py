@@ -13,6 +13,7 @@ matters. Ranks send and receive at the same time, all at the same speed; nothing
 
 from d2lps.cost.choice import ALPHA, BETA, Choice, choose
 from d2lps.cost.moving import all_gather, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+from d2lps.cost.numbers import algbw, busbw
 from d2lps.cost.reducing import (
     all_reduce,
     best_chunks,
@@ -30,38 +31,8 @@ from d2lps.cost.reducing import (
     two_rings,
 )
 from d2lps.cost.servers import byteps, colocated_servers, one_server, parameter_servers
-from d2lps.cost.speed import algbw, busbw
 
-__all__ = [
-    "ALPHA",
-    "BETA",
-    "Choice",
-    "algbw",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "best_chunks",
-    "blockwise",
-    "broadcast",
-    "busbw",
-    "byteps",
-    "choose",
-    "colocated_servers",
-    "double_tree",
-    "flat",
-    "flat_together",
-    "gather",
-    "halving_doubling",
-    "hierarchical",
-    "in_switch",
-    "one_server",
-    "parameter_servers",
-    "recursive_doubling",
-    "reduce",
-    "reduce_scatter",
-    "ring",
-    "scatter",
-    "through_host",
-    "tree",
-    "two_rings",
-]
+__all__ = ["ALPHA", "BETA", "Choice", "algbw", "all_gather", "all_reduce", "all_to_all", "best_chunks", "blockwise"]
+__all__ += ["broadcast", "busbw", "byteps", "choose", "colocated_servers", "double_tree", "flat", "flat_together", "gather"]
+__all__ += ["halving_doubling", "hierarchical", "in_switch", "one_server", "parameter_servers", "recursive_doubling", "reduce"]
+__all__ += ["reduce_scatter", "ring", "scatter", "through_host", "tree", "two_rings"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from d2lps.cost.numbers import check, in_words
-from d2lps.cost.reducing import all_reduce
+from d2lps.cost.reducing import Levels, all_reduce
 
 # What is assumed of real processes before anything is measured: about what gloo's messages take within one machine. In shared
 # memory both are several times smaller; the choice depends on alpha / beta, here 70 kB, which stays within a factor of three.
@@ -50,15 +50,8 @@ class Choice:
 
 
 def choose(
-    nbytes: float,
-    ranks: int,
-    alpha: float,
-    beta: float,
-    *,
-    overhead: float | None = None,
-    inner: Sequence[tuple[int, float, float]] = (),
-    ports: str = "device",
-    candidates: Sequence[str] = CANDIDATES,
+    nbytes: float, ranks: int, alpha: float, beta: float,
+    *, overhead: float | None = None, inner: Levels = (), ports: str = "device", candidates: Sequence[str] = CANDIDATES,
 ) -> Choice:
     """The cheapest all-reduce, and what the others would take.
 

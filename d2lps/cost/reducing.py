@@ -9,6 +9,7 @@ from typing import Any
 
 from d2lps.cost.numbers import check, log2_up, named
 
+Levels = Sequence[tuple[int, float, float]]  # (how many in a group, alpha and beta among them), from the inside out
 MOST_CHUNKS = 1024  # beyond, pipelining gains nothing that one could see
 
 
@@ -126,15 +127,8 @@ def double_tree(nbytes: float, ranks: int, alpha: float, beta: float, *, gamma: 
 
 
 def hierarchical(
-    nbytes: float,
-    ranks: int,
-    alpha: float,
-    beta: float,
-    *,
-    inner: Sequence[tuple[int, float, float]] = (),
-    ports: str = "device",
-    by: str = "ring",
-    gamma: float = 0.0,
+    nbytes: float, ranks: int, alpha: float, beta: float,
+    *, inner: Levels = (), ports: str = "device", by: str = "ring", gamma: float = 0.0,
 ) -> float:
     """2(g - 1) a + 2(g - 1)/g n b inside groups of g, then 2(k - 1) alpha + 2(k - 1)/k n/g beta across the k = p/g groups.
 

@@ -5,12 +5,11 @@ is a sum that is divided once, where it is complete, before it is handed on.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from d2lps.collectives.all_reduce.auto import pick
+from d2lps.collectives.all_reduce.auto import Given, pick
 from d2lps.collectives.all_reduce.blockwise import blockwise
 from d2lps.collectives.all_reduce.double_tree import double_tree
 from d2lps.collectives.all_reduce.halving_doubling import halving_doubling
@@ -50,8 +49,8 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, 
     check_tensor("tensor", tensor)
     check_op(op, tensor.dtype)
     chosen = named("algorithm", algorithm, _ALGORITHMS)
-    if options:
-        _check_options(algorithm, options)
+    for name in options:
+        _check_option(algorithm, name)
     with flattened(tensor) as data:
         chosen(comm, data, op, **options)
 
@@ -63,31 +62,19 @@ def native(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
 
 
 def auto(
-    comm: Communicator,
-    data: Tensor,
-    op: ReduceOp,
-    *,
-    alpha: float | None = None,
-    beta: float | None = None,
-    overhead: float | None = None,
+    comm: Communicator, data: Tensor, op: ReduceOp, *, alpha: Given = None, beta: Given = None, overhead: Given = None
 ) -> None:
     """Ask the formulas, and do as they say."""
     _ALGORITHMS[pick(comm, data.nbytes, alpha, beta, overhead).algorithm](comm, data, op)
 
 
-_FUNCTIONS = flat, tree, ring, native, double_tree, two_rings, blockwise, halving_doubling, hierarchical, auto
-_ALGORITHMS: dict[str, Callable[..., None]] = {function.__name__: function for function in _FUNCTIONS}
+_FUNCTIONS: Any = (flat, tree, ring, native, double_tree, two_rings, blockwise, halving_doubling, hierarchical, auto)
+_ALGORITHMS = {function.__name__: function for function in _FUNCTIONS}
+_OPTIONS = {name: list(inspect.signature(function).parameters)[3:] for name, function in _ALGORITHMS.items()}
 
 
-def _options_of(algorithm: str) -> list[str]:
-    """`_options_of("two_rings") == ["rings", "shares"]`: what its function takes by name."""
-    parameters = inspect.signature(_ALGORITHMS[algorithm]).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-
-
-def _check_options(algorithm: str, options: dict[str, Any]) -> None:
-    for name in options:
-        if name not in (known := _options_of(algorithm)):
-            takers = [repr(other) for other in _ALGORITHMS if name in _options_of(other)]
-            hint = f"algorithm={' or '.join(takers)} has it" if takers else "no algorithm has it"
-            raise TypeError(f"algorithm={algorithm!r} has no option {name!r} (it has {', '.join(known) or 'none'}); {hint}")
+def _check_option(algorithm: str, name: str) -> None:
+    if name not in (known := _OPTIONS[algorithm]):
+        takers = [repr(other) for other, names in _OPTIONS.items() if name in names]
+        hint = f"algorithm={' or '.join(takers)} has it" if takers else "no algorithm has it"
+        raise TypeError(f"algorithm={algorithm!r} has no option {name!r} (it has {', '.join(known) or 'none'}); {hint}")

@@ -7,10 +7,10 @@ from d2lps.collectives.all_reduce.placement import by_machine, link, nodes_of, s
 from d2lps.comm import Communicator
 from d2lps.cost.choice import CANDIDATES
 
+Given = float | None
 
-def pick(
-    comm: Communicator, nbytes: int, alpha: float | None = None, beta: float | None = None, overhead: float | None = None
-) -> cost.Choice:
+
+def pick(comm: Communicator, nbytes: int, alpha: Given = None, beta: Given = None, overhead: Given = None) -> cost.Choice:
     """What `cost.choose` says for this group: the same on all ranks, since all know the same.
 
     alpha, beta: where not given, those of the slowest route from a rank to the next in the described cluster, or the

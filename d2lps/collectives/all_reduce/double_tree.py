@@ -23,26 +23,21 @@ def double_tree(comm: Communicator, data: Tensor, op: ReduceOp, *, chunks: int |
     bytes. Time: at most 2(C + H - 1)(alpha + n beta / C). With 4 ranks, n beta = 10 ms and 10 chunks: 22 ms.
     Source: Sanders, Speck, Traeff 2009; NCCL, src/graph/trees.cc.
     """
-    height, count = comm.size.bit_length() - 1, _count(comm, data, chunks)
+    if chunks is None:
+        chunks = cost.best_chunks(data.nbytes, comm.size, *link(comm))
+    elif isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks={chunks!r} is not a whole number from 1 up")
+    height, count = comm.size.bit_length() - 1, max(1, min(chunks, data.numel() // 2))
     halves = zip(orders(comm.size), data.tensor_split(2), strict=True)
     trees = [Seat.of(comm.rank, order, comm.chunks(half, count)) for order, half in halves]
     for clock in range(count + height - 1):
         comm.step("up {}", clock + 1)
         _up(comm, trees, clock - height, op)
-    for tree in trees:
-        for chunk in () if tree.parents else tree.chunks:  # complete, at the root
-            divide(chunk, op, comm.size)
+    for chunk in (chunk for tree in trees if not tree.parents for chunk in tree.chunks):  # complete, at the root
+        divide(chunk, op, comm.size)
     for clock in range(count + height - 1):
         comm.step("down {}", clock + 1)
         _down(comm, trees, clock)
-
-
-def _count(comm: Communicator, data: Tensor, chunks: int | None) -> int:
-    if chunks is None:
-        chunks = cost.best_chunks(data.nbytes, comm.size, *link(comm))
-    elif isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r} is not a whole number from 1 up")
-    return max(1, min(chunks, data.numel() // 2))
 
 
 # ---- where a rank sits ------------------------------------------------------------------------------------------------

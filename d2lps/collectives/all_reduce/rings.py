@@ -12,6 +12,8 @@ from d2lps.collectives.arguments import divide
 from d2lps.collectives.ring import Ring, Step, all_gather_steps, play, reduce_scatter_steps
 from d2lps.comm import Communicator, ReduceOp
 
+Orders = Sequence[Sequence[int]]  # of ranks, one for each ring
+
 
 def ring(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
     """Two times round: first every chunk collects all ranks' contributions, then every chunk's sum is passed to all.
@@ -31,12 +33,7 @@ def around(comm: Communicator, data: Tensor, op: ReduceOp, ranks: Sequence[int])
 
 
 def two_rings(
-    comm: Communicator,
-    data: Tensor,
-    op: ReduceOp,
-    *,
-    rings: Sequence[Sequence[int]] | None = None,
-    shares: Sequence[float] | None = None,
+    comm: Communicator, data: Tensor, op: ReduceOp, *, rings: Orders | None = None, shares: Sequence[float] | None = None
 ) -> None:
     """Cut the data in two, and send one half round each way; or a share of it round each of the `rings` given.
 
@@ -71,7 +68,7 @@ def _cut(data: Tensor, shares: Sequence[float]) -> list[Tensor]:
     return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _check(rings: Sequence[Sequence[int]], shares: Sequence[float], every: list[int]) -> None:
+def _check(rings: Orders, shares: Sequence[float], every: list[int]) -> None:
     for order in rings:
         if sorted(order) != every:
             raise ValueError(f"a ring must pass each of the ranks 0 to {every[-1]} once, not {list(order)}")
