@@ -124,7 +124,7 @@ class SimulatedCommunicator(SimulatedRank):
             start = self.now()
             if not is_done():
                 mailbox.check_alive(end[0].key[1:3])
-                message.tasks += (self.task,)
+                message.wait(self.task)
                 self.world.scheduler.block(self.task, (end,))
             if not sends and end[1] is not None:
                 unstage(end[1], tensor)
