@@ -8,25 +8,29 @@ compare, let each other go, and raise Mismatch.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from d2lps.comm.explain import mismatch
+from d2lps.comm.rank import describe
+from d2lps.comm.work import in_thread
 
 _LONG = 0.2  # seconds between two looks at what is waited for; what is older than that is compared
 _CODE = 15  # bits of gloo's 31 that say what a message is; a tag that needs more than the others is a code altogether
-_ENDS = ("send", "recv")
 _NOTHING = "?"  # what a store gives for a key that it has not, if it is asked to put this in the place of this
 
-Stream = tuple[str, str, int, int, int]  # which end ("send", "recv"), group, source and destination in the run, tag
+Stream = tuple[str, str, int, int, int]  # which end ("send", "recv"), group, this rank and the other one in the run, tag
 Post = Callable[[torch.Tensor, int], Any]
 
 
@@ -35,11 +39,11 @@ class Signatures:
 
     def __init__(self, store: dist.Store) -> None:
         self.store = own_connection(store)
+        self.released: list[Any] = []  # what was sent or received so that the other end can raise; gloo needs it kept
         self._count: Counter[Stream] = Counter()  # messages so far
         self._posted: weakref.WeakSet[Message] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._released: list[Any] = []  # what was sent or received so that the other end can raise; gloo needs it kept
+        self._watch: Future[Any] | None = None
 
     def message(self, stream: Stream, tensor: torch.Tensor, post: Post, patience: float | None = None) -> Message:
         """Post one end of a message: `post(tensor, coded_tag)`. patience: seconds in which the ends must compare first.
@@ -50,9 +54,7 @@ class Signatures:
             self._count[stream] += 1
             message = Message(self, stream, self._count[stream], tensor, post, patience)
             self._posted.add(message)
-            if self._thread is None:
-                self._thread = threading.Thread(target=_watch, args=(weakref.ref(self),), name="signatures", daemon=True)
-                self._thread.start()
+            self._watch = self._watch or in_thread(partial(_watch, weakref.ref(self)), "signatures")
         return message
 
     def look(self) -> None:
@@ -63,21 +65,11 @@ class Signatures:
         for message in late:
             message.compare()
 
-    def forget(self, message: Message) -> None:
-        with self._lock:
-            self._posted.discard(message)
-
-    def keep(self, work: Any) -> None:
-        self._released.append(work)
-
 
 def _watch(signatures: weakref.ref[Signatures]) -> None:
     """A thread's life: as long as anybody knows the signatures, and there is a store to write them into."""
     while (known := signatures()) is not None:
-        try:
-            known.look()
-        except RuntimeError:  # the store has gone with the job
-            return
+        known.look()  # a RuntimeError if the store has gone with the job
         del known
         time.sleep(_LONG)
 
@@ -89,11 +81,10 @@ class Message:
         self, signatures: Signatures, stream: Stream, number: int, tensor: torch.Tensor, post: Post, patience: float | None
     ) -> None:
         self.signatures, self.stream, self.number, self.post, self.patience = signatures, stream, number, post, patience
-        self.signature = f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]"
+        self.mine, self.theirs, self._told = describe(tensor), "", False  # told: this end has been written down
         self.since, self._lock = time.monotonic(), threading.Lock()
-        self._told, self._other = False, ""  # whether this end has been written down; what the other one has said
-        self._work = post(tensor, self._coded(self.signature))
-        self._waiter: _Waiter | None = None
+        self._work = post(tensor, self._coded(self.mine))
+        self._waiter: Future[Any] | None = None
 
     def _coded(self, signature: str) -> int:
         tag = self.stream[-1]
@@ -102,21 +93,25 @@ class Message:
 
     def is_done(self) -> bool:
         """Whether it is complete. gloo tells only those who wait, so a thread does."""
-        if self._waiter is None:
-            self._waiter = _Waiter(self._work)
-        return not self._waiter.is_alive()
+        self._waiter = self._waiter or in_thread(self._work.wait, "waits for gloo")
+        return self._waiter.done()
 
     def wait(self) -> None:
         """Return when it is complete; Mismatch, at both ends, if they differ: by then the receiver's tensor is spoilt."""
         if self.patience is not None:
             self._compare_first(self.patience)
-        (self._waiter or self._work).wait()
-        self.signatures.forget(self)
-        if self._told:
-            self._settle()
+        complete = self._waiter.result if self._waiter else self._work.wait
+        complete()
+        self.since = math.inf  # no need to look any more
+        if self._told:  # after a long wait: was it the right message that has come?
+            self.compare()
+            self._check()
+            self.signatures.store.delete_key(self._key(self.stream[0]))
 
     def _key(self, end: str) -> str:
-        return "/".join(map(str, ("signature", *self.stream[1:], self.number, end)))
+        _, group, rank, peer, tag = self.stream
+        src, dst = (rank, peer) if self.stream[0] == "send" else (peer, rank)
+        return f"signature/{group}/{src}/{dst}/{tag}/{self.number}/{end}"
 
     def compare(self) -> None:
         """Write this end down, and look for the other. If they differ, send or take what the other end waits for."""
@@ -124,23 +119,17 @@ class Message:
         with self._lock:
             if not self._told:
                 self._told = True
-                store.set(self._key(end), self.signature)
-            there = self._key(_ENDS[1 - _ENDS.index(end)])
+                store.set(self._key(end), self.mine)
+            there = self._key("recv" if end == "send" else "send")
             # Not `check` and then `get`: between the two the other end may be done, and delete it, and `get` waits for ever.
-            if not self._other and (other := store.compare_set(there, _NOTHING, _NOTHING).decode()) != _NOTHING:
-                self._other = other
-                if self._other != self.signature and self.patience is None:
-                    self.signatures.keep(self.post(_room(self._other), self._coded(self._other)))
-
-    def _settle(self) -> None:
-        """After a long wait: was it the right message that has come?"""
-        self.compare()
-        self._check()
-        self.signatures.store.delete_key(self._key(self.stream[0]))
+            if not self.theirs and (theirs := store.compare_set(there, _NOTHING, _NOTHING).decode()) != _NOTHING:
+                self.theirs = theirs
+                if theirs != self.mine and self.patience is None:
+                    self.signatures.released.append(self.post(_room(theirs), self._coded(theirs)))
 
     def _compare_first(self, patience: float) -> None:
         deadline = time.monotonic() + patience
-        while not self._other:
+        while not self.theirs:
             self.compare()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no signature from the other end within {patience:g} s")
@@ -148,30 +137,9 @@ class Message:
         self._check()
 
     def _check(self) -> None:
-        if self._other not in ("", self.signature):
-            end, _, src, dst, tag = self.stream
-            raise mismatch(src, dst, tag, *((self.signature, self._other) if end == "send" else (self._other, self.signature)))
-
-
-class _Waiter(threading.Thread):
-    """Waits for a transfer beside the rank, which asks it now and then."""
-
-    def __init__(self, work: Any) -> None:
-        super().__init__(name="waits for gloo", daemon=True)
-        self._work = work
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._work.wait()
-        except BaseException as error:
-            self._error = error
-
-    def wait(self) -> None:
-        self.join()
-        if self._error is not None:
-            raise self._error
+        end, _, rank, peer, tag = self.stream
+        if self.theirs not in ("", self.mine):
+            raise mismatch(end == "send", rank, peer, tag, self.mine, self.theirs)
 
 
 def _room(signature: str) -> torch.Tensor:
@@ -182,24 +150,16 @@ def _room(signature: str) -> torch.Tensor:
 
 def store_at(port: int, ranks: int, rank: int, listener: int | None, **options: Any) -> dist.TCPStore:
     """The store at which ranks of one machine meet: at a port of the loopback interface, where rank 0 listens already."""
-    # In torch 2.6 only the older of its two servers takes a socket that listens.
-    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
-    options |= {"use_libuv": False} if old else {}
-    return dist.TCPStore(
-        "127.0.0.1", port, ranks, rank == 0, wait_for_workers=False, master_listen_fd=listener if rank == 0 else None, **options
-    )
+    here = options | {"wait_for_workers": False, "master_listen_fd": listener if rank == 0 else None}
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):  # there, only the older server takes a socket that listens
+        here["use_libuv"] = False
+    return dist.TCPStore("127.0.0.1", port, ranks, rank == 0, **here)
 
 
 def own_connection(store: dist.Store) -> Any:
     """A client of the same store, for one holds a lock while it waits, and all its other users up."""
     if hasattr(store, "clone"):
         return store.clone()
-    prefixes: list[str] = []
-    if isinstance(store, dist.PrefixStore) and not hasattr(store, "prefix"):
-        return store  # torch 2.6 does not tell the prefix: there, they do wait for one another
-    while isinstance(store, dist.PrefixStore):
-        prefixes, store = [store.prefix, *prefixes], store.underlying_store  # type: ignore[attr-defined]
-    client: Any = dist.TCPStore(store.host, store.port, is_master=False) if isinstance(store, dist.TCPStore) else store
-    for prefix in prefixes:
-        client = dist.PrefixStore(prefix, client)
-    return client
+    if isinstance(store, dist.PrefixStore) and hasattr(store, "prefix"):  # torch 2.6 tells none: there, users do wait
+        return dist.PrefixStore(store.prefix, own_connection(store.underlying_store))
+    return dist.TCPStore(store.host, store.port, is_master=False) if isinstance(store, dist.TCPStore) else store

@@ -242,6 +242,16 @@ def torchs(comm: Communicator, call: Call, mine: list[torch.Tensor], out: list[t
             dist.all_to_all(out, mine)
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def gloo_has(call: Call) -> bool:
+    """Whether this version's gloo can make the call at all: 2.6's cannot reduce-scatter or average, 2.9's not exchange lists."""
+    if TORCH < (2, 7) and (call.collective.startswith("reduce_scatter") or (call.collective in REDUCING and call.op == "AVG")):
+        return False
+    return TORCH >= (2, 10) or call.collective != "all_to_all"
+
+
 @dataclass
 class Outcome:
     """What a call left on one rank: its output, flat, and what it should not have done."""

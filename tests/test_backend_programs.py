@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launching import running, script
+from oracles import TORCH
 
 RANKS = 4
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -146,6 +147,11 @@ found["stage"] = weights(block)
 }
 
 
+# Before these, torch itself was not able to. 2.6's FSDP2 asks a CPU for CUDA's events; the pipelines of 2.6 and 2.9 hang, or send
+# the shapes of tensors in an order in which nobody receives them.
+FROM = {"fsdp2": (2, 7), "pipeline": (2, 10)}
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """The names of the model above, in this process."""
@@ -186,6 +192,8 @@ def precision(what: str) -> float:
 def test_a_program_trains_as_one_process_does(
     name: str, transport: str, attempt: int, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
+    if FROM.get(name, TORCH) > TORCH:
+        pytest.skip(f"{name} on CPUs fails under torch {torch.__version__}, with gloo too")
     command = script(tmp_path / f"{name}.py", MODEL + BEGIN + PROGRAMS[name] + END)[1:]
     with running([*TORCHRUN, *command, str(tmp_path)], D2LPS_TRANSPORT=transport, OMP_NUM_THREADS="1") as job:
         text, _ = job.communicate(timeout=280)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import ALGORITHMS, REDUCING, ROOTED, Call, Outcome, complaints, ours, perform, rooms_for, torchs
+from oracles import ALGORITHMS, REDUCING, ROOTED, Call, Outcome, complaints, gloo_has, ours, perform, rooms_for, torchs
 from torch.distributed import ReduceOp
 
 import d2lps
@@ -82,7 +82,9 @@ def test_gives_what_numpy_gives(collective: str, ranks: int) -> None:
 @pytest.mark.parametrize("collective", ALGORITHMS)
 def test_torch_distributed_gives_the_same(collective: str, ranks: int) -> None:
     # The second oracle, held against the first. gloo has no uneven lists.
-    wanted = [call for call in calls(collective, ranks, ["gloo"]) if not call.uneven]
+    wanted = [call for call in calls(collective, ranks, ["gloo"]) if not call.uneven and gloo_has(call)]
+    if not wanted:
+        pytest.skip(f"the gloo of torch {torch.__version__} has no {collective}")
     check(wanted, d2lps.run(perform, ranks, wanted, rooms_for(wanted, ranks), torchs, backend="gloo", timeout=20))
 
 

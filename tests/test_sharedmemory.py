@@ -147,7 +147,7 @@ def test_where_memory_cannot_be_read_a_copy_is_laid_out(hinder: Callable[[Commun
             tensor = given(comm.rank, size)
             all_reduce(comm, tensor, algorithm="native")
             good &= torch.equal(tensor, in_order(comm.size, size, torch.float32))
-        return comm.unreadable, good
+        return comm.meeting.unreadable, good
 
     assert run(work, 3) == [(reason, True)] * 3
 
@@ -156,7 +156,7 @@ def test_big_tensors_are_read_where_they_lie() -> None:
     def work(comm: Communicator) -> tuple[str | None, int]:
         tensor = torch.ones(2_000_000)
         all_reduce(comm, tensor, algorithm="native")
-        return comm.unreadable, sum(tensor.unique().tolist())
+        return comm.meeting.unreadable, sum(tensor.unique().tolist())
 
     for reason, total in run(work, 3):
         if reason:
@@ -582,7 +582,7 @@ def test_thousands_of_calls_leave_no_memory_and_no_descriptors(nothing_left: Any
 def test_a_shared_tensor_goes_back_with_its_last_view() -> None:
     def work(comm: Communicator) -> list[int]:
         def taken() -> int:
-            return os.fstat(comm.mine.arena.space.descriptor).st_blocks * 512 // 1_000_000
+            return os.fstat(comm.arena.space.descriptor).st_blocks * 512 // 1_000_000
 
         seen = [taken()]
         tensor = comm.empty(25_000_000)

@@ -17,28 +17,27 @@ import torch.distributed as dist
 from d2lps import sharedmemory
 from d2lps.backend.failures import Noticing
 from d2lps.launch.lastnote import LastNote
-from d2lps.sharedmemory.communicator import Rank, SharedMemoryCommunicator
+from d2lps.sharedmemory.communicator import SharedMemoryCommunicator
+from d2lps.sharedmemory.mailbox import Mailbox
 
 
-class MemoryCommunicator(Noticing, SharedMemoryCommunicator):  # type: ignore[misc]
+class MemoryCommunicator(Noticing, SharedMemoryCommunicator):
     """Ranks are numbered as in the group, for the memory is the group's own."""
 
-    def __init__(self, mine: Rank, name: str) -> None:
-        super().__init__(mine, range(mine.arena.ranks), mine.arena.layout.meeting, name)
+    def __init__(self, mailbox: Mailbox, name: str) -> None:
+        super().__init__(mailbox, range(mailbox.ranks), mailbox.arena.layout.meeting, name)
         self.board = LastNote()
 
     def leave(self, failed: bool = False) -> None:
         """Tell the others, and undo the circles of references, so that the memory goes when the last one who knows this goes."""
-        if failed:
-            self.mine.waiting.give_up()
-        super().leave()
-        self.mine.waiting.noting(None)
+        super().leave(failed)
+        self.mailbox.waiting.note.write = None
 
 
 # ---- how ranks that somebody else started come to share it ------------------------------------------------------------
 
 
-def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) -> tuple[int, Rank] | str:
+def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) -> tuple[int, Mailbox] | str:
     """This rank's part, and a descriptor to be closed at the end; or why it cannot be. Every rank calls it, and gets the same."""
     descriptor, mine, reason = -1, None, sharedmemory.missing()
     try:
@@ -47,7 +46,7 @@ def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float) 
             store.set("memory", json.dumps(_address(descriptor) if descriptor >= 0 else []))
         else:
             descriptor = _opened(json.loads(store.get("memory")))
-        mine = Rank(descriptor, len(numbers), rank, timeout, numbers)
+        mine = Mailbox(descriptor, len(numbers), rank, timeout, numbers)
     except (OSError, ValueError) as error:
         reason = reason or f"rank {rank}: {error}"
     denied = agreed(store, len(numbers), reason)

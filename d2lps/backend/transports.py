@@ -64,8 +64,8 @@ class Transports:
         """All ranks with all, at once over gloo; over NCCL when they have something to say to one another."""
         store = dist.PrefixStore(f"{kind} {what}", self.store)
         engine = connect(kind, store, self.rank, len(self.members), timedelta(seconds=self.timeout))
-        name, place = f"{self.name} {what}", (self.timeout, self.store, self.rank)
-        comm = EngineCommunicator(engine, device, self.members, name, *place, kind, self._signatures)
+        name, place = f"{self.name} {what}", (device, self.store, self.timeout)
+        comm = EngineCommunicator(engine, *place, self.members, name, kind, self._signatures)
         comm.board, self._signatures = LastNote(), comm.signatures
         return comm
 

@@ -36,6 +36,10 @@ class BookWork(_Base):
         self.wait()
 
 
+# C++ waits for a work by its Python half, which torch 2.6 lets go when nobody in Python knows it: there, the tensor has to.
+_FORGETFUL = torch.__version__ < "2.7"
+
+
 class CollectiveWork(BookWork):
     """A collective that a group's thread will do, or has done. An error there is raised here, by `wait`."""
 
@@ -44,6 +48,8 @@ class CollectiveWork(BookWork):
         self.group, self.tasks, self.name, self.results, self.limit = group, group.tasks, name, list(results), limit
         self.error: BaseException | None = None
         self._done = threading.Event()
+        if _FORGETFUL and self.results:
+            self.results[0]._d2lps_work = self  # type: ignore[attr-defined]
 
     def finish(self, error: BaseException | None) -> None:
         """Called once, by the thread."""

@@ -11,22 +11,24 @@ end of the class. The rules are the same in all of them:
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from d2lps.comm.errors import Mismatch
+from d2lps.comm.explain import disagreement
 from d2lps.comm.ops import ReduceOp
-from d2lps.comm.rank import Rank
+from d2lps.comm.rank import Rank, running
 from d2lps.comm.staging import check_writable, stage, unstage
-from d2lps.comm.started import InThread, Started, check_lane
-from d2lps.comm.statements import by_statement
-from d2lps.comm.work import Transfer, Work
+from d2lps.comm.work import Work, in_thread
 
 Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
+STATEMENT = 512  # bytes of what a rank tells the others, so that ranks that say different things can still exchange them
 
 
 class Communicator(Rank):
@@ -64,10 +66,9 @@ class Communicator(Rank):
         """
         sends, receives = list(sends), list(receives)
         for tensor, dst in sends:
-            self._check_message(tensor, "dst", dst, tag)
+            self._check_message("send", tensor, dst, tag)
         for tensor, src in receives:
-            self._check_message(tensor, "src", src, tag)
-            check_writable(tensor)
+            self._check_message("recv", tensor, src, tag)
         with self.together():
             posted = [self._posted("recv", tensor, src, tag) for tensor, src in receives]
             posted += [self._posted("send", tensor, dst, tag) for tensor, dst in sends]
@@ -76,13 +77,12 @@ class Communicator(Rank):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send; the message is delivered when the returned `Work` has been waited for."""
-        self._check_message(tensor, "dst", dst, tag)
+        self._check_message("send", tensor, dst, tag)
         return self._posted("send", tensor, dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
         """Say where a message from `src` shall go; it is there when the returned `Work` has been waited for."""
-        self._check_message(tensor, "src", src, tag)
-        check_writable(tensor)
+        self._check_message("recv", tensor, src, tag)
         return self._posted("recv", tensor, src, tag)
 
     @contextmanager
@@ -98,16 +98,16 @@ class Communicator(Rank):
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this."""
-        check_lane(self.lane)
-        with self.standing("barrier"):
+        self._check_lane()
+        with self.waiting("barrier"):
             self._barrier()
 
     def agree(self, statement: str) -> None:
         """Raise Mismatch on every rank unless all ranks make the same statement."""
-        with self.standing("agree"):
+        with self.waiting("agree"):
             said = self._tell("agree", statement)
         if len(set(said)) > 1:
-            raise Mismatch("the ranks disagree: " + by_statement(said, self.members))
+            raise disagreement(said, self.members)
 
     # ---- groups and time ------------------------------------------------------------------------------------------
 
@@ -119,8 +119,8 @@ class Communicator(Rank):
         for name, value in (("color", color), ("key", key)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**62):
                 raise ValueError(f"{name} must be None or an integer below 2**62, not {value!r}")
-        check_lane(self.lane)
-        with self.standing("split"):
+        self._check_lane()
+        with self.waiting("split"):
             wishes = self._tell("split", (color, self.rank if key is None else key))
             self._splits += 1
             if color is None:
@@ -145,50 +145,65 @@ class Communicator(Rank):
         """
         if not callable(function):
             raise TypeError(f"start needs a function of a communicator, not {function!r}")
-        check_lane(self.lane)
+        self._check_lane()
         self._starts += 1
         beside = self._child(range(self.size), f"{self.name}/start{self._starts}", beside=True)
         self._hand_down(beside)
-        beside.started = []
+        beside.started = {}
         beside.lane = next(lane for lane in range(1, len(self.lanes) + 2) if lane not in self.lanes)
         self.lanes.add(beside.lane)
         if self.recorder:
             self.recorder.vocabulary.buffers.look_around()
             beside.recorder = self.recorder.beside(beside.lane, getattr(function, "__name__", "function"))
 
-        def to_its_end(comm: Communicator, *args: Any) -> None:
+        def to_its_end() -> None:
             try:
-                function(comm, *args)
-                comm.finish()
+                function(beside, *args)
+                beside.finish()
             finally:
-                comm.lanes.discard(comm.lane)
+                beside.lanes.discard(beside.lane)
 
-        started = self._start(beside, to_its_end, args)
-        self.started.append(started)
-        return Work(lambda: self._join(started), started.is_done)
+        started = self.started[beside] = self._start(beside, to_its_end)
+        return Work(lambda: self._join(beside), started.done)
 
-    def _join(self, started: Started) -> None:
-        if started in self.started:  # and has not been waited for at the end of the rank's function
-            with self.standing("join", tag=started.comm.recorder.thread if self.recorder else 0):
-                started.wait()
-            self.started.remove(started)
-            started.raise_its_error()
+    def _start(self, beside: Communicator, function: Callable[[], None]) -> Future[Any]:
+        """In real worlds a thread, which lets go of the interpreter while it waits for other ranks or adds up tensors."""
+
+        def live() -> None:
+            running.lane = beside.lane
+            with beside.waiting("start"):
+                beside.connect()
+            try:
+                function()
+            finally:
+                beside.disconnect()
+
+        return in_thread(live, f"lane {beside.lane}")
+
+    def _join(self, beside: Rank) -> None:
+        if beside in self.started:  # and has not been waited for at the end of the rank's function
+            with self.waiting("join", tag=beside.recorder.thread if beside.recorder else 0):
+                error = self.started[beside].exception()
+            del self.started[beside]
+            if error is not None:
+                raise error
 
     def finish(self) -> None:
         """Wait for what was started and not yet waited for; called by the world when the rank's function has returned."""
         while self.started:
-            self._join(self.started[0])
+            self._join(next(iter(self.started)))
 
     def _hand_down(self, child: Communicator) -> None:
         """What a communicator made from this one has from it."""
         child.recorder, child.board, child.debug, child.lane = self.recorder, self.board, self.debug, self.lane
         child.device, child.node, child.generator = self.device, self.node, self.generator
-        child.topology, child.started, child.lanes, child._memory = self.topology, self.started, self.lanes, self._memory
+        child.topology, child.started, child.lanes = self.topology, self.started, self.lanes
 
     # ---- checks and glue ------------------------------------------------------------------------------------------
 
-    def _check_message(self, tensor: torch.Tensor, side: str, peer: int, tag: int) -> None:
-        check_lane(self.lane)
+    def _check_message(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        self._check_lane()
+        side = "dst" if action == "send" else "src"
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a message is a torch.Tensor, not {type(tensor).__name__}: {tensor!r}")
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
@@ -197,16 +212,18 @@ class Communicator(Rank):
             raise ValueError(f"{side}={peer} is this rank itself: a rank sends no message to itself, use comm.copy")
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 2**31:
             raise ValueError(f"tag={tag!r} is not an integer from 0 to 2**31 - 1")
+        if action == "recv":
+            check_writable(tensor)
 
     def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a message, and say what its completion entails."""
         staged = stage(tensor, self._wire())
         recorder, nbytes = self.recorder, tensor.numel() * tensor.element_size()
         recorded = recorder.message(action, tensor, self.name, self.members[peer], tag) if recorder else None
-        transfer = self._post(action, tensor, staged, peer, tag)
+        transfer = self._post(action, staged, peer, tag)
 
         def finish() -> None:
-            with self.standing(action, peer, tag, nbytes):
+            with self.waiting(action, peer, tag, nbytes):
                 transfer.wait()
             if action == "recv":
                 unstage(staged, tensor)
@@ -215,28 +232,29 @@ class Communicator(Rank):
 
         return Work(finish, transfer.is_done)
 
-    def _post(self, action: str, tensor: torch.Tensor, staged: torch.Tensor, peer: int, tag: int) -> Transfer:
-        """Hand a message to the world."""
-        return (self._post_send if action == "send" else self._post_recv)(staged, peer, tag)
+    def _tell(self, call: str, word: Any) -> list[Any]:
+        """What every rank of the group says with the same call ("barrier", "split", "agree"), by rank; outside the trace.
 
-    def _wire(self) -> torch.device | None:
-        """The device that the transport reads from; None where any will do."""
-        return None
-
-    def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
-        return InThread(beside, function, args)
+        Numbers, or a text, of which a long one ends in its hash.
+        """
+        told = json.dumps(word, ensure_ascii=False).encode()
+        if len(told) > STATEMENT:
+            told = json.dumps(word[: STATEMENT // 8] + hashlib.sha1(told).hexdigest()).encode()
+        return [json.loads(said) for said in self._exchange_statements(call, told.ljust(STATEMENT))]
 
     # ---- what a world supplies ------------------------------------------------------------------------------------
 
-    def _post_send(self, staged: torch.Tensor, dst: int, tag: int) -> Transfer:
+    def _post(self, action: str, staged: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begin to send or receive a flat tensor; the result has `wait()`, and `is_done()`: whether that is at once."""
         raise NotImplementedError  # in a simulation, which has a way of its own from `exchange` to the network
 
-    def _post_recv(self, staged: torch.Tensor, src: int, tag: int) -> Transfer:
+    def _exchange_statements(self, call: str, mine: bytes) -> list[bytes]:
+        """What all ranks say, each as many bytes; in a simulation, they tell one another without."""
         raise NotImplementedError
 
-    @abstractmethod
-    def _tell(self, call: str, word: Any) -> list[Any]:
-        """What every rank of the group says with the same call ("barrier", "split", "agree"), by rank; outside the trace."""
+    def _wire(self) -> torch.device:
+        """The device that the transport reads from."""
+        return torch.device("cpu")
 
     def _barrier(self) -> None:
         self._tell("barrier", None)

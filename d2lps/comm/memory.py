@@ -1,7 +1,5 @@
 """Who holds how much of a device's memory."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -1,46 +1,37 @@
 """The reductions of torch.distributed, as arithmetic on two tensors."""
 
 from collections.abc import Callable
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-
-    class ReduceOp:
-        """As torch.distributed's, whose own type hints give the members another class than their parent's."""
-
-        SUM: "ReduceOp"
-        AVG: "ReduceOp"
-        PRODUCT: "ReduceOp"
-        MIN: "ReduceOp"
-        MAX: "ReduceOp"
-        BAND: "ReduceOp"
-        BOR: "ReduceOp"
-        BXOR: "ReduceOp"
+if TYPE_CHECKING:  # torch's own type hints give the members another class than their parent's
+    ReduceOp = Enum("ReduceOp", "SUM AVG PRODUCT MIN MAX BAND BOR BXOR")
 else:
     from torch.distributed import ReduceOp
 
-# Not a dictionary's key in every version of torch, a ReduceOp is compared instead; hence pairs.
-_KERNELS: list[tuple[ReduceOp, Callable[..., torch.Tensor]]] = [
-    (ReduceOp.SUM, torch.add),
-    (ReduceOp.PRODUCT, torch.mul),
-    (ReduceOp.MIN, torch.minimum),
-    (ReduceOp.MAX, torch.maximum),
-    (ReduceOp.BAND, torch.bitwise_and),
-    (ReduceOp.BOR, torch.bitwise_or),
-    (ReduceOp.BXOR, torch.bitwise_xor),
-]
-_NAMES = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "PRODUCT": ReduceOp.PRODUCT, "MIN": ReduceOp.MIN}
-_NAMES |= {"MAX": ReduceOp.MAX, "BAND": ReduceOp.BAND, "BOR": ReduceOp.BOR, "BXOR": ReduceOp.BXOR}
+Kernel = Callable[..., torch.Tensor]
+# By name: a ReduceOp is not a dictionary's key in every version of torch. AVG adds: an average is a sum that is divided once,
+# at the end, by the algorithm that knows how many it added.
+KERNELS: dict[str, Kernel] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
 
 
 def op_name(op: ReduceOp) -> str:
     """`op_name(ReduceOp.SUM) == "SUM"`; a value that is no ReduceOp is a TypeError that shows it."""
-    for name, known in _NAMES.items():
-        if isinstance(op, ReduceOp) and op == known:
+    for name in KERNELS:
+        if isinstance(op, ReduceOp) and op == getattr(ReduceOp, name):
             return name
-    raise TypeError(f"op must be a torch.distributed.ReduceOp (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR), not {op!r}")
+    raise TypeError(f"op must be a torch.distributed.ReduceOp ({', '.join(KERNELS)}), not {op!r}")
 
 
 def check_op(op: ReduceOp, dtype: torch.dtype) -> None:
@@ -56,18 +47,5 @@ def check_op(op: ReduceOp, dtype: torch.dtype) -> None:
 
 
 def apply(op: ReduceOp, into: torch.Tensor, other: torch.Tensor) -> None:
-    """`into = op(into, other)`, element by element, rounded in the tensors' own dtype.
-
-    AVG adds: an average is a sum that is divided once, at the end, by the algorithm that knows how many it added.
-    """
-    kernel(op)(into, other, out=into)
-
-
-def kernel(op: ReduceOp) -> Callable[..., torch.Tensor]:
-    """`kernel(ReduceOp.SUM) is torch.add`."""
-    if op == ReduceOp.AVG:
-        op = ReduceOp.SUM
-    for known, function in _KERNELS:
-        if op == known:
-            return function
-    raise TypeError(f"combine cannot apply op={op!r}")
+    """`into = op(into, other)`, element by element, rounded in the tensors' own dtype."""
+    KERNELS[op_name(op)](into, other, out=into)

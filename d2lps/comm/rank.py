@@ -1,11 +1,13 @@
 """What a rank does by itself, where a trace can see it: arithmetic, computing, memory, time; and the notes that it leaves."""
 
-from __future__ import annotations
-
+import sys
+import threading
 import time
 from abc import ABC
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,20 +15,18 @@ import torch
 from d2lps.comm import ops
 from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
-from d2lps.comm.standing import Board, NoBoard, Standing, callers_line
-from d2lps.comm.started import Started, check_lane
+from d2lps.comm.status import Board, Status, readers_line
 from d2lps.trace.recorder import Recorder
 
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
 # own numbers come from `comm.generator`.
 SEED = 0
+running = threading.local()  # .lane: in a thread of `Communicator.start`
 
 
 class Rank(ABC):
     """The half of a communicator that needs no other rank."""
 
-    rank: int  #: this rank's number in the group, 0 .. size - 1
-    size: int  #: how many ranks the group has
     device: torch.device  #: where this rank's tensors should live
     node: Any  #: the machine, or the node of the topology, that this rank lives on
     topology: Any = None  #: the described cluster, in a simulation
@@ -34,14 +34,15 @@ class Rank(ABC):
     debug: bool = False  #: whether ranks compare what they are about to do
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
-        self.rank, self.size, self.name = rank, len(members), name
+        self.rank = rank  #: this rank's number in the group, 0 .. size - 1
+        self.size, self.name = len(members), name  #: how many ranks the group has, and what traces call it
         self.members = list(members)  # members[r] is rank r's number in the whole run
         self.recorder: Recorder | None = None
-        self.board: Board = NoBoard()
+        self.board = Board()
         self.lane = 0  # 0 is the rank's own thread of control, the others are those of what it has started
-        self.started: list[Started] = []  # by any communicator of this lane, and perhaps not yet waited for
+        # What any communicator of this lane has started, and perhaps not yet waited for; a Future, or what is like one.
+        self.started: dict[Rank, Future[Any]] = {}
         self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
-        self._memory: dict[str, Memory] = {}
         self._starts = self._splits = 0
         self._collective = ""
 
@@ -104,11 +105,7 @@ class Rank(ABC):
     @property
     def memory(self) -> Memory:
         """The account of this rank's device, in which `allocate` writes."""
-        if "device" not in self._memory:
-            on_gpu = self.device.type == "cuda"
-            limit = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else of_this_machine()
-            self._memory["device"] = Memory(str(self.device if on_gpu else self.node), limit)
-        return self._memory["device"]
+        return _account(self.device, str(self.node))
 
     def step(self, label: str, *numbers: object) -> None:
         """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`."""
@@ -137,25 +134,31 @@ class Rank(ABC):
     # ---- notes: for the message that explains a hang --------------------------------------------------------------
 
     @contextmanager
-    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
+    def waiting(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
-        peer = self.members[peer] if peer >= 0 else -1
-        start, line = self.now(), callers_line()
-        self.board.write(Standing(action, peer, tag, nbytes, self._collective, self.members, *line, time.monotonic()), self.lane)
+        me, peer, start = self.members[self.rank], self.members[peer] if peer >= 0 else -1, self.now()
+
+        def status(since: float = start) -> Status:
+            line = readers_line(sys._getframe())
+            return Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since)
+
+        self._show(status)
         yield
         # Not taken down when the wait fails: the note then says where the rank stood as it failed.
-        self.board.write(None, self.lane)
+        self._show(None)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
+
+    def _show(self, status: Callable[..., Status] | None) -> None:
+        self.board.write(status and status(), self.lane)
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:
         """Say that the messages of this block belong to a collective; True for the outermost one."""
-        check_lane(self.lane)
+        self._check_lane()
         outermost = not self._collective
         label = self.recorder.step if self.recorder else ()
-        if outermost:
-            self._collective = collective
+        self._collective = self._collective or collective
         try:
             yield outermost
         finally:
@@ -166,9 +169,22 @@ class Rank(ABC):
 
     # ---- checks -----------------------------------------------------------------------------------------------------------
 
+    def _check_lane(self) -> None:
+        """Refuse a communicator of another lane in a started function; threads that are nobody's lane may have any."""
+        if getattr(running, "lane", self.lane) != self.lane:
+            told = "this communicator belongs to another of its rank's lanes"
+            raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
+
     def _check_pair(self, call: str, into: torch.Tensor, other: torch.Tensor) -> None:
         if into.dtype != other.dtype or into.numel() != other.numel():
             raise ValueError(f"{call} needs two tensors alike, not {describe(into)} and {describe(other)}")
+
+
+@cache
+def _account(device: torch.device, node: str) -> Memory:
+    if device.type == "cuda":
+        return Memory(str(device), torch.cuda.get_device_properties(device).total_memory)
+    return Memory(node, of_this_machine())
 
 
 def describe(tensor: torch.Tensor) -> str:

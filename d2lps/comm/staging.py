@@ -20,7 +20,8 @@ def stage(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Ten
 
 def check_writable(tensor: torch.Tensor) -> None:
     """Refuse, before anything is sent, a tensor that cannot take what arrives: an expanded one has no place for it."""
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    spread = not tensor.is_contiguous() and zip(tensor.shape, tensor.stride(), strict=True)
+    if spread and any(stride == 0 and size > 1 for size, stride in spread):
         raise ValueError(f"a tensor of shape {list(tensor.shape)} was expanded: several elements share one place in memory")
 
 

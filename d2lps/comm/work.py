@@ -1,19 +1,9 @@
 """What goes on while its caller does something else: a message under way, or a function that was started."""
 
-from __future__ import annotations
-
+import threading
 from collections.abc import Callable
-from typing import Protocol
-
-
-class Transfer(Protocol):
-    """What a world gives for a posted message."""
-
-    def wait(self) -> object:
-        """Return when the message has been delivered (send), or has arrived (recv)."""
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+from concurrent.futures import Future
+from typing import Any
 
 
 class Work:
@@ -46,3 +36,17 @@ class Work:
         return self._complete or self._ready()
 
     is_completed = test  # torch's name for it
+
+
+def in_thread(function: Callable[[], object], name: str) -> Future[Any]:
+    """Call a function beside the caller, in a thread that keeps no process alive."""
+    future: Future[Any] = Future()
+
+    def live() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # of the caller's, who hears of it when it asks
+            future.set_exception(error)
+
+    threading.Thread(target=live, name=name, daemon=True).start()
+    return future

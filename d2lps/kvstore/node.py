@@ -15,7 +15,7 @@ from d2lps.kvstore.serving import serve
 from d2lps.launch.failure import raise_in_caller
 from d2lps.launch.local import Group
 from d2lps.launch.rank import Failure, Job, Success
-from d2lps.sharedmemory.procfs import is_stopped
+from d2lps.sharedmemory.linux import is_stopped
 
 
 class Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -14,7 +15,7 @@ import torch
 import zmq
 
 from d2lps.comm import Communicator, RankHung
-from d2lps.comm.standing import Standing, callers_line
+from d2lps.comm.status import Status, readers_line
 from d2lps.kvstore.channel import Channel
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.events import Membership, Reply, Request
@@ -55,7 +56,8 @@ class SocketAnswer:
 
     def _long_wait(self) -> None:
         comm = self.comm
-        comm.board.write(Standing("answer", -1, 0, 0, "", comm.members, *callers_line(), time.monotonic()))
+        me, line = comm.members[comm.rank], readers_line(sys._getframe())
+        comm.board.write(Status(me, "answer", -1, 0, 0, "", comm.members, *line, time.monotonic()))
         if not self.there.wait(self.patience):
             told = f"worker {comm.rank} has waited for more than timeout={self.patience:g} s for an answer to {self.what}"
             raise RankHung(told)
@@ -73,7 +75,7 @@ class SocketTransport:
         self.comm, self.plan, self.endpoints, self.patience = comm, plan, endpoints, patience
         self.nodes, self.view = list(range(plan.servers)), 0  # who serves now
         self.context = zmq.Context[zmq.Socket[bytes]]()
-        self.arena = comm.mine.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
+        self.arena = comm.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
         self.channels = [Channel(plan, self.context, endpoints[server], comm.rank, self.arena) for server in self.nodes]
         self.news = self._subscribed() if plan.replicated else None
         self.inbox: deque[tuple[int, Request, SocketAnswer]] = deque()

@@ -252,7 +252,7 @@ class KVWorker:
         answers = _Answers(what, [self.transport.request(server, request) for server, request in stamped])
 
         def finish() -> None:
-            with self.comm.standing("answer", nbytes=nbytes):
+            with self.comm.waiting("answer", nbytes=nbytes):
                 answers.wait()
             place(answers.replies)
 

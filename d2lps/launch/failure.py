@@ -8,13 +8,13 @@ import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from d2lps.comm import RankDied, RankFailed, RankHung
-from d2lps.comm.explain import State, describe_state, explain
-from d2lps.comm.standing import IN_VAIN, Standing
+from d2lps.comm.explain import describe_status, explain
+from d2lps.comm.status import IN_VAIN, Status
 from d2lps.launch.rank import Failure, Job
-from d2lps.sharedmemory.procfs import is_stopped
+from d2lps.sharedmemory.linux import is_stopped
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = (_LIBRARY, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<frozen")
@@ -42,7 +42,7 @@ def raise_in_caller(failure: Failure, rank: int, ranks: int) -> NoReturn:
     raise RankFailed(f"{where} raised {failure.kind}: {failure.message}") from RemoteTraceback(text)
 
 
-def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None) -> RankDied:
+def died(rank: int, ranks: int, status: int, errors: str, note: Status | None) -> RankDied:
     """The exception for a process that ended by itself: how, where it stood, and its last words."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -52,7 +52,7 @@ def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None)
         how = f"ended with exit status {os.WEXITSTATUS(status)} before its function had returned"
     lines = [f"rank {rank} of {ranks} {how}"]
     if note is not None:
-        lines.append(describe_state(State(rank, note)))
+        lines.append(describe_status(note))
     if errors:
         lines.append("  it last wrote: " + errors.splitlines()[-1])
     return RankDied("\n".join(lines))
@@ -61,32 +61,31 @@ def died(rank: int, ranks: int, status: int, errors: str, note: Standing | None)
 def hung(
     job: Job,
     overdue: Sequence[int],
-    notes: Mapping[int, Standing | None],
+    notes: Mapping[int, Status | None],
     stacks: Mapping[int, str],
     pids: Mapping[int, int],
 ) -> RankHung:
     """The exception for ranks that have waited too long; those without a note run, are stopped, or have returned."""
-    states = []
+    ranks = []
     for rank in range(job.ranks):
         if rank not in notes:
-            states.append(State(rank, None, "has returned"))
+            ranks.append(Status(rank, "has returned"))
             continue
         note = notes[rank]
-        place = (note.file, note.line, note.function) if note is not None else _innermost(stacks[rank])
+        status = note or Status(rank, "is running", **_innermost(stacks[rank]))
         if is_stopped(pids[rank]):  # wherever it was: nobody waits for anything but this
-            states.append(State(rank, None, "is stopped (SIGSTOP)", *place))
-        else:
-            states.append(State(rank, note, "" if note is not None else "is running", *place))
+            status = Status(rank, "is stopped (SIGSTOP)", file=status.file, line=status.line, function=status.function)
+        ranks.append(status)
     first = notes[overdue[0]]
     in_vain = first is not None and first.since == IN_VAIN
     why = "waits for one that has returned" if in_vain else f"has waited for more than timeout={job.timeout:g} s"
-    return explain(states, f"rank {overdue[0]} {why}", overdue)
+    return explain(ranks, f"rank {overdue[0]} {why}", overdue)
 
 
-def _innermost(stack: str) -> tuple[str, int, str]:
+def _innermost(stack: str) -> dict[str, Any]:
     """The reader's own line in what faulthandler wrote (most recent call first)."""
     frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', stack)
     for file, line, function in frames:
         if not file.startswith(_INSTALLED):
-            return file, int(line), function
-    return "", 0, ""
+            return {"file": file, "line": int(line), "function": function}
+    return {}

@@ -20,7 +20,7 @@ from typing import Any
 
 from d2lps.launch import objects_and_files as messages
 from d2lps.launch.rank import main
-from d2lps.sharedmemory.procfs import state_and_parent
+from d2lps.sharedmemory.linux import state_and_parent
 
 
 def keep(caller: socket.socket) -> None:

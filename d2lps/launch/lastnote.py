@@ -6,20 +6,19 @@ import re
 import traceback
 
 from d2lps.comm import RankFailed, RankHung
-from d2lps.comm.standing import Standing
+from d2lps.comm.status import Board, Status
 
 _TIMED_OUT = re.compile("timed out|timeout|no signature", re.IGNORECASE)  # gloo, a store, the debug mode
 _LOST = re.compile("connection|broken pipe|socket", re.IGNORECASE)
 
 
-class LastNote:
+class LastNote(Board):
     """A board for one: torch says neither who waited nor for whom, so what it says is put beside the last note."""
 
-    standing: Standing | None = None
-    watched = False
+    status: Status | None = None
 
-    def write(self, standing: Standing | None, lane: int = 0) -> None:
-        self.standing = standing
+    def write(self, status: Status | None, lane: int = 0) -> None:
+        self.status = status
 
 
 def meaning(error: BaseException) -> type[RankHung] | type[RankFailed] | None:

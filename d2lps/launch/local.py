@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from d2lps import sharedmemory
-from d2lps.comm.standing import SharedBoard, Standing
+from d2lps.comm.status import SharedBoard, Status
 from d2lps.launch import forkserver_client
 from d2lps.launch import objects_and_files as messages
 from d2lps.launch.failure import died, hung, raise_in_caller
@@ -77,7 +77,7 @@ class Group:
         self.job, self.folder = job, folder
         self.output = Output(labels or [f"rank {rank}" for rank in range(job.ranks)], live)
         self.board_file = tempfile.TemporaryFile()
-        self.board_file.truncate(SharedBoard.bytes_for(job.ranks))
+        self.board_file.truncate(job.ranks * SharedBoard.SLOT)
         self.board = SharedBoard(self.board_file.fileno(), 0)
         self.stacks = [tempfile.TemporaryFile() for _ in range(job.ranks)]
         self.controls: list[Connection] = []
@@ -198,10 +198,10 @@ class Group:
         notes = {rank: note if rank in late or note == self.board.read(rank) else None for rank, note in notes.items()}
         raise hung(self.job, self._overdue(notes), notes, {rank: self._stack(rank) for rank in notes}, self.pids)
 
-    def _notes(self) -> dict[int, Standing | None]:
+    def _notes(self) -> dict[int, Status | None]:
         return {rank: self.board.read(rank) for rank in self.pending}
 
-    def _overdue(self, notes: Mapping[int, Standing | None]) -> list[int]:
+    def _overdue(self, notes: Mapping[int, Status | None]) -> list[int]:
         latest = time.monotonic() - self.job.timeout
         return [rank for rank, note in notes.items() if note is not None and note.since < latest]
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED
-from d2lps.comm.standing import SharedBoard
+from d2lps.comm.status import SharedBoard
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.signatures import store_at
 from d2lps.trace.recorder import Log, Recorder
@@ -167,7 +167,7 @@ def _join(rank: int, job: Job, listener: int) -> Communicator:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=patience)
-    return ProcessGroupCommunicator(device=device, timeout=patience.total_seconds(), store=store)
+    return ProcessGroupCommunicator(dist.group.WORLD, device, store, patience.total_seconds())
 
 
 def _device(kind: str, rank: int) -> torch.device:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from d2lps.comm import RankFailed, RankHung
-from d2lps.comm.explain import State, describe_state
+from d2lps.comm.explain import describe_status
+from d2lps.comm.status import Status
 from d2lps.launch.lastnote import LastNote, meaning, release
 from d2lps.launch.rank import Success, execute
 from d2lps.processgroup import ProcessGroupCommunicator
@@ -64,7 +65,7 @@ def _called(
     try:
         return execute(comm, function, args, trace)
     except (RuntimeError, TimeoutError) as error:
-        told = _explained(error, State(comm.rank, note.standing), timeout) if note.standing is not None else None
+        told = _explained(error, note.status, timeout) if note.status is not None else None
         if told is None:  # it did not fail in a wait
             raise
         raise told from error
@@ -97,16 +98,16 @@ def _groups(backend: str, device: torch.device, timeout: float) -> tuple[Process
     group, meeting = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout)), dist.new_group(backend=backend)
     # A store of this run's own too: an earlier run that failed has left its signatures behind.
     store = dist.PrefixStore(f"d2lps/{group.group_name}", dist.distributed_c10d._get_default_store())
-    return ProcessGroupCommunicator(group, device, timeout=timeout, store=store), meeting
+    return ProcessGroupCommunicator(group, device, store, timeout), meeting
 
 
-def _explained(error: Exception, state: State, timeout: float) -> Exception | None:
+def _explained(error: Exception, status: Status, timeout: float) -> Exception | None:
     """A wait that failed, told as a run on one machine would tell it, as far as this rank can know."""
     kind = meaning(error)
     if kind is RankHung:
-        return RankHung(f"rank {state.rank} has waited for more than timeout={timeout:g} s\n{describe_state(state)}")
+        return RankHung(f"rank {status.rank} has waited for more than timeout={timeout:g} s\n{describe_status(status)}")
     if kind is RankFailed:
-        return RankFailed(f"rank {state.rank} has lost another rank, which tells why itself\n{describe_state(state)}")
+        return RankFailed(f"rank {status.rank} has lost another rank, which tells why itself\n{describe_status(status)}")
     return None
 
 

@@ -9,74 +9,89 @@ In every way a rank adds in the order of the ranks, rounding in the tensor's dty
 on every rank, and in every run.
 """
 
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from d2lps.comm import ReduceOp, ops
-from d2lps.sharedmemory.arena import Arena
-from d2lps.sharedmemory.layout import LINE
-from d2lps.sharedmemory.meeting import Meeting, values_of
-from d2lps.sharedmemory.reading import read
-from d2lps.sharedmemory.stage import PIECE, Stage
+from d2lps.comm import ReduceOp
+from d2lps.comm.ops import KERNELS, Kernel, op_name
+from d2lps.comm.rank import describe
+from d2lps.sharedmemory.arena import LINE
+from d2lps.sharedmemory.linux import read
+from d2lps.sharedmemory.meeting import Meeting
 
 CACHE = 1 << 17  # bytes of each tensor at a time: a running sum of as many stays in the processor's own cache
 READ = 1 << 21  # bytes of all tensors together that are read at a time: they stay in the cache that processors share
+PIECE = 1 << 22  # bytes that pass by at a time: those of a few ranks fit together into the cache that processors share
 BIG = PIECE  # bytes: up to here it is faster to lay out a copy than to ask the kernel
-Kernel = Callable[..., torch.Tensor]
+Heard = Sequence[tuple[int, ...]]  # of each rank's tensor: where it lies in the shared file, its address, its process
 
 
-def small(meeting: Meeting, turn: int, tensor: torch.Tensor, op: ReduceOp, meet: Callable[[], object]) -> None:
+def all_reduce(meeting: Meeting, tensor: torch.Tensor, op: ReduceOp) -> None:
+    """The fastest way for this tensor, or these: the ranks' may lie in different kinds of memory."""
+    name, nbytes = op_name(op), tensor.nbytes
+    call, kernel = f"all_reduce({describe(tensor)}, op={name})", KERNELS[name]
+    if not nbytes:
+        meeting.exchange(call)
+    elif nbytes <= meeting.slot:
+        _small(meeting, call, tensor, kernel)
+    else:
+        address = 0 if tensor.is_pinned() else tensor.data_ptr()  # what belongs to a device's driver cannot be read by others
+        heard = meeting.exchange_numbers(call, meeting.arena.offset_of(tensor), address, os.getpid())
+        if all(offset >= 0 for offset, _, _ in heard):
+            _in_place(meeting, tensor, kernel, heard)
+        elif nbytes > BIG and all(address for _, address, _ in heard) and not _unreadable(meeting, call, heard):
+            _by_reading(meeting, tensor, kernel, heard)
+        else:
+            for piece in tensor.split(PIECE // tensor.element_size()):
+                _staged(meeting, call, piece, kernel)
+
+
+def _small(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -> None:
     """One meeting; every rank reads p n bytes. With 2 ranks that hold [1] and [2]: slots [1] [2], and both add up [3]."""
-    slots = meeting.slots(turn % 2, tensor.dtype, tensor.numel())
+    slots = meeting.slots(tensor.dtype, tensor.numel())
     slots[meeting.rank].copy_(tensor)
-    meet()
-    combine(ops.kernel(op), slots, tensor)
+    meeting.exchange(call)
+    _combine(kernel, slots, tensor)
 
 
-def in_place(meeting: Meeting, arena: Arena, tensor: torch.Tensor, op: ReduceOp, heard: Sequence[bytes]) -> None:
+def _in_place(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:
     """Two meetings, before and after; each rank reads n bytes and writes n bytes, in n / (p * 128 KB) rounds."""
-    whole = [arena.tensor(values_of(said)[0], tensor.dtype, tensor.numel()) for said in heard]
+    whole = [meeting.arena.tensor(offset, tensor.dtype, tensor.numel()) for offset, _, _ in heard]
     begin, end = block(tensor, meeting.rank, len(whole))
-    kernel, length = ops.kernel(op), CACHE // tensor.element_size()
+    length = CACHE // tensor.element_size()
     room = tensor.new_empty(min(length, end - begin))
     for parts in zip(*(each[begin:end].split(length) for each in whole), strict=True):
         total = room[: parts[0].numel()]
-        combine(kernel, parts, total)
+        _combine(kernel, parts, total)
         for part in parts:
             part.copy_(total)
-    meeting.come()
-    meeting.complete()
+    meeting.meet()
 
 
-def staged(meeting: Meeting, stage: Stage, tensor: torch.Tensor, op: ReduceOp, meet: Callable[..., Sequence[bytes]]) -> None:
+def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -> None:
     """Three meetings for each 4 MB, and nobody waits for the third; each rank copies (p - 1)/p n bytes in, and as many out."""
-    for piece in tensor.split(PIECE // tensor.element_size()):
-        _pass_by(meeting, stage, piece, op, meet)
+    arena, (begin, end) = meeting.arena, block(tensor, meeting.rank, len(meeting.members))
+    offset = arena.pool.take(PIECE)
+    mine, own = arena.tensor(offset, tensor.dtype, tensor.numel()), tensor[begin:end]
+    mine[:begin].copy_(tensor[:begin])  # what the others will add up: everything but this rank's block
+    mine[end:].copy_(tensor[end:])
+    copies = [arena.tensor(theirs, tensor.dtype, tensor.numel()) for (theirs,) in meeting.exchange_numbers(call, offset)]
+    parts = [own if rank == meeting.rank else copy[begin:end] for rank, copy in enumerate(copies)]
+    _combine(kernel, parts, mine[begin:end])
+    own.copy_(mine[begin:end])
+    meeting.meet()
+    for rank in meeting.others:
+        begin, end = block(tensor, rank, len(copies))
+        tensor[begin:end].copy_(copies[rank][begin:end])
+    meeting.come()
+    arena.pool.give(offset, unused=partial(meeting.is_over, meeting.count))
 
 
-def _pass_by(meeting: Meeting, stage: Stage, tensor: torch.Tensor, op: ReduceOp, meet: Callable[..., Sequence[bytes]]) -> None:
-    begin, end = block(tensor, meeting.rank, len(meeting.members))
-    with stage.piece(meeting) as offset:
-        mine, own = stage.arena.tensor(offset, tensor.dtype, tensor.numel()), tensor[begin:end]
-        mine[:begin].copy_(tensor[:begin])  # what the others will add up: everything but this rank's block
-        mine[end:].copy_(tensor[end:])
-        copies = [stage.arena.tensor(values_of(said)[0], tensor.dtype, tensor.numel()) for said in meet((offset, 0, 0))]
-        parts = [own if rank == meeting.rank else copy[begin:end] for rank, copy in enumerate(copies)]
-        combine(ops.kernel(op), parts, mine[begin:end])
-        own.copy_(mine[begin:end])
-        meeting.come()
-        meeting.complete()
-        for rank in meeting.others:
-            begin, end = block(tensor, rank, len(copies))
-            tensor[begin:end].copy_(copies[rank][begin:end])
-
-
-def by_reading(meeting: Meeting, tensor: torch.Tensor, op: ReduceOp, heard: Sequence[bytes]) -> None:
+def _by_reading(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:
     """Three meetings, before, between and after; each rank reads 2 (p - 1)/p n bytes of the others' memory.
 
     First its block of all the others' tensors, piece by piece, which it adds up into its own; then the others' sums. Nobody
@@ -90,41 +105,40 @@ def by_reading(meeting: Meeting, tensor: torch.Tensor, op: ReduceOp, heard: Sequ
         parts = [own if rank == meeting.rank else room[: own.numel()] for rank, room in enumerate(rooms)]
         for rank in meeting.others:
             _fetch(meeting, heard, rank, start, parts[rank])
-        combine(ops.kernel(op), parts, own, rooms[meeting.rank, : own.numel()])
-    meeting.come()
-    meeting.complete()
+        _combine(kernel, parts, own, rooms[meeting.rank, : own.numel()])
+    meeting.meet()
     for rank in meeting.others:
         begin, end = block(tensor, rank, ranks)
         _fetch(meeting, heard, rank, begin, tensor[begin:end])
-    meeting.come()
-    meeting.complete()
+    meeting.meet()
 
 
-def unreadable(meeting: Meeting, heard: Sequence[bytes], meet: Callable[..., Sequence[bytes]]) -> str:
-    """Why some rank may not read another one's memory; "" if each may. All try, and then tell the others."""
-    code = 0
-    try:
-        for rank in meeting.others:
-            _, address, process = values_of(heard[rank])
-            read(process, address, torch.empty(1, dtype=torch.uint8))
-    except OSError as error:
-        code = error.errno or errno.EIO
-    codes = [values_of(said)[0] for said in meet((code, 0, 0))]
-    return os.strerror(max(codes)) if any(codes) else ""
+def _unreadable(meeting: Meeting, call: str, heard: Heard) -> str:
+    """Why some rank may not read another one's memory; "" if each may. All try once, tell the others, and remember."""
+    if meeting.unreadable is None:
+        code = 0
+        try:
+            for rank in meeting.others:
+                read(heard[rank][2], heard[rank][1], torch.empty(1, dtype=torch.uint8))
+        except OSError as error:
+            code = error.errno or errno.EIO
+        worst = max(code for (code,) in meeting.exchange_numbers(call, code))
+        meeting.unreadable = os.strerror(worst) if worst else ""
+    return meeting.unreadable
 
 
-def _fetch(meeting: Meeting, heard: Sequence[bytes], rank: int, start: int, into: torch.Tensor) -> None:
+def _fetch(meeting: Meeting, heard: Heard, rank: int, start: int, into: torch.Tensor) -> None:
     """Read elements, from number `start` on, of the tensor that a rank has told of."""
-    _, address, process = values_of(heard[rank])
+    _, address, process = heard[rank]
     try:
         read(process, address + start * into.element_size(), into)
     except OSError as error:
         if error.errno not in (errno.ESRCH, errno.EFAULT):
             raise
-        meeting.wait_in_vain(rank)  # it has died, or given up: there is nothing to read any more
+        meeting.waiting.wait_in_vain(meeting.members[rank])  # it has died, or given up: there is nothing to read any more
 
 
-def combine(kernel: Kernel, parts: Sequence[torch.Tensor], into: torch.Tensor, room: torch.Tensor | None = None) -> None:
+def _combine(kernel: Kernel, parts: Sequence[torch.Tensor], into: torch.Tensor, room: torch.Tensor | None = None) -> None:
     """`into = parts[0] + parts[1] + ...`, in this order; if `into` is one of the parts, `room` takes the sum on the way."""
     total, *rest = parts
     if not rest:

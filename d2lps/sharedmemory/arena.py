@@ -4,9 +4,8 @@ Every rank maps the whole file, so an offset means the same to all, and nothing 
 tensor is made later. Nobody else can open it, and it is gone when the last process that maps it has ended.
 """
 
-from __future__ import annotations
-
 import ctypes
+import math
 import mmap
 import os
 import sys
@@ -16,20 +15,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from d2lps.sharedmemory import futex
-from d2lps.sharedmemory.layout import Layout
-from d2lps.sharedmemory.space import Space
+from d2lps.comm.memory import of_this_machine
+from d2lps.sharedmemory import linux
+from d2lps.sharedmemory.space import Pool, Space, pages
 
-# Every dtype has a number, the same in all ranks of a run: they use one torch.
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+LINE = 64  # bytes that a processor moves at once: words that different ranks write lie in different lines
+STATEMENT = 1024  # bytes: what a rank says at a meeting
+_MOST_SLOT = 1 << 16  # bytes of a small tensor that it brings along; less where there are many ranks
 
 
 def missing() -> str:
     """Why ranks cannot share memory on this machine; "" if they can."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return f"memfd_create and futex are Linux's, and this is {sys.platform}"
-    return "" if futex.here else "how to call futex on this processor is not known"
+    return "" if linux.has_futex else "how to call futex on this processor is not known"
 
 
 def create(ranks: int) -> int:
@@ -39,18 +38,47 @@ def create(ranks: int) -> int:
     return descriptor
 
 
+class Layout:
+    """What lies where in the file of a run; its length is far more than is ever used, and only used pages take memory.
+
+    desks       a line for each rank: its bell, who may wake it, its process, and how that has ended
+    posted      for each pair of ranks, the last message announced
+    meeting     where all ranks of the run meet; smaller groups get theirs from the space of their first rank
+    spaces      one for each rank: tensors, and messages under way
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.desks = 0
+        self.posted = ranks * LINE
+        self.meeting = pages(self.posted + 8 * ranks * ranks)
+        self.spaces = self.meeting + MeetingLayout(ranks).size
+        self.space = 1 << math.ceil(math.log2(of_this_machine()))  # no rank can use more than the machine has
+        self.end = self.spaces + ranks * self.space
+
+
+class MeetingLayout:
+    """The place where the ranks of a group meet: for each a line, two statements and two slots, used in turn."""
+
+    def __init__(self, ranks: int) -> None:
+        self.slot = min(_MOST_SLOT, pages((1 << 22) // ranks))
+        self.statements = ranks * LINE
+        self.slots = pages(self.statements + 2 * ranks * STATEMENT)
+        self.size = self.slots + 2 * ranks * self.slot
+
+
 class Arena:
-    """The mapped file in one rank; `words` and `ints` are the file as 64- and 32-bit numbers."""
+    """The mapped file in one rank; `words` is the file as 64-bit numbers."""
 
     def __init__(self, descriptor: int, ranks: int, rank: int) -> None:
         self.layout, self.ranks, self.rank = Layout(ranks), ranks, rank
         sparse = getattr(mmap, "MAP_NORESERVE", 0x4000)
         self.memory = mmap.mmap(descriptor, self.layout.end, flags=mmap.MAP_SHARED | sparse)
         self.bytes = memoryview(self.memory)
-        self.words, self.ints = self.bytes.cast("q"), self.bytes.cast("i")
+        self.words = self.bytes.cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         begin = self.layout.spaces + rank * self.layout.space
         self.space = Space(descriptor, self.memory, begin, begin + self.layout.space)
+        self.pool = Pool(self.space)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Where a tensor lies in the file; -1 if it does not."""

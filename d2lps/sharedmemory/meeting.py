@@ -5,146 +5,108 @@ beginning and end of an all-reduce. Statements lie in two places in turn: nobody
 have come to the next, and so have heard this one.
 """
 
-from __future__ import annotations
-
 import struct
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from d2lps.sharedmemory import futex
-from d2lps.sharedmemory.arena import Arena
-from d2lps.sharedmemory.layout import LINE, STATEMENT, MeetingLayout
+from d2lps.comm.explain import disagreement
+from d2lps.sharedmemory import linux
+from d2lps.sharedmemory.arena import LINE, STATEMENT, Arena, MeetingLayout
 from d2lps.sharedmemory.mailbox import Mailbox
 
-_SAID = struct.Struct("<4q3q")
+_CALL = 128  # bytes of a statement: what all ranks must say alike; the others are the rank's own
 _GONE = 8  # bytes from the start of a member's line: set when this member will never look here again
-_CALL = 32  # bytes: what all ranks must say alike
 _REMEMBERED = 64  # kinds of small tensors; to make such views takes longer than to add them up
-
-Call = tuple[int, int, int, int]
-Values = tuple[int, int, int]
 
 
 class Meeting:
     """One rank's seat at the meetings of a group. `members[r]` is rank r's number in the run; `begin` the place's offset."""
 
-    def __init__(self, arena: Arena, mailbox: Mailbox, members: Sequence[int], rank: int, begin: int) -> None:
-        self.arena, self.mailbox, self.words, self.memory = arena, mailbox, arena.words, arena.memory
-        self.members, self.rank, self.begin, self.layout = list(members), rank, begin, MeetingLayout(len(members))
-        self.others = [other for other in range(len(members)) if other != rank]
+    def __init__(self, mailbox: Mailbox, members: Sequence[int], rank: int, begin: int) -> None:
+        self.mailbox, self.waiting, self.arena = mailbox, mailbox.waiting, mailbox.arena
+        self.words, self.memory, self.members, self.rank = self.arena.words, self.arena.memory, list(members), rank
+        ranks, layout = range(len(members)), MeetingLayout(len(members))
+        self.others = [other for other in ranks if other != rank]
         self._neighbours = [members[other] for other in self.others]
-        self._came = [(begin + other * LINE) // 8 for other in range(len(members))]
-        self.count = 0  # of the meetings so far
+        self._came = [(begin + other * LINE) // 8 for other in ranks]
+        self._statements = [begin + layout.statements + 2 * other * STATEMENT for other in ranks]
+        self._places, self.slot = [begin + layout.slots + 2 * other * layout.slot for other in ranks], layout.slot
         self._slots: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
+        self.count = 0  # of the meetings so far
+        self.unreadable: str | None = None  # why no rank reads another one's memory; not known before the first try
+        # From now on, until this seat is garbage, the member is there.
+        weakref.finalize(self, self.words.__setitem__, self._came[rank] + _GONE // 8, 1).atexit = False
 
-    def exchange(self, call: Call, mine: Values = (0, 0, 0), text: bytes = b"") -> list[bytes]:
-        """Say the same `call` as all others, and values of one's own; returns what each rank said (see `heard`)."""
+    def exchange(self, call: str, mine: bytes = b"") -> list[bytes]:
+        """Say what is called, which must be alike on all ranks, and something of one's own; what each rank said, as long."""
         self.complete()  # the last one, if this rank has not waited for its end
-        at = self._statement(self.rank, self.count + 1)
-        self.memory[at : at + _SAID.size] = said = _SAID.pack(*call, *mine)
-        if text:
-            self.memory[at + _SAID.size : at + _SAID.size + len(text)] = text
+        said = call.encode().ljust(_CALL)
+        at, end = (self.count + 1) % 2 * STATEMENT, _CALL + len(mine)
+        self.memory[self._statements[self.rank] + at : self._statements[self.rank] + at + end] = said + mine
+        self.meet()
+        heard = [self.memory[start + at : start + at + end] for start in self._statements]
+        if any(not words.startswith(said) for words in heard):
+            self._disagree([words[:_CALL].decode().rstrip() for words in heard])
+        return [words[_CALL:] for words in heard]
+
+    def exchange_numbers(self, call: str, *mine: int) -> list[tuple[int, ...]]:
+        numbers = struct.Struct(f"<{len(mine)}q")
+        return [numbers.unpack(said) for said in self.exchange(call, numbers.pack(*mine))]
+
+    def _disagree(self, calls: list[str]) -> None:
+        if len({call.partition("(")[0] for call in calls}) > 1:  # one at a barrier, one at a split: neither is ever complete
+            self.waiting.wait_in_vain()  # as in every world: the launcher will see, and explain
+        raise disagreement(calls, self.members)
+
+    def meet(self) -> None:
         self.come()
         self.complete()
-        heard = [said] * len(self.members)
-        for other in self.others:
-            at = self._statement(other, self.count)
-            heard[other] = self.memory[at : at + _SAID.size]
-        return heard
-
-    def texts(self, length: int) -> list[bytes]:
-        """The texts that the ranks gave with their last statements."""
-        starts = [self._statement(rank, self.count) + _SAID.size for rank in range(len(self.members))]
-        return [self.memory[start : start + length] for start in starts]
 
     def come(self) -> None:
         """Be there, without waiting for the others."""
         self.count += 1
-        futex.ordering_fence()
+        linux.ordering_fence()
         self.words[self._came[self.rank]] = self.count
-        self.mailbox.waiting.wake_all(self._neighbours)
+        self.waiting.wake(self._neighbours, come=True)
 
     def complete(self) -> None:
         """Return when all have come."""
         for other in self.others:
             if self.words[self._came[other]] < self.count:
                 only = None if self.mailbox.busy() else self.members[other]
-                self.mailbox.waiting.wait(partial(self._has_come, other), self._missing, only)
-        futex.ordering_fence()
-
-    def _missing(self) -> list[int]:
-        return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
-
-    def has_all(self, number: int) -> bool:
-        """Whether all have come to the meeting of that number."""
-        return all(self.words[came] >= number for came in self._came)
-
-    def wait_in_vain(self, other: int) -> None:
-        """For one who will not come: an error, as soon as it is known why."""
-        missing = self.members[other]
-        self.mailbox.waiting.wait(lambda: False, lambda: [missing], missing)
+                self.waiting.wait(partial(self._has_come, other), self._missing, only)
+        linux.ordering_fence()
 
     def _has_come(self, other: int) -> bool:
         self.mailbox.progress()
         return self.words[self._came[other]] >= self.count
 
-    def _statement(self, rank: int, count: int) -> int:
-        return self.begin + self.layout.statements + (2 * rank + count % 2) * STATEMENT
+    def _missing(self) -> list[int]:
+        return [self.members[other] for other in self.others if self.words[self._came[other]] < self.count]
 
-    def slots(self, turn: int, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
-        """Where each rank puts a small tensor, every other time."""
-        if (found := self._slots.get((turn, dtype, length))) is None:
-            first, size = self.begin + self.layout.slots, self.layout.slot
-            starts = [first + (2 * rank + turn) * size for rank in range(len(self.members))]
+    def is_over(self, number: int) -> bool:
+        """Whether all have come to the meeting of that number."""
+        return all(self.words[came] >= number for came in self._came)
+
+    def slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
+        """Where each rank puts a small tensor before the next meeting, to be read after it."""
+        self.complete()
+        turn = (self.count + 1) % 2
+        key = turn, dtype, length
+        if key not in self._slots:
             if len(self._slots) == _REMEMBERED:
                 self._slots.clear()
-            self._slots[turn, dtype, length] = found = [self.arena.tensor(start, dtype, length) for start in starts]
-        return found
+            self._slots[key] = [self.arena.tensor(place + turn * self.slot, dtype, length) for place in self._places]
+        return self._slots[key]
 
 
-class Places:
-    """Where groups meet: made by the first member, and its own again when the last one has gone."""
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self._made: list[tuple[int, int]] = []  # offset, members
-        self._lock = threading.Lock()  # a rank may have several threads
-
-    def new(self, members: int) -> int:
-        """A place for a group of so many; its memory is zero."""
-        with self._lock:
-            self._clear_away()
-            begin = self.arena.space.take(MeetingLayout(members).size)
-            self._made.append((begin, members))
-        return begin
-
-    def enter(self, meeting: Meeting) -> None:
-        """From now on, until this seat is garbage, the member is there."""
-        word = (meeting.begin + meeting.rank * LINE + _GONE) // 8
-        weakref.finalize(meeting, self.arena.words.__setitem__, word, 1).atexit = False
-
-    def _clear_away(self) -> None:
-        left = []
-        for begin, members in self._made:
-            if all(self.arena.words[(begin + member * LINE + _GONE) // 8] for member in range(members)):
-                self.arena.space.give(begin, MeetingLayout(members).size)
-            else:
-                left.append((begin, members))
-        self._made = left
-
-
-def disagree(heard: Sequence[bytes]) -> bool:
-    """Whether the ranks have called different things."""
-    return len({said[:_CALL] for said in heard}) > 1
-
-
-def call_of(said: bytes) -> Call:
-    return _SAID.unpack(said)[:4]
-
-
-def values_of(said: bytes) -> Values:
-    return _SAID.unpack(said)[4:]
+def new_place(arena: Arena, members: int) -> int:
+    """Where a group of so many can meet: a piece of this rank's space, until the last of them has gone."""
+    begin = arena.pool.take(MeetingLayout(members).size)
+    arena.memory[begin : begin + members * LINE] = bytes(members * LINE)
+    gone = [(begin + member * LINE + _GONE) // 8 for member in range(members)]
+    arena.pool.give(begin, unused=lambda: all(arena.words[at] for at in gone))
+    return begin

@@ -6,127 +6,140 @@ a big one piece by piece, round and round in a room of 1 MB, while the receiver 
 with a verdict, and from then on the slip is the sender's again. Each word of a slip has one writer: nothing to lock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 
 import torch
 
-from d2lps.sharedmemory import futex
-from d2lps.sharedmemory.arena import DTYPES, NUMBER, Arena
+from d2lps.comm.rank import describe
+from d2lps.sharedmemory import linux
+from d2lps.sharedmemory.arena import LINE, Arena
 
-SLIP = 128  # bytes: a line that the sender writes, and one that the receiver writes
-ROOM = 1 << 20  # bytes of a message that lie beside its slip at one time
-PIECE = 1 << 18  # bytes that are copied before the other end is told
-GROUP, TAG, NBYTES, DTYPE, BEGIN, HELD, LAID = range(7)  # the sender's words
-TAKEN, VERDICT, WANTED, EXPECTED = range(8, 12)  # the receiver's
+_ROOM = 1 << 20  # bytes of a message that lie beside its slip at one time
+_PIECE = 1 << 18  # bytes that are copied before the other end is told
+GROUP, TAG, NBYTES, DTYPE, BEGIN, HELD, LAID, BEFORE = range(8)  # the sender's words; BEFORE: the slip announced before this one
+TAKEN, VERDICT, WANTED, EXPECTED = range(8, 12)  # the receiver's, in a line of their own
 _PENDING, _DELIVERED, _REFUSED = range(3)
 _SLIP = struct.Struct("<16q")
+# Every dtype has a number, the same in all ranks of a run: they use one torch.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
-class Sending:
-    """The sender's end."""
+class Message:
+    """One end: `count` bytes have been copied, into or out of a room of `held` bytes that is used round and round."""
 
-    def __init__(self, arena: Arena, slip: int, tensor: torch.Tensor, group: int, tag: int) -> None:
-        self.words, self.slip, self.at = arena.words, slip, slip // 8
-        self.tensor, self.nbytes = tensor, tensor.nbytes  # held, for its bytes are read until the verdict
-        offset = arena.offset_of(tensor)
-        self.laid = self.nbytes if offset >= 0 else 0
-        self.begin = offset if offset >= 0 else slip + SLIP
-        self.held = beside(tensor, offset)
-        self._room, self._source = arena.base + self.begin, tensor.data_ptr()
-        words = (group, tag, self.nbytes, NUMBER[tensor.dtype], self.begin, self.held, self.laid)
-        _SLIP.pack_into(arena.memory, slip, *words, *[0] * 9)
-        self.advance()
+    sends: bool
+
+    def __init__(self, arena: Arena, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        self.arena, self.words, self.peer, self.tag = arena, arena.words, peer, tag
+        self.tensor, self.nbytes, self.pointer = tensor, tensor.nbytes, tensor.data_ptr()
+        self.slip, self.at, self.room, self.held, self.count = -1, -1, -1, 1, 0
+
+    def is_done(self) -> bool:
+        raise NotImplementedError
+
+    def differs(self) -> str:
+        """What the other end has, if it is not the same: `float32[4]`."""
+        raise NotImplementedError
+
+    def _ready(self) -> int:
+        """How many bytes can be copied."""
+        raise NotImplementedError
 
     def advance(self) -> bool:
-        """Lay out what there is room for; True if there was some for a piece, and the receiver should know."""
-        left = self.nbytes - self.laid
-        nbytes = min(left, self.held - (self.laid - self.words[self.at + TAKEN])) if left else 0
-        if not nbytes or nbytes < min(PIECE, left):
+        """Copy what can be copied; True if there was something, and the other end should know."""
+        before = self.count
+        while ready := self._ready():
+            room, tensor = self.room + self.count % self.held, self.pointer + self.count
+            nbytes = min(ready, self.held - self.count % self.held)
+            ctypes.memmove(*((room, tensor) if self.sends else (tensor, room)), nbytes)
+            self.count += nbytes
+        if self.count == before:
             return False
-        into, first = self.laid % self.held, self.held - self.laid % self.held  # the bytes before the room's end
-        ctypes.memmove(self._room + into, self._source + self.laid, min(first, nbytes))
-        if nbytes > first:
-            ctypes.memmove(self._room, self._source + self.laid + first, nbytes - first)
-        self.laid += nbytes
-        futex.ordering_fence()
-        self.words[self.at + LAID] = self.laid
+        linux.ordering_fence()
+        self.words[self.at + (LAID if self.sends else TAKEN)] = self.count
         return True
 
     def moves(self) -> bool:
-        """Whether bytes are still to be laid out."""
-        return self.laid < self.nbytes and not self.is_done()
+        """Whether bytes are still to be copied."""
+        return self.count < self.nbytes and not self.is_done()
+
+
+class Sending(Message):
+    """The sender's end."""
+
+    sends = True
+
+    def __init__(self, arena: Arena, tensor: torch.Tensor, dst: int, group: int, tag: int) -> None:
+        super().__init__(arena, tensor, dst, tag)
+        begin = arena.offset_of(tensor)
+        if begin >= 0:
+            self.slip, self.held, self.count = arena.pool.take(2 * LINE), self.nbytes, self.nbytes  # all is there already
+        else:
+            self.held = min(self.nbytes, _ROOM)
+            self.slip = arena.pool.take(2 * LINE + self.held)
+            begin = self.slip + 2 * LINE
+        self.at, self.room = self.slip // 8, arena.base + begin
+        words = (group, tag, self.nbytes, _NUMBER[tensor.dtype], begin, self.held, self.count)
+        _SLIP.pack_into(arena.memory, self.slip, *words, *[0] * 9)
+        self.advance()
+
+    def _ready(self) -> int:
+        left = self.nbytes - self.count
+        ready = min(left, self.held - (self.count - self.words[self.at + TAKEN])) if left else 0
+        return ready if ready >= min(_PIECE, left) else 0
 
     def is_done(self) -> bool:
         return self.words[self.at + VERDICT] != _PENDING
 
-    def refused(self) -> str:
-        """What the receiver expects, if it does not take the message."""
+    def differs(self) -> str:
         if self.words[self.at + VERDICT] != _REFUSED:
             return ""
-        return spell(self.words[self.at + WANTED], self.words[self.at + EXPECTED])
+        return _spell(self.words[self.at + WANTED], self.words[self.at + EXPECTED])
 
 
-class Receiving:
+class Receiving(Message):
     """The receiver's end; `slip` is known once a message has been announced that fits it."""
 
-    def __init__(self, arena: Arena, tensor: torch.Tensor) -> None:
-        self.words, self.base, self.tensor, self.nbytes = arena.words, arena.base, tensor, tensor.nbytes
-        self.at, self.taken, self.done, self.sent = -1, 0, False, ""
+    sends, done, sent = False, False, ""
 
     def take_up(self, slip: int) -> None:
-        """This is the message: see whether it is what was expected, and take what is there of it."""
-        self.at = slip // 8
-        nbytes, dtype = self.words[self.at + NBYTES], self.words[self.at + DTYPE]
-        self._room, self.held = self.base + self.words[self.at + BEGIN], self.words[self.at + HELD]
-        if (nbytes, dtype) != (self.nbytes, NUMBER[self.tensor.dtype]):
-            self.sent = spell(nbytes, dtype)
-            self.words[self.at + WANTED], self.words[self.at + EXPECTED] = self.nbytes, NUMBER[self.tensor.dtype]
+        """This is the message: see whether it is what was expected."""
+        self.slip, self.at = slip, slip // 8
+        self.room, self.held = self.arena.base + self.words[self.at + BEGIN], self.words[self.at + HELD]
+        sent, expected = (self.words[self.at + NBYTES], self.words[self.at + DTYPE]), (self.nbytes, _NUMBER[self.tensor.dtype])
+        if sent != expected:
+            self.sent = _spell(*sent)
+            self.words[self.at + WANTED], self.words[self.at + EXPECTED] = expected
             self._judge(_REFUSED)
         elif not self.nbytes:
             self._judge(_DELIVERED)
 
     def advance(self) -> bool:
-        """Take what is there; True if there was something, and the sender should know."""
-        nbytes = self.words[self.at + LAID] - self.taken if not self.done else 0
-        if not nbytes:
-            return False
-        futex.ordering_fence()
-        source, first = self.taken % self.held, self.held - self.taken % self.held
-        into = self.tensor.data_ptr() + self.taken
-        ctypes.memmove(into, self._room + source, min(first, nbytes))
-        if nbytes > first:
-            ctypes.memmove(into + first, self._room, nbytes - first)
-        self.taken += nbytes
-        futex.ordering_fence()
-        if self.taken == self.nbytes:
+        moved = super().advance()
+        if moved and self.count == self.nbytes:
             self._judge(_DELIVERED)
-        else:
-            self.words[self.at + TAKEN] = self.taken
-        return True
+        return moved
+
+    def _ready(self) -> int:
+        ready = 0 if self.done else self.words[self.at + LAID] - self.count
+        linux.ordering_fence()
+        return ready
 
     def _judge(self, verdict: int) -> None:
         """From here on the slip is the sender's."""
         self.done = True
-        futex.ordering_fence()
+        linux.ordering_fence()
         self.words[self.at + VERDICT] = verdict
-
-    def moves(self) -> bool:
-        return not self.done
 
     def is_done(self) -> bool:
         return self.done
 
-
-def beside(tensor: torch.Tensor, offset: int) -> int:
-    """How many bytes there is room for at one time: all of a tensor that lies in the file, 1 MB of another."""
-    return tensor.nbytes if offset >= 0 else min(tensor.nbytes, ROOM)
+    def differs(self) -> str:
+        return self.sent
 
 
-def spell(nbytes: int, dtype: int) -> str:
+def _spell(nbytes: int, dtype: int) -> str:
     """`float32[4]`, from a slip's numbers."""
-    kind = DTYPES[dtype]
-    return f"{str(kind).removeprefix('torch.')}[{nbytes // kind.itemsize}]"
-
+    return describe(torch.empty(nbytes // _DTYPES[dtype].itemsize, dtype=_DTYPES[dtype], device="meta"))

@@ -8,12 +8,17 @@ import mmap
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
-from d2lps.sharedmemory.layout import PAGE, pages
-
+PAGE = 4096
 _SMALL = 1 << 20  # not worth a look at the machine's memory
 _REMOVE = getattr(mmap, "MADV_REMOVE", 9)
+_GROUPS = Path("/sys/fs/cgroup")
+_CONTAINERS = [  # limit, and how much of it is used
+    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
+    (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
+]
 
 
 class Space:
@@ -26,7 +31,7 @@ class Space:
 
     def __init__(self, descriptor: int, memory: mmap.mmap, begin: int, end: int) -> None:
         self.descriptor, self.memory = descriptor, memory
-        self.holes = [(begin, end)]
+        self._holes = [(begin, end)]
         self._given: list[tuple[int, int]] = []
         self._lock = threading.Lock()  # a rank may have several threads
 
@@ -37,10 +42,10 @@ class Space:
             raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; {free:,} are left")
         with self._lock:
             self._merge()
-            for index, (begin, end) in enumerate(self.holes):
+            for index, (begin, end) in enumerate(self._holes):
                 if end - begin >= size:
                     self._back(begin, size)
-                    self.holes[index] = (begin + size, end)
+                    self._holes[index] = (begin + size, end)
                     return begin
         raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; nowhere are so many left in a row")
 
@@ -64,39 +69,53 @@ class Space:
         """Put what came back since beside the holes that it touches."""
         given, self._given = self._given, []
         if given:
-            merged: list[tuple[int, int]] = []
-            for begin, end in sorted(self.holes + given):
-                if merged and merged[-1][1] == begin:
-                    begin = merged.pop()[0]
-                merged.append((begin, end))
-            self.holes = [hole for hole in merged if hole[0] < hole[1]]
+            holes, self._holes = self._holes + given, []
+            for begin, end in sorted(holes):
+                if self._holes and self._holes[-1][1] == begin:
+                    begin = self._holes.pop()[0]
+                self._holes.append((begin, end))
 
 
 class Pool:
-    """Pieces of a space that come and go with every message, kept for the next one by their size."""
+    """Pieces of a space, kept for whoever wants as much next: to take new pages from the machine costs more than a message."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self._idle: defaultdict[int, list[int]] = defaultdict(list)
         self._size: dict[int, int] = {}
+        self._used: list[tuple[int, Callable[[], bool]]] = []  # what was given back, and whether nobody uses it any more
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int:
-        """The offset of a piece of at least so many bytes."""
-        size = rounded(nbytes)
-        if idle := self._idle[size]:
-            return idle.pop()  # the last that came back is still in the processor's cache
-        begin = self.space.take(size)
-        self._size[begin] = size
-        return begin
+        """The offset of a piece of at least so many bytes, which hold whatever they held."""
+        step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))  # few sizes, so that a piece is used again
+        size = -(-nbytes // step) * step
+        with self._lock:
+            if not self._idle[size]:
+                used, self._used = self._used, []
+                for begin, unused in used:
+                    self._put(begin, unused)
+            if self._idle[size]:
+                return self._idle[size].pop()  # the last that came back is still in the processor's cache
+            begin = self.space.take(size)
+            self._size[begin] = size
+            return begin
 
-    def give(self, begin: int) -> None:
-        self._idle[self._size[begin]].append(begin)
+    def give(self, begin: int, unused: Callable[[], bool] = lambda: True) -> None:
+        """Hand a piece back; others may use it until `unused()`."""
+        with self._lock:
+            self._put(begin, unused)
+
+    def _put(self, begin: int, unused: Callable[[], bool]) -> None:
+        if unused():
+            self._idle[self._size[begin]].append(begin)
+        else:
+            self._used.append((begin, unused))
 
 
-def rounded(nbytes: int) -> int:
-    """Few sizes, so that a piece is used again: `rounded(128) == 4096`, `rounded(5000) == 8192`."""
-    step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
-    return -(-nbytes // step) * step
+def pages(nbytes: int) -> int:
+    """`pages(5000) == 8192`."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 def available() -> int:
@@ -109,10 +128,3 @@ def available() -> int:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return max(free, 0)
-
-
-_GROUPS = Path("/sys/fs/cgroup")
-_CONTAINERS = [
-    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
-    (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
-]

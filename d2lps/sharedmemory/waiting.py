@@ -8,145 +8,120 @@ A long wait also looks for those who will never come, but only among the ranks t
 that has nothing more to do says so on its desk, and breaks nobody; who needs something of it still learns that it has left.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
-import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from d2lps.comm import RankDied, RankFailed, RankHung
-from d2lps.sharedmemory import futex
-from d2lps.sharedmemory.arena import Arena
-from d2lps.sharedmemory.layout import LINE
-from d2lps.sharedmemory.procfs import is_alive
+from d2lps.sharedmemory import linux
+from d2lps.sharedmemory.arena import LINE, Arena
 
-_BELL, _SLEEPS_FOR, _PROCESS, _END, _CULPRIT = 0, 8, 16, 24, 32  # bytes from the start of a desk
+_BELL, _SLEEPS_FOR, _PROCESS, _END, _CULPRIT = range(5)  # the words of a desk
 _AWAKE, _ANYONE = 0, 1  # what a sleeper says; from 2 on it is the only rank that may wake it, + 2
 _HERE, _LEFT, _FAILED = range(3)  # how a rank has ended, as it says itself
 _YIELDS = 20  # how often a core is offered before sleep, a microsecond each if nobody takes it
-_FIRST_SLEEP, _SLEEP = 0.002, 0.1  # seconds; after the first, a note says where the rank stands; after each, who is gone?
+_FIRST_SLEEP, _SLEEP = 0.002, 0.1  # seconds; after the first, a note says what the rank waits for; after each, who is gone?
 _ENDINGS = {_HERE: "has died", _LEFT: "has left", _FAILED: "has failed, which tells why itself"}
 
-Note = Callable[[bool], bool]
+
+class _Note(threading.local):
+    """What a thread calls once when its wait turns out to be long, and again if it is in vain (True).
+
+    Then it says whether somebody reads it, and ends the ranks with a better explanation than this one could give.
+    """
+
+    write: Callable[[bool], bool] | None = None
+    written = False
+
+    def leave(self, in_vain: bool) -> bool:
+        self.written = self.write is not None
+        return self.write is not None and self.write(in_vain)
 
 
 class Waiting:
     """How one rank waits for others and wakes them. numbers: what the ranks are called in messages; timeout: of one wait."""
 
-    def __init__(self, arena: Arena, timeout: float = math.inf, numbers: Sequence[int] = ()) -> None:
-        desks, self.rank = arena.layout.desks, arena.rank
-        self.timeout, self.numbers = timeout, numbers or range(arena.ranks)
-        self.ints, self.words = arena.ints, arena.words
-        self._desk = [desks + rank * LINE for rank in range(arena.ranks)]
-        self._addresses = [ctypes.c_void_p(arena.base + desk + _BELL) for desk in self._desk]
-        self._sleeps_for = [(desk + _SLEEPS_FOR) // 8 for desk in self._desk]
+    def __init__(self, arena: Arena, timeout: float, numbers: Sequence[int]) -> None:
+        self.words, self.rank, self.timeout, self.numbers = arena.words, arena.rank, timeout, numbers or range(arena.ranks)
+        self._desk = [(arena.layout.desks + rank * LINE) // 8 for rank in range(arena.ranks)]
+        self._addresses = [ctypes.c_void_p(arena.base + 8 * (desk + _BELL)) for desk in self._desk]
         self._wakings, self._sleepers = itertools.count(), 0
         self._lock = threading.Lock()  # a rank may have several threads, each with a wait and a note of its own
-        self._notes = threading.local()
+        self.note = _Note()
         self._patience = _YIELDS if arena.ranks > len(os.sched_getaffinity(0)) else 4 * _YIELDS
         self._write(_PROCESS, os.getpid())
-        at = (self._desk[self.rank] + _END) // 8
-        weakref.finalize(self, _leave, self.words, at, os.getpid())  # with the last reference, or the interpreter
+        weakref.finalize(self, _end, self.words, self._desk[self.rank])  # with the last reference, or the interpreter
 
     def _read(self, rank: int, what: int) -> int:
-        return self.words[(self._desk[rank] + what) // 8]
+        return self.words[self._desk[rank] + what]
 
     def _write(self, what: int, value: int) -> None:
-        self.words[(self._desk[self.rank] + what) // 8] = value
+        self.words[self._desk[self.rank] + what] = value
 
     # ---- the one who has something to tell ------------------------------------------------------------------------
 
-    def wake(self, rank: int) -> None:
-        """Wake a rank that sleeps until anyone comes."""
-        futex.full_fence()  # what it will look for is there before we look whether it sleeps
-        if self.words[self._sleeps_for[rank]] == _ANYONE:
-            self._ring(rank)
-
-    def wake_all(self, ranks: Sequence[int]) -> None:
-        """Wake those of the ranks that sleep until this rank comes, or anyone."""
-        futex.full_fence()
+    def wake(self, ranks: Iterable[int], come: bool = False) -> None:
+        """Wake those that sleep until anyone has news, or until this rank has come."""
+        linux.full_fence()  # what they will look for is there before we look whether they sleep
+        may_wake = (_ANYONE, self.rank + 2) if come else (_ANYONE,)
         for rank in ranks:
-            if self.words[self._sleeps_for[rank]] in (_ANYONE, self.rank + 2):
+            if self.words[self._desk[rank] + _SLEEPS_FOR] in may_wake:
                 self._ring(rank)
 
-    def leave(self) -> None:
-        """Say that this rank will do nothing for the others any more, and wants nothing of them."""
-        self._end(_LEFT)
-
-    def give_up(self) -> None:
-        """Say that this rank has failed: who waits for it fails too, at once."""
-        self._end(_FAILED)
-
-    def _end(self, how: int) -> None:
+    def leave(self, failed: bool) -> None:
+        """Say that this rank will do nothing for the others any more; if it has failed, who waits for it fails too, at once."""
         if self._read(self.rank, _END) == _HERE:
-            self._write(_END, how)
-        futex.full_fence()
+            self._write(_END, _FAILED if failed else _LEFT)
+        linux.full_fence()
         for rank in range(len(self._desk)):
             self._ring(rank)
 
     def _ring(self, rank: int) -> None:
         # Any rank may write a bell, without a lock: what counts is that the number is never the one that a sleeper has seen.
-        self.ints[self._desk[rank] // 4] = self.rank << 20 | next(self._wakings) % (1 << 20)
-        futex.wake(self._addresses[rank])
+        self.words[self._desk[rank] + _BELL] = self.rank << 20 | next(self._wakings) % (1 << 20)
+        linux.wake(self._addresses[rank])
 
     # ---- the one who waits ----------------------------------------------------------------------------------------
 
-    def noting(self, note: Note | None) -> None:
-        """What to call once when a wait of this thread turns out to be long, and again if it is in vain (True).
-
-        Then it says whether somebody reads it, and ends the ranks with a better explanation than this one could give.
-        """
-        self._notes.note = note
-
     def wait(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], only: int | None = None) -> None:
         """Return when `ready()`; an error if one of the ranks that are `awaited()` is gone. only: who alone can change it."""
-        if self._soon(ready):
-            return
-        started, noted = time.monotonic(), False
+        for _ in range(self._patience):  # even where every rank could have a core, the awaited one may lack it just now
+            if ready():
+                return
+            os.sched_yield()
+        started, slow = time.monotonic(), False
         self._sleep_for(1, only)
         try:
             while True:
-                seen = self.ints[self._desk[self.rank] // 4]
-                futex.full_fence()  # the desk says that we wait before we look for the last time
+                seen = self._read(self.rank, _BELL)
+                linux.full_fence()  # the desk says that we wait before we look for the last time
                 if ready():
                     return
-                slow = time.monotonic() - started > _FIRST_SLEEP
-                if slow and not noted:
-                    noted = True
-                    self._note(in_vain=False)
-                if slow:
+                if (waited := time.monotonic() - started) > _FIRST_SLEEP:
+                    if not slow:
+                        self.note.leave(in_vain=False)
+                    slow = True
                     self._look_for_the_gone(ready, awaited)
-                if time.monotonic() - started > self.timeout:
+                if waited > self.timeout:
                     raise RankHung(f"rank {self.numbers[self.rank]} has waited for more than timeout={self.timeout:g} s")
-                futex.wait(self._addresses[self.rank], seen, _SLEEP if slow else _FIRST_SLEEP)
+                linux.wait(self._addresses[self.rank], seen, _SLEEP if slow else _FIRST_SLEEP)
         finally:
             self._sleep_for(-1, None)
 
-    def _note(self, in_vain: bool) -> bool:
-        note: Note | None = getattr(self._notes, "note", None)
-        return note is not None and note(in_vain)
+    def wait_in_vain(self, *awaited: int) -> None:
+        """An error, as soon as it is known why one of them will not come; or until somebody who watches ends it."""
+        self.wait(lambda: False, lambda: awaited)
 
     def _sleep_for(self, change: int, only: int | None) -> None:
         """Say on this rank's desk who may wake it, when one of its threads more, or one less, is waiting."""
         with self._lock:
             self._sleepers += change
-            said = _ANYONE if self._sleepers else _AWAKE
-            if self._sleepers == 1 and only is not None:
-                said = only + 2
-            self.words[self._sleeps_for[self.rank]] = said
-
-    def _soon(self, ready: Callable[[], bool]) -> bool:
-        """Look again for a moment. Even where every rank could have a core, the one that is waited for may lack it just now."""
-        for _ in range(self._patience):
-            if ready():
-                return True
-            os.sched_yield()
-        return ready()
+            only = only if self._sleepers == 1 else None
+            self._write(_SLEEPS_FOR, _AWAKE if not self._sleepers else _ANYONE if only is None else only + 2)
 
     # ---- those who will never come --------------------------------------------------------------------------------
 
@@ -158,7 +133,7 @@ class Waiting:
         rank = self._read(gone[0], _CULPRIT) - 1  # one that went for want of another: that is to be told
         rank = rank if rank >= 0 else gone[0]
         how = self._read(rank, _END)
-        if how == _LEFT and self._note(in_vain=True):
+        if how == _LEFT and self.note.leave(in_vain=True):
             return
         self._write(_CULPRIT, rank + 1)
         told = f"rank {self.numbers[rank]} {_ENDINGS[how]}, while rank {self.numbers[self.rank]} was waiting"
@@ -168,10 +143,10 @@ class Waiting:
         process = self._read(rank, _PROCESS)
         if rank == self.rank or not process:  # it has not begun yet
             return False
-        return self._read(rank, _END) != _HERE or not is_alive(process)
+        return self._read(rank, _END) != _HERE or not linux.is_alive(process)
 
 
-def _leave(words: memoryview, at: int, process: int) -> None:
+def _end(words: memoryview, desk: int) -> None:
     """The mark of a rank that ends by itself; a process that it has forked is not the rank."""
-    if os.getpid() == process and words[at] == _HERE:
-        words[at] = _LEFT
+    if words[desk + _PROCESS] == os.getpid() and words[desk + _END] == _HERE:
+        words[desk + _END] = _LEFT

@@ -9,38 +9,38 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.comm import ReduceOp, Work
 from d2lps.comm.communicator import Addressed
-from d2lps.comm.staging import check_writable, stage, unstage
-from d2lps.comm.started import Started
+from d2lps.comm.staging import stage, unstage
 from d2lps.simulator.mailbox import End, Stream
-from d2lps.simulator.scheduler import Task
+from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.simulator.within import SimulatedRank, World
 from d2lps.trace.recorder import WAITED
 
 
-class InLane(Started):
-    """What a rank has started: a task beside its own."""
+class InLane:
+    """What a rank has started, a task beside its own: as much of a `concurrent.futures.Future` as is asked of it."""
 
-    def __init__(self, comm: SimulatedCommunicator, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        super().__init__(comm)
-        self.task, self.scheduler = comm.task, comm.world.scheduler
+    def __init__(self, scheduler: Scheduler, task: Task, function: Callable[[], None]) -> None:
+        self.scheduler, self.task = scheduler, task
+        self.error: BaseException | None = None
         self._waiting: list[Task] = []
-        self.scheduler.add(self.task, lambda: function(comm, *args), self._ended)
+        scheduler.add(task, function, self._ended)
 
     def _ended(self) -> None:
         self.error, self.task.error = self.task.error, None
         for task in self._waiting:
             self.scheduler.happened(task)
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         return self.task.ended is not None
 
-    def wait(self) -> None:
-        if not self.is_done():
+    def exception(self) -> BaseException | None:
+        if not self.done():
             waiter = self.scheduler.current()
             self._waiting.append(waiter)
             self.scheduler.block(waiter, "join")
+        return self.error
 
 
 class SimulatedCommunicator(SimulatedRank):
@@ -81,9 +81,7 @@ class SimulatedCommunicator(SimulatedRank):
         key = sends, peer, tag
         stream, content = self._streams.get(key), None
         if stream is None or not getattr(tensor, "is_meta", False):
-            self._check_message(tensor, "dst" if sends else "src", peer, tag)
-            if not sends and not tensor.is_contiguous():
-                check_writable(tensor)
+            self._check_message("send" if sends else "recv", tensor, peer, tag)
             stream = stream or self._stream(sends, peer, tag)
             if not tensor.is_meta:
                 content = stage(tensor)
@@ -173,7 +171,7 @@ class SimulatedCommunicator(SimulatedRank):
     # ---- groups and lanes -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def standing(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
+    def waiting(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """Only a row in the trace: a rank that waits can be asked where it stands (see deadlock.py)."""
         start = self.now()
         yield
@@ -192,7 +190,6 @@ class SimulatedCommunicator(SimulatedRank):
         task = Task(self.task.rank, self.task.device) if beside else self.task
         return SimulatedCommunicator(self.world, [self.members[rank] for rank in ranks], ranks.index(self.rank), name, task)
 
-    def _start(self, beside: Communicator, function: Callable[..., Any], args: tuple[Any, ...]) -> Started:
+    def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:  # type: ignore[override]
         self.catch_up()
-        assert isinstance(beside, SimulatedCommunicator)
-        return InLane(beside, function, args)
+        return InLane(self.world.scheduler, beside.task, function)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from d2lps.comm import RankHung
-from d2lps.comm.explain import State, explain
-from d2lps.comm.standing import Standing, readers_line
+from d2lps.comm.explain import explain
+from d2lps.comm.status import Status, readers_line
 from d2lps.simulator.scheduler import Task
 
 
@@ -16,15 +16,15 @@ def explain_standstill(tasks: Sequence[Task], reason: str) -> RankHung:
     """The exception that says what each rank waits for, at which line, and in what circle."""
     standing = [task for task in tasks if task.ended is None]
     left = {task.rank: task for task in tasks if task.ended is not None and task.rank not in {task.rank for task in standing}}
-    return explain([_state(task) for task in sorted([*standing, *left.values()], key=lambda task: task.rank)], reason)
+    return explain([_status(task) for task in sorted([*standing, *left.values()], key=lambda task: task.rank)], reason)
 
 
-def _state(task: Task) -> State:
+def _status(task: Task) -> Status:
     if task.ended is not None:
-        return State(task.rank, None, "was killed" if task.killed else "has returned")
+        return Status(task.rank, "was killed" if task.killed else "has returned")
     call, group, peer, tag, nbytes = _waits_for(task)
     comm = task.groups.get(group) or next(iter(task.groups.values()))
-    return State(task.rank, Standing(call, peer, tag, nbytes, comm._collective, comm.members, *_line(task), 0.0))
+    return Status(task.rank, call, peer, tag, nbytes, comm._collective, comm.members, *_line(task))
 
 
 def _waits_for(task: Task) -> tuple[str, str, int, int, int]:

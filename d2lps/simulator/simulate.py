@@ -156,8 +156,9 @@ class _Simulation(World):
                 task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, {now}")
                 raise task.error
         if any(task.ended is None for task in tasks):
-            for started in [started for comm in self.comms for started in comm.started]:
-                started.raise_its_error()  # of which the rank would have heard
+            for started in [started for comm in self.comms for started in comm.started.values() if started.done()]:
+                if (error := started.exception()) is not None:  # of which the rank would have heard
+                    raise error
             cut = [str(link) for number, link in enumerate(self.topology.links) if not self.network.bandwidth[number]]
             raise explain_standstill(tasks, f"{now} nothing can happen any more" + (f" (cut: {', '.join(cut)})" if cut else ""))
 

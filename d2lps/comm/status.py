@@ -1,0 +1,90 @@
+"""What each rank is doing: the note that it leaves before a wait, in memory that somebody else can read.
+
+A rank that hangs cannot be asked why: it may be stopped, or stuck in compiled code. So it says beforehand what it is
+about to wait for. A note costs a few microseconds; the memory is a file without a name that the launcher maps too.
+"""
+
+import contextlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+_NOT_THE_READERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), contextlib.__file__)
+IN_VAIN = -math.inf
+
+
+@dataclass
+class Status:
+    """What one rank waits for, since when, and which line of the reader's code brought it there; or what else it does."""
+
+    rank: int
+    action: str  # "send", "recv", "barrier", "native", ...; for a rank that waits for nothing, words: "is running"
+    peer: int = -1  # the rank of the world that it waits for; -1 for everyone
+    tag: int = 0
+    nbytes: int = 0
+    collective: str = ""  # the collective that the wait is part of, "" for a message of one's own
+    group: Sequence[int] = ()  # the ranks of the world that the communicator joins
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    since: float = 0.0  # seconds, on the clock of the rank's machine; IN_VAIN: what it waits for will never come
+
+
+class Board:
+    """Where a rank's lanes leave their notes: this one nobody reads. `write(None)` takes a note down: that lane runs again."""
+
+    watched = False  # whether somebody reads the notes meanwhile
+
+    def write(self, status: Status | None, lane: int = 0) -> None:
+        pass
+
+
+class SharedBoard(Board):
+    """One slot for each rank in a mapped file: the rank writes its own, the launcher reads them all."""
+
+    watched = True
+    SLOT = 16384  # bytes: the group of the most ranks that one machine may have fits into a note
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        self.memory = mmap.mmap(descriptor, 0)
+        self.start = rank * self.SLOT
+        self._lanes: dict[int, Status] = {}
+
+    def write(self, status: Status | None, lane: int = 0) -> None:
+        """Of several lanes that wait, the board shows the one that has waited longest for another rank."""
+        if status is None:
+            self._lanes.pop(lane, None)
+        else:
+            self._lanes[lane] = status
+        # The length is cleared first and set last, so a reader sees a whole note or none.
+        self.memory[self.start : self.start + 4] = bytes(4)
+        if self._lanes:
+            shown = min(list(self._lanes.values()), key=lambda note: (note.action == "join", note.since))
+            note = json.dumps(asdict(shown)).encode()[: self.SLOT - 4]
+            self.memory[self.start + 4 : self.start + 4 + len(note)] = note
+            self.memory[self.start : self.start + 4] = len(note).to_bytes(4, "little")
+
+    def read(self, rank: int) -> Status | None:
+        """The note of `rank`, or None if it runs (or moves just now, which is the same)."""
+        start = rank * self.SLOT
+        length = int.from_bytes(self.memory[start : start + 4], "little")
+        try:
+            return Status(**json.loads(self.memory[start + 4 : start + 4 + length])) if length else None
+        except ValueError:
+            return None
+
+
+def readers_line(frame: FrameType | None) -> tuple[str, int, str]:
+    """File, line and function of the innermost frame, from this one outwards, that is not the library's.
+
+    `("lesson.py", 3, "work")`: the line that a reader wrote; `("", 0, "")` if there is none.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_READERS):
+        frame = frame.f_back
+    if frame is None:
+        return "", 0, ""
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
