@@ -87,10 +87,6 @@ class Mailbox:
         self.dead: dict[int, str] = {}  # rank -> how it died
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
 
-    def open(self, key: Key, route: Route) -> Stream:
-        stream = self.streams[key] = Stream(key, route, self.model)
-        return stream
-
     def post(self, end: End) -> Message:
         """Post a send or a receive. A buffered send travels at once, and is delivered when it has been asked for."""
         if self.careful:
