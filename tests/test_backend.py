@@ -506,6 +506,11 @@ KILLED = """
 """
 
 
+# So a group's thread goes on there until the process ends, which, when another rank has died, it does with SIGABRT.
+untold = pytest.mark.skipif(TORCH < (2, 7), reason="torch 2.6 tells only NCCL's groups that they are destroyed")
+
+
+@untold
 @pytest.mark.timeout(240)  # to start takes long on a busy machine
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_noticed_and_nothing_is_left(transport: str, tmp_path: Path, nothing_left: Any) -> None:
@@ -543,7 +548,7 @@ def many_groups(comm: Communicator) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
-@pytest.mark.skipif(TORCH < (2, 7), reason="torch 2.6 tells only NCCL's groups that they are destroyed")
+@untold
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_destroyed_groups_leave_nothing_behind(transport: str) -> None:
     assert max(job(many_groups, 3, transport=transport)) <= 0
