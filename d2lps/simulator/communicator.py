@@ -100,7 +100,8 @@ class SimulatedCommunicator(SimulatedRank):
         key = self.name, src, dst, tag
         stream = self.mailbox.streams.get(key)
         if stream is None:
-            stream = self.mailbox.open(key, self.topology.route(self.nodes[src], self.nodes[dst]))
+            stream = Stream(key, self.topology.route(self.nodes[src], self.nodes[dst]), self.mailbox.model)
+            self.mailbox.streams[key] = stream
             if self.recorder is not None:
                 stream.number = self.recorder.vocabulary.stream[key]
         self._streams[sends, peer, tag] = stream
@@ -122,7 +123,7 @@ class SimulatedCommunicator(SimulatedRank):
             start = self.now()
             if not is_done():
                 mailbox.check_alive(end[0].key[1:3])
-                message.tasks += (self.task,)
+                message.wait(self.task)
                 self.world.scheduler.block(self.task, (end,))
             if not sends and end[1] is not None:
                 unstage(end[1], tensor)

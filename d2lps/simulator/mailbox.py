@@ -41,29 +41,38 @@ End = tuple[Stream, Any, int, torch.dtype, bool, Any, int]
 class Message(Flow):
     """A message: made by whichever end is posted first, complete for both ends at the same time."""
 
-    __slots__ = ("done", "first", "mailbox", "second", "tasks")
+    __slots__ = ("done", "first", "mailbox", "one", "other", "second")
 
     def __init__(self, mailbox: Mailbox, first: End) -> None:
         self.mailbox, self.first, self.done = mailbox, first, False
         self.second: End | None = None  # the end that is posted last
-        self.tasks: tuple[Task, ...] = ()  # those that wait for it
+        self.one: Task | None = None  # who waits for it, and the other who does
+        self.other: Task | None = None
 
     def arrived(self) -> None:
         first, second, mailbox = self.first, self.second, self.mailbox
         if second is None:
             return  # buffered, and not yet asked for
-        incoming, outgoing = (first, second) if second[4] else (second, first)
-        if incoming[1] is not None:
-            incoming[1].copy_(outgoing[1])
+        if first[1] is not second[1]:  # there are contents
+            incoming, outgoing = (first, second) if second[4] else (second, first)
+            if incoming[1] is not None:
+                incoming[1].copy_(outgoing[1])
         self.done = True
         if mailbox.careful:
             for _, _, _, _, _, cells, row in (first, second):
                 if cells is not None:
                     cells[row + DONE] = mailbox.network.now
-        for task in self.tasks:
-            task.wanted -= 1
-            if not task.wanted:
-                mailbox.ready.append(task)
+        for task in (self.one, self.other):
+            if task is not None:
+                task.wanted -= 1
+                if not task.wanted:
+                    mailbox.ready.append(task)
+
+    def wait(self, task: Task) -> None:
+        if self.one is None:
+            self.one = task
+        else:
+            self.other = task
 
 
 class Mailbox:
@@ -77,10 +86,6 @@ class Mailbox:
         self.meetings: dict[tuple[str, str], dict[Task, Any]] = {}  # (call, group) -> who has come, and what it said
         self.dead: dict[int, str] = {}  # rank -> how it died
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
-
-    def open(self, key: Key, route: Route) -> Stream:
-        stream = self.streams[key] = Stream(key, route, self.model)
-        return stream
 
     def post(self, end: End) -> Message:
         """Post a send or a receive. A buffered send travels at once, and is delivered when it has been asked for."""
@@ -165,7 +170,7 @@ class Mailbox:
     def let_go(self, task: Task) -> None:
         """Whatever arrives from now on is not what this task waits for."""
         for message in self._messages():
-            message.tasks = tuple(other for other in message.tasks if other is not task)
+            message.one, message.other = (None if other is task else other for other in (message.one, message.other))
 
     def _messages(self) -> list[Message]:
         """All that are posted, or under way."""

@@ -36,9 +36,9 @@ class Script:
 
     def exchange(self, ends: tuple[End, ...]) -> None:
         """Called by the task, in place of waiting."""
-        last = self.steps[-1:]
+        steps = self.steps
         # Round a ring, the same as before but for some: copies of it would fill the processor's cache.
-        self.write(last[0] if last and last[0] == ends else ends)
+        self.write(steps[-1] if steps and steps[-1] == ends else ends)
 
     def write(self, step: Step) -> None:
         self.steps.append(step)
@@ -63,7 +63,7 @@ class Script:
                     for end in step:
                         message = post(end)
                         if not (message.done or (eager and mailbox.is_buffered(end))):
-                            message.tasks += (task,)
+                            message.wait(task)
                             wanted += 1
                 elif seconds := step():  # type: ignore[operator]
                     mailbox.scheduler.busy(task, seconds)

@@ -15,11 +15,10 @@ import torch
 
 from d2lps.comm.rank import SEED
 from d2lps.result import Run
-from d2lps.simulator import faults as harm
 from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
-from d2lps.simulator.faults import Cut, Fault, Kill, Narrow, Slow
+from d2lps.simulator.faults import Cut, Fault, Kill, Narrow, Slow, cables, check
 from d2lps.simulator.model import Model
 from d2lps.simulator.scheduler import Task
 from d2lps.simulator.within import World
@@ -62,7 +61,7 @@ def simulate(
         raise TypeError(f"simulate needs a function of a communicator, not {function!r}")
     if device not in ("cpu", "meta"):
         raise ValueError(f"device={device!r} is unknown: choose 'cpu' or 'meta'")
-    harm.check(faults, topology, nodes)
+    check(faults, topology, nodes)
     return _Simulation(topology, nodes, torch.device(device), model or Model(), trace, debug).run(function, args, faults)
 
 
@@ -126,7 +125,7 @@ class _Simulation(World):
                 self._kill(rank) if begins else self._revive(rank)
             return
         # A link, or a device, is left with what all the faults leave that it has at this time.
-        links = [self.computing[fault.node]] if isinstance(fault, Slow) else harm.cables(fault.link, self.topology)
+        links = [self.computing[fault.node]] if isinstance(fault, Slow) else cables(fault.link, self.topology)
         for link in links:
             present = self.harmed[link]
             present.append(fault) if begins else present.remove(fault)

@@ -61,7 +61,8 @@ class SimulatedRank(Communicator):
 
     def combine(self, into: torch.Tensor, other: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         self._check_pair("combine", into, other)
-        self._change(into, other, op, self.mailbox.model.per_combined_byte * other.nbytes)
+        gamma = self.mailbox.model.per_combined_byte
+        self._change(into, other, op, gamma * other.nbytes if gamma else 0.0)
 
     def copy(self, into: torch.Tensor, other: torch.Tensor) -> None:
         self._check_pair("copy", into, other)

@@ -57,8 +57,18 @@ class Buffers:
         return self._numbers[key][0]
 
     def look_around(self) -> None:
-        """Learn the names of what the callers' variables hold: what is started now will not see them."""
-        self._names = _variables() | self._names  # whoever has known it first knows it best
+        """Learn by which names the callers' variables hold storages, and whether the outermost function that knows one is the
+        library's: what is started now will not see them."""
+        found: dict[int, tuple[str, bool, StorageWeakRef]] = {}
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            inside = frame.f_code.co_filename.startswith(_PACKAGE)
+            if frame.f_code.co_filename.startswith(os.path.join(_PACKAGE, "launch")):
+                break  # below here is the launcher, not the algorithm
+            for key, (name, storage) in _local_names(frame).items():
+                found[key] = name, inside, StorageWeakRef(storage)
+            frame = frame.f_back
+        self._names = found | self._names  # whoever has known it first knows it best
 
     def __getstate__(self) -> list[Buffer]:
         return self.seen  # on its way to another process, nothing more will be added
@@ -72,21 +82,6 @@ def _span(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _variables() -> dict[int, tuple[str, bool, StorageWeakRef]]:
-    """Of all storages that the callers' variables hold: the name by which the outermost function knows it, and whether that
-    function is the library's."""
-    found: dict[int, tuple[str, bool, StorageWeakRef]] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        inside = frame.f_code.co_filename.startswith(_PACKAGE)
-        if frame.f_code.co_filename.startswith(os.path.join(_PACKAGE, "launch")):
-            break  # below here is the launcher, not the algorithm
-        for key, (name, storage) in _local_names(frame).items():
-            found[key] = name, inside, StorageWeakRef(storage)
-        frame = frame.f_back
-    return found
 
 
 def _local_names(frame: FrameType) -> dict[int, tuple[str, torch.UntypedStorage]]:

@@ -118,10 +118,10 @@ def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, C
     words, become = Vocabulary(), dict[int, Columns]()
     for own in vocabularies:
         if id(own) not in become:
-            new = {"step": own.step, "group": own.group, "op": own.op, "label": own.label, "stream": own.stream}
             become[id(own)] = {
                 column: np.array([getattr(words, column)[label] for label in names], dtype=np.int64)
-                for column, names in new.items()
+                for column, names in vars(own).items()
+                if column != "buffers"
             }
             first = len(words.buffers.seen)
             words.buffers.seen += own.buffers.seen
