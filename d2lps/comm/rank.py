@@ -138,19 +138,24 @@ class Rank(ABC):
         """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
         me, peer, start = self.members[self.rank], self.members[peer] if peer >= 0 else -1, self.now()
 
-        def status(since: float = start) -> Status:
+        def note(since: float = start) -> bool:
             line = readers_line(sys._getframe())
-            return Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since)
+            self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
+            return self.board.watched
 
-        self._show(status)
+        self._begin_wait(note)
         yield
         # Not taken down when the wait fails: the note then says where the rank stood as it failed.
-        self._show(None)
+        self._end_wait()
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
-    def _show(self, status: Callable[..., Status] | None) -> None:
-        self.board.write(status and status(), self.lane)
+    def _begin_wait(self, note: Callable[..., bool]) -> None:
+        """Leave the note, at once; the result says whether somebody reads it."""
+        note()
+
+    def _end_wait(self) -> None:
+        self.board.write(None, self.lane)
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:
