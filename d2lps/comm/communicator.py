@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from d2lps.comm.explain import disagreement
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.rank import Rank, running
 from d2lps.comm.staging import check_writable, stage, unstage
+from d2lps.comm.status import readers_line
 from d2lps.comm.work import Work, in_thread
 
 Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
@@ -169,7 +171,7 @@ class Communicator(Rank):
     def _start(self, beside: Communicator, function: Callable[[], None]) -> Future[Any]:
         """In real worlds a thread, which lets go of the interpreter while it waits for other ranks or adds up tensors."""
 
-        began = self._readers_line()
+        began = readers_line(sys._getframe())
 
         def live() -> None:
             running.lane, running.began = beside.lane, began

@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -138,25 +138,25 @@ class Rank(ABC):
         """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
         me, peer, start = self.members[self.rank], self.members[peer] if peer >= 0 else -1, self.now()
 
-        def status(since: float = start) -> Status:
-            return Status(me, action, peer, tag, nbytes, self._collective, self.members, *self._readers_line(), since)
+        def note(since: float = start) -> bool:
+            line = readers_line(sys._getframe())
+            line = line if line[1] else getattr(running, "began", line)
+            self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
+            return self.board.watched
 
-        # Only a world knows which of its waits are so short that they need no note; for what was started, all are long.
-        show = self._show if action != "join" else partial(Rank._show, self)
-        show(status)
+        self._begin_wait(note, long=action == "join")
         yield
         # Not taken down when the wait fails: the note then says where the rank stood as it failed.
-        show(None)
+        self._end_wait()
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
-    def _readers_line(self) -> tuple[str, int, str]:
-        """The line that a reader wrote, of this thread or of the one that has started it."""
-        line = readers_line(sys._getframe())
-        return line if line[1] else getattr(running, "began", line)
+    def _begin_wait(self, note: Callable[..., bool], long: bool) -> None:
+        """Leave the note; a world whose waits are mostly shorter than the writing may do it later, if this one is not long."""
+        note()
 
-    def _show(self, status: Callable[..., Status] | None) -> None:
-        self.board.write(status and status(), self.lane)
+    def _end_wait(self) -> None:
+        self.board.write(None, self.lane)
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:

@@ -62,10 +62,11 @@ class SharedBoard(Board):
             self._lanes.pop(lane, None)
         else:
             self._lanes[lane] = status
+        waiting = list(self._lanes.values())  # lanes are threads
         # The length is cleared first and set last, so a reader sees a whole note or none.
         self.memory[self.start : self.start + 4] = bytes(4)
-        if self._lanes:
-            shown = min(list(self._lanes.values()), key=lambda note: (note.action == "join", note.since))
+        if waiting:
+            shown = min(waiting, key=lambda note: (note.action == "join", note.since))
             note = json.dumps(asdict(shown)).encode()[: self.SLOT - 4]
             self.memory[self.start + 4 : self.start + 4 + len(note)] = note
             self.memory[self.start : self.start + 4] = len(note).to_bytes(4, "little")

@@ -10,7 +10,6 @@ from hashlib import blake2b
 import torch
 
 from d2lps.comm import Communicator, ReduceOp, Work
-from d2lps.comm.status import IN_VAIN, Status
 from d2lps.sharedmemory.all_reduce import all_reduce
 from d2lps.sharedmemory.arena import bytes_of
 from d2lps.sharedmemory.linux import allow_siblings
@@ -88,16 +87,18 @@ class SharedMemoryCommunicator(Communicator):
 
     # ---- notes ----------------------------------------------------------------------------------------------------
 
-    def _show(self, status: Callable[..., Status] | None) -> None:
-        """As everywhere, but only once a wait turns out to be long: most are shorter than the writing."""
+    def _begin_wait(self, note: Callable[..., bool], long: bool) -> None:
+        """Only once the wait turns out to be long: most are shorter than the writing. That for a thread is not seen from here."""
+        self.mailbox.waiting.note.write = note
+        if long:
+            self.mailbox.waiting.note.leave()
+
+    def _end_wait(self) -> None:
         note = self.mailbox.waiting.note
         if note.written:
+            note.written = False
             self.board.write(None, self.lane)
-        note.write, note.written = status and partial(self._show_late, status), False
-
-    def _show_late(self, status: Callable[..., Status], in_vain: bool) -> bool:
-        self.board.write(status(IN_VAIN) if in_vain else status(), self.lane)
-        return self.board.watched
+        note.write = None
 
 
 def join(descriptor: int, ranks: int, rank: int) -> SharedMemoryCommunicator:

@@ -41,7 +41,7 @@ class Mailbox:
         self._posted = self.arena.layout.posted // 8
         self._row = self.words[self._posted + rank * ranks : self._posted + (rank + 1) * ranks]  # the words that lead here
         self._seen = bytes(8 * ranks)  # others may have announced something before this rank was here
-        self._heard = [0] * ranks  # of so many announcements
+        self._heard = [0] * ranks  # what they said when this rank looked last
 
     def send(self, tensor: torch.Tensor, dst: int, group: int, tag: int) -> Message:
         with self._lock:
@@ -78,8 +78,9 @@ class Mailbox:
         with self._lock:
             if (row := self._row.tobytes()) != self._seen:
                 self._seen = row
-                for src in range(self.ranks):
-                    self._look(src)
+                for src, word in enumerate(self._row.tolist()):
+                    if word != self._heard[src]:
+                        self._look(src, word)
             if self._moving:
                 self.waiting.wake([message.peer for message in self._moving if message.advance()])
                 self._moving = [message for message in self._moving if message.moves()]
@@ -110,15 +111,15 @@ class Mailbox:
         self.words[at] = (count + 1) % _COUNTS * _PAGES + slip // PAGE
         self.waiting.wake([dst])
 
-    def _look(self, src: int) -> None:
+    def _look(self, src: int, word: int) -> None:
         """Take up what one rank has announced since this one looked last, from the last back to the first."""
-        count, page = divmod(self._row[src], _PAGES)
         linux.ordering_fence()
+        count, page = divmod(word, _PAGES)
         slips = [page * PAGE]
-        for _ in range((count - self._heard[src]) % _COUNTS):
+        while len(slips) < (count - self._heard[src] // _PAGES) % _COUNTS:
             slips.append(self.words[slips[-1] // 8 + BEFORE])
-        self._heard[src] = count
-        for slip in reversed(slips[:-1]):
+        self._heard[src] = word
+        for slip in reversed(slips):
             key = (self.words[slip // 8 + GROUP], src, self.words[slip // 8 + TAG])
             self._arrived[key].append(slip)
             self._match(key)

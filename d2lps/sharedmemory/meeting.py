@@ -32,7 +32,8 @@ class Meeting:
         self.others = [other for other in ranks if other != rank]
         self._neighbours = [members[other] for other in self.others]
         self._came = [(begin + other * LINE) // 8 for other in ranks]
-        self._statements = [begin + layout.statements + 2 * other * STATEMENT for other in ranks]
+        starts = [begin + layout.statements + 2 * other * STATEMENT for other in ranks]
+        self._statements = starts, [start + STATEMENT for start in starts]  # used in turn
         self._places, self.slot = [begin + layout.slots + 2 * other * layout.slot for other in ranks], layout.slot
         self._slots: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
         self.count = 0  # of the meetings so far
@@ -44,13 +45,13 @@ class Meeting:
         """Say what is called, which must be alike on all ranks, and something of one's own; what each rank said, as long."""
         self.complete()  # the last one, if this rank has not waited for its end
         said = call.encode().ljust(_CALL)
-        at, end = (self.count + 1) % 2 * STATEMENT, _CALL + len(mine)
-        self.memory[self._statements[self.rank] + at : self._statements[self.rank] + at + end] = said + mine
+        begins, length = self._statements[(self.count + 1) % 2], _CALL + len(mine)
+        self.memory[begins[self.rank] : begins[self.rank] + length] = said + mine
         self.meet()
-        heard = [self.memory[start + at : start + at + end] for start in self._statements]
-        if any(not words.startswith(said) for words in heard):
+        heard = [self.memory[begin : begin + length] for begin in begins]
+        if len({words[:_CALL] for words in heard}) > 1:
             self._disagree([words[:_CALL].decode().rstrip() for words in heard])
-        return [words[_CALL:] for words in heard]
+        return [words[_CALL:] for words in heard] if mine else []
 
     def exchange_numbers(self, call: str, *mine: int) -> list[tuple[int, ...]]:
         numbers = struct.Struct(f"<{len(mine)}q")

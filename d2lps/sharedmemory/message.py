@@ -8,6 +8,7 @@ with a verdict, and from then on the slip is the sender's again. Each word of a 
 
 import ctypes
 import struct
+from collections.abc import Callable
 
 import torch
 
@@ -30,35 +31,29 @@ class Message:
     """One end: `count` bytes have been copied, into or out of a room of `held` bytes that is used round and round."""
 
     sends: bool
+    is_done: Callable[[], bool]
+    differs: Callable[[], str]  # what the other end has, if it is not the same: "float32[4]"
+    _ready: Callable[[], int]  # how many bytes can be copied
+    _copy: Callable[[int, int, int], None]  # between the room and the tensor, so many
+    _tell: Callable[[], None]  # write down how many have been copied
+    slip, at, room, held, count = -1, -1, -1, 1, 0
 
     def __init__(self, arena: Arena, tensor: torch.Tensor, peer: int, tag: int) -> None:
         self.arena, self.words, self.peer, self.tag = arena, arena.words, peer, tag
         self.tensor, self.nbytes, self.pointer = tensor, tensor.nbytes, tensor.data_ptr()
-        self.slip, self.at, self.room, self.held, self.count = -1, -1, -1, 1, 0
-
-    def is_done(self) -> bool:
-        raise NotImplementedError
-
-    def differs(self) -> str:
-        """What the other end has, if it is not the same: `float32[4]`."""
-        raise NotImplementedError
-
-    def _ready(self) -> int:
-        """How many bytes can be copied."""
-        raise NotImplementedError
 
     def advance(self) -> bool:
         """Copy what can be copied; True if there was something, and the other end should know."""
-        before = self.count
-        while ready := self._ready():
-            room, tensor = self.room + self.count % self.held, self.pointer + self.count
-            nbytes = min(ready, self.held - self.count % self.held)
-            ctypes.memmove(*((room, tensor) if self.sends else (tensor, room)), nbytes)
-            self.count += nbytes
-        if self.count == before:
+        if not (ready := self._ready()):
             return False
+        while ready:
+            at = self.count % self.held
+            nbytes = min(ready, self.held - at)  # up to the room's end
+            self._copy(self.room + at, self.pointer + self.count, nbytes)
+            self.count += nbytes
+            ready -= nbytes
         linux.ordering_fence()
-        self.words[self.at + (LAID if self.sends else TAKEN)] = self.count
+        self._tell()
         return True
 
     def moves(self) -> bool:
@@ -90,6 +85,12 @@ class Sending(Message):
         ready = min(left, self.held - (self.count - self.words[self.at + TAKEN])) if left else 0
         return ready if ready >= min(_PIECE, left) else 0
 
+    def _copy(self, room: int, tensor: int, nbytes: int) -> None:
+        ctypes.memmove(room, tensor, nbytes)
+
+    def _tell(self) -> None:
+        self.words[self.at + LAID] = self.count
+
     def is_done(self) -> bool:
         return self.words[self.at + VERDICT] != _PENDING
 
@@ -116,16 +117,19 @@ class Receiving(Message):
         elif not self.nbytes:
             self._judge(_DELIVERED)
 
-    def advance(self) -> bool:
-        moved = super().advance()
-        if moved and self.count == self.nbytes:
-            self._judge(_DELIVERED)
-        return moved
-
     def _ready(self) -> int:
         ready = 0 if self.done else self.words[self.at + LAID] - self.count
         linux.ordering_fence()
         return ready
+
+    def _copy(self, room: int, tensor: int, nbytes: int) -> None:
+        ctypes.memmove(tensor, room, nbytes)
+
+    def _tell(self) -> None:
+        if self.count == self.nbytes:
+            self._judge(_DELIVERED)
+        else:
+            self.words[self.at + TAKEN] = self.count
 
     def _judge(self, verdict: int) -> None:
         """From here on the slip is the sender's."""

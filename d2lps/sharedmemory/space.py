@@ -42,12 +42,16 @@ class Space:
             raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; {free:,} are left")
         with self._lock:
             self._merge()
-            for index, (begin, end) in enumerate(self._holes):
-                if end - begin >= size:
-                    self._back(begin, size)
-                    self._holes[index] = (begin + size, end)
-                    return begin
-        raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; nowhere are so many left in a row")
+            index = next((index for index, (begin, end) in enumerate(self._holes) if end - begin >= size), -1)
+            if index < 0:
+                raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; nowhere are so many left in a row")
+            begin, end = self._holes[index]
+            try:
+                os.posix_fallocate(self.descriptor, begin, size)
+            except OSError as error:
+                raise MemoryError(f"{size:,} bytes of shared memory are needed: {error.strerror}") from None
+            self._holes[index] = (begin + size, end)
+        return begin
 
     def free(self, nbytes: int) -> int:
         """How many bytes may be taken, as far as that matters to one who wants `nbytes`: to look takes 0.1 ms."""
@@ -58,12 +62,6 @@ class Space:
         size = pages(nbytes)
         self.memory.madvise(_REMOVE, begin, size)
         self._given.append((begin, begin + size))  # the list of holes may be in somebody's hands just now
-
-    def _back(self, begin: int, size: int) -> None:
-        try:
-            os.posix_fallocate(self.descriptor, begin, size)
-        except OSError as error:
-            raise MemoryError(f"{size:,} bytes of shared memory are needed: {error.strerror}") from None
 
     def _merge(self) -> None:
         """Put what came back since beside the holes that it touches."""

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from d2lps.comm import RankDied, RankFailed, RankHung
+from d2lps.comm.status import IN_VAIN
 from d2lps.sharedmemory import linux
 from d2lps.sharedmemory.arena import LINE, Arena
 
@@ -29,17 +30,17 @@ _ENDINGS = {_HERE: "has died", _LEFT: "has left", _FAILED: "has failed, which te
 
 
 class _Note(threading.local):
-    """What a thread calls once when its wait turns out to be long, and again if it is in vain (True).
+    """What a thread calls once when its wait turns out to be long, and again if it is in vain (`IN_VAIN`).
 
-    Then it says whether somebody reads it, and ends the ranks with a better explanation than this one could give.
+    It says whether somebody reads it, and ends the ranks with a better explanation than this one could give.
     """
 
-    write: Callable[[bool], bool] | None = None
+    write: Callable[..., bool] | None = None
     written = False
 
-    def leave(self, in_vain: bool) -> bool:
+    def leave(self, *since: float) -> bool:
         self.written = self.write is not None
-        return self.write is not None and self.write(in_vain)
+        return self.write is not None and self.write(*since)
 
 
 class Waiting:
@@ -48,6 +49,7 @@ class Waiting:
     def __init__(self, arena: Arena, timeout: float, numbers: Sequence[int]) -> None:
         self.words, self.rank, self.timeout, self.numbers = arena.words, arena.rank, timeout, numbers or range(arena.ranks)
         self._desk = [(arena.layout.desks + rank * LINE) // 8 for rank in range(arena.ranks)]
+        self._sleeps_for = [desk + _SLEEPS_FOR for desk in self._desk]
         self._addresses = [ctypes.c_void_p(arena.base + 8 * (desk + _BELL)) for desk in self._desk]
         self._wakings, self._sleepers = itertools.count(), 0
         self._lock = threading.Lock()  # a rank may have several threads, each with a wait and a note of its own
@@ -69,7 +71,7 @@ class Waiting:
         linux.full_fence()  # what they will look for is there before we look whether they sleep
         may_wake = (_ANYONE, self.rank + 2) if come else (_ANYONE,)
         for rank in ranks:
-            if self.words[self._desk[rank] + _SLEEPS_FOR] in may_wake:
+            if self.words[self._sleeps_for[rank]] in may_wake:
                 self._ring(rank)
 
     def leave(self, failed: bool) -> None:
@@ -103,7 +105,7 @@ class Waiting:
                     return
                 if (waited := time.monotonic() - started) > _FIRST_SLEEP:
                     if not slow:
-                        self.note.leave(in_vain=False)
+                        self.note.leave()
                     slow = True
                     self._look_for_the_gone(ready, awaited)
                 if waited > self.timeout:
@@ -133,7 +135,7 @@ class Waiting:
         rank = self._read(gone[0], _CULPRIT) - 1  # one that went for want of another: that is to be told
         rank = rank if rank >= 0 else gone[0]
         how = self._read(rank, _END)
-        if how == _LEFT and self.note.leave(in_vain=True):
+        if how == _LEFT and self.note.leave(IN_VAIN):
             return
         self._write(_CULPRIT, rank + 1)
         told = f"rank {self.numbers[rank]} {_ENDINGS[how]}, while rank {self.numbers[self.rank]} was waiting"
