@@ -140,7 +140,8 @@ class Rank(ABC):
 
         def note(since: float = start) -> bool:
             line = readers_line(sys._getframe())
-            line = line if line[1] else getattr(running, "began", line)
+            if not line[1]:
+                line = getattr(running, "began", line)
             self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
             return self.board.watched
 
