@@ -38,7 +38,9 @@ class Script:
         """Called by the task, in place of waiting."""
         steps = self.steps
         # Round a ring, the same as before but for some: copies of it would fill the processor's cache.
-        self.write(steps[-1] if steps and steps[-1] == ends else ends)
+        steps.append(steps[-1] if steps and steps[-1] == ends else ends)
+        if len(steps) >= LONGEST:
+            self.play()
 
     def write(self, step: Step) -> None:
         self.steps.append(step)
@@ -62,9 +64,13 @@ class Script:
                 if type(step) is tuple:
                     for end in step:
                         message = post(end)
-                        if not (message.done or (eager and mailbox.is_buffered(end))):
-                            message.wait(task)
-                            wanted += 1
+                        if message.done or (eager and mailbox.is_buffered(end)):
+                            continue
+                        wanted += 1
+                        if message.one is None:  # as in Message.wait
+                            message.one = task
+                        else:
+                            message.other = task
                 elif seconds := step():  # type: ignore[operator]
                     mailbox.scheduler.busy(task, seconds)
                     wanted = 1

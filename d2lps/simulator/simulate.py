@@ -87,12 +87,12 @@ class _Simulation(World):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], faults: Sequence[Fault]) -> Run:
         self.program = cloudpickle.dumps((function, args))
         self.harmed: defaultdict[int, list[Slow | Cut | Narrow]] = defaultdict(list)  # by link: what is wrong with it
-        self.comms = [self._begin(rank) for rank in range(len(self.nodes))]
         for fault in faults:
             self.network.call_at(fault.at, partial(self._happens, fault, True))
             if fault.until is not None:
                 self.network.call_at(fault.until, partial(self._happens, fault, False))
         with _as_it_was(), backward_in_threads():
+            self.comms = [self._begin(rank) for rank in range(len(self.nodes))]
             try:
                 self.scheduler.run()
                 self._raise_first()
