@@ -53,10 +53,11 @@ class Tables:
         place += ends["stream"] * (1 + place.max(initial=0))  # as one integer, so that numpy can intersect them
         sent, received = np.flatnonzero(sends), np.flatnonzero(~sends)
         _, s, r = np.intersect1d(place[sent], place[received], assume_unique=True, return_indices=True)
-        start = np.maximum(ends["posted"][sent[s]], ends["posted"][received[r]])
-        order = np.argsort(start, kind="stable")
-        s, r = sent[s[order]], received[r[order]]
-        messages = {name: column[ends["stream"][s]] for name, column in self._streams.items()}
+        sent, received = sent[s], received[r]
+        start = np.maximum(ends["posted"][sent], ends["posted"][received])
+        messages = {name: column[ends["stream"][sent]] for name, column in self._streams.items()}
+        order = np.lexsort((messages["tag"], messages["dst"], messages["src"], messages["group"], start))
+        s, r, messages = sent[order], received[order], {name: column[order] for name, column in messages.items()}
         messages |= {"nbytes": ends["nbytes"][s], "step": ends["step"][s]}
         for side, rows in (("src", s), ("dst", r)):
             names = ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread")
