@@ -24,6 +24,7 @@ from d2lps.sharedmemory.linux import is_stopped
 
 _TICK = 0.1  # seconds between two looks at the notes of the ranks
 _GRACE = 0.3  # seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it
+_GLOOS = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")  # what torch 2.7 to 2.9 print for each group
 _MOST = 1_000_000  # bytes of one rank's output that are shown; the beginning of a longer one is left out
 
 
@@ -44,7 +45,8 @@ class Output:
             if stream is not None:  # as it is in a program without a console
                 for label, file in zip(self.labels, files, strict=True):
                     for line in self._new(file, whole_lines).splitlines():
-                        print(f"{label} | {line}", file=stream)
+                        if not _GLOOS.match(line):
+                            print(f"{label} | {line}", file=stream)
                 stream.flush()
 
     def _new(self, file: IO[bytes], whole_lines: bool) -> str:

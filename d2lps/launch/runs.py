@@ -24,6 +24,7 @@ from d2lps.result import Run
 
 _BACKENDS = ("auto", "shm", "gloo", "nccl")
 _inside = False  # a joined run
+_kept: list[Any] = []  # gloo's groups in torch 2.6, which may wait for ever for their own threads when they are let go
 _SLOTS = 1024  # more ranks than this on one machine is a slip of the finger
 
 
@@ -135,7 +136,10 @@ def _join(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Run:
         raise RankHung(f"{waited} for every rank of the job to call run") from error
     _inside = True
     try:
-        return run_of(_outcomes(function, comm, args, job, meeting), job.trace)
+        outcomes = _outcomes(function, comm, args, job, meeting)
+        if torch.__version__ < "2.7":
+            _kept.append((comm.group, meeting))
+        return run_of(outcomes, job.trace)
     except BaseException as error:
         release(error)
         raise
