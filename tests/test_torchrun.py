@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from launching import environment, nothing_left, running, script, started, until
+from oracles import TORCH
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
@@ -171,6 +172,7 @@ def test_a_failure_is_felt_by_every_rank_before_its_timeout(noted: Job) -> None:
     assert three == zero.replace("rank 0", "rank 3")
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="in torch 2.6 a rank that lets go of gloo's groups may wait for ever for its own threads")
 def test_a_wait_that_is_too_long_says_where_it_was(noted: Job) -> None:
     zero, *others = notes_of(noted.folder, "hang")
     assert re.fullmatch(
@@ -182,6 +184,7 @@ def test_a_wait_that_is_too_long_says_where_it_was(noted: Job) -> None:
     assert notes_of(noted.folder, "at last") == [[18.0] * 4] * 4
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="in torch 2.6 a rank that lets go of gloo's groups may wait for ever for its own threads")
 def test_a_failing_rank_fails_the_job_and_leaves_nothing(noted: Job) -> None:
     assert noted.status == 1
     assert "RuntimeError: on purpose" in noted.text
