@@ -58,6 +58,10 @@ def job(path: Path, code: str) -> list[str]:
     return [*script(path, NOTES + textwrap.dedent(code)), str(path.parent)]
 
 
+# A rank that lets go of gloo's groups while one of their threads still lets go of a tensor.
+waits_for_its_threads = pytest.mark.skipif(TORCH < (2, 7), reason="torch 2.6 may wait for ever for the threads of its own groups")
+
+
 # ---- under torchrun -------------------------------------------------------------------------------------------------
 
 MANY_RUNS = """
@@ -172,7 +176,7 @@ def test_a_failure_is_felt_by_every_rank_before_its_timeout(noted: Job) -> None:
     assert three == zero.replace("rank 0", "rank 3")
 
 
-@pytest.mark.skipif(TORCH < (2, 7), reason="in torch 2.6 a rank that lets go of gloo's groups may wait for ever for its own threads")
+@waits_for_its_threads
 def test_a_wait_that_is_too_long_says_where_it_was(noted: Job) -> None:
     zero, *others = notes_of(noted.folder, "hang")
     assert re.fullmatch(
@@ -184,7 +188,7 @@ def test_a_wait_that_is_too_long_says_where_it_was(noted: Job) -> None:
     assert notes_of(noted.folder, "at last") == [[18.0] * 4] * 4
 
 
-@pytest.mark.skipif(TORCH < (2, 7), reason="in torch 2.6 a rank that lets go of gloo's groups may wait for ever for its own threads")
+@waits_for_its_threads
 def test_a_failing_rank_fails_the_job_and_leaves_nothing(noted: Job) -> None:
     assert noted.status == 1
     assert "RuntimeError: on purpose" in noted.text
