@@ -36,7 +36,7 @@ test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation
 	$(PYTEST) tests/test_shaped_hosts.py
 
 test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some
-	$(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 3 --dist loadscope $(or $(NOTEBOOKS),book)
+	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 3 --dist loadscope $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
 	D2LPS_SITE=$(SITE) $(PYTEST) -n 3 tests/test_site.py

@@ -24,6 +24,7 @@ from typing import Any
 Operation = Callable[[], object]
 Row = dict[str, Any]
 
+MOST_ROUNDS = int(os.environ.get("D2LPS_MOST_ROUNDS", 0))  # 0: as many as a table asks for. Tests of the code need only one
 PATIENCE = 120.0  # seconds: for a process to come to the door, and for an order to be carried out
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # For every rival: its sockets on the loopback interface, one thread a rank, and PyTorch's tensors on huge pages, as NumPy's are.
@@ -129,7 +130,7 @@ def compare(rivals: Mapping[str, Rival], peer: str, cases: Iterable[Row], rounds
 def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
     """What each way says, by name and round; a round before the first is not counted."""
     said: dict[str, list[Any]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
+    for _ in range(min(rounds, MOST_ROUNDS or rounds) + 1):
         for name, act in ways.items():
             said[name].append(act())
     return {name: each[1:] for name, each in said.items()}
@@ -153,7 +154,8 @@ def text(heading: str, columns: dict[str, str], rows: Sequence[Row], *notes: str
     lines = [[heading, *columns], *([row["way"], *(form.format(**row) for form in columns.values())] for row in rows)]
     first, *rest = (max(map(len, column)) for column in zip(*lines, strict=True))
     texts = ["  ".join([f"{way:{first}}", *map(str.rjust, cells, rest)]) for way, *cells in lines]
-    return "\n".join([*texts, *filter(None, notes)])
+    cut = f"cut to {MOST_ROUNDS} rounds by D2LPS_MOST_ROUNDS" if MOST_ROUNDS else ""
+    return "\n".join([*texts, *filter(None, [*notes, cut])])
 
 
 if __name__ == "__main__":
