@@ -30,7 +30,7 @@ types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_shaped_hosts.py -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_shaped_hosts.py -n 2 --dist loadfile
 
 test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation, with nothing beside it
 	$(PYTEST) tests/test_shaped_hosts.py

@@ -26,15 +26,6 @@ os.environ.setdefault(MARK, f"{os.getpid()}-{time.monotonic_ns()}")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Fail if the block takes longer on a machine that does nothing else; on a busy one, each process gets its share of it."""
-    start = time.monotonic()
-    yield
-    share = min(1.0, (os.cpu_count() or 1) / max(os.getloadavg()[0], 0.1))
-    assert time.monotonic() - start < seconds / share
-
-
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     """What `condition()` gives as soon as it is true; what it gives at the end if it never is."""
     deadline = time.monotonic() + seconds

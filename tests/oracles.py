@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from d2lps import Communicator, Trace, collectives
-from d2lps.trace import Log, Recorder, merge
+from d2lps.trace import Recorder
 
 # ---- a call of a collective, the same on all ranks --------------------------------------------------------------------
 
@@ -316,10 +316,10 @@ def told(*programs: str) -> Trace:
     >>> told("send 1; recv 1", "recv 0; send 0")
     <Trace: 2 ranks, 2 messages, 32 bytes>
     """
-    return merge([log for rank, program in enumerate(programs) for log in _tell(rank, program)], len(programs))
+    return Trace([log for rank, program in enumerate(programs) for log in _tell(rank, program)], len(programs))
 
 
-def _tell(rank: int, program: str) -> list[Log]:
+def _tell(rank: int, program: str) -> list[Recorder]:
     clock = count()
     recorder = Recorder(rank, lambda: float(next(clock)))
     tensors: dict[str, torch.Tensor] = {}

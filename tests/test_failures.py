@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from launching import Kernel, fork_server_of, kernel, nothing_left, orphans, running, script, until, within
+from launching import Kernel, fork_server_of, kernel, nothing_left, orphans, running, script, until
 
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung
@@ -38,6 +38,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if (times := int(os.environ.get("D2LPS_REPEAT", 1))) > 1:
         metafunc.fixturenames.append("attempt")
         metafunc.parametrize("attempt", range(times))
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
 
 
 def line_of(function: Callable[..., Any], line: int) -> int:

@@ -225,7 +225,8 @@ def browser() -> Iterator[Any]:
 
 
 @needs_chromium
-@pytest.mark.parametrize(("clock", "width"), [("rounds", 390), ("time", 760)])
+@pytest.mark.parametrize("clock", ["rounds", "time"])
+@pytest.mark.parametrize("width", [760, 390])
 def test_the_picture_depends_on_the_time_alone(browser: Any, clock: str, width: int) -> None:
     with shown(browser, Player(slow_cable(), clock=clock), width, reduced_motion="reduce") as page:
         forth = [picture(page)]
@@ -278,8 +279,9 @@ def test_it_plays_to_the_end_and_pauses(browser: Any) -> None:
 
 
 @needs_chromium
-def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(browser: Any) -> None:
-    with shown(browser, Player(under_a_backward_pass(), clock="time"), width=390, reduced_motion="reduce") as page:
+@pytest.mark.parametrize("width", [760, 390])
+def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(browser: Any, width: int) -> None:
+    with shown(browser, Player(under_a_backward_pass(), clock="time"), width, reduced_motion="reduce") as page:
         strip, now = page.locator(".strip svg"), page.locator(".strip .now")
         assert strip.get_attribute("aria-label") == "What every rank does over time, backward, optimizer"
         assert page.locator(".strip .rank").all_text_contents() == ["rank 0", "rank 1"]

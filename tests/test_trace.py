@@ -17,7 +17,7 @@ from oracles import told
 
 import d2lps
 from d2lps import collectives
-from d2lps.trace import Log, Recorder, Trace, merge
+from d2lps.trace import Recorder, Trace
 from d2lps.trace.recorder import ACTIONS
 
 matplotlib.use("Agg")
@@ -148,7 +148,7 @@ def test_a_message_that_was_posted_but_never_waited_for_has_no_end() -> None:
 
 def test_large_tags_do_not_mix_up_streams() -> None:
     # As one number, (group 0, tag 0) and (group 8, tag 0) with tags up to 2**31 are 2**54 apart; times 1,024 that is 2**64.
-    def log(rank: int) -> Log:
+    def log(rank: int) -> Recorder:
         recorder = Recorder(rank, lambda: 0.0)
         action, peer, tensor = ("send", "recv")[rank], 1 - rank, torch.zeros(2)
         for group in ("0", *"12345678"):
@@ -157,7 +157,7 @@ def test_large_tags_do_not_mix_up_streams() -> None:
         recorder.message(action, tensor, "8", peer, 2**31 - 1)()
         return recorder.logs()[0]
 
-    trace = merge([log(0), log(1)], 1024)
+    trace = Trace([log(0), log(1)], 1024)
     assert len(trace) == 1024 + 8 + 1 and trace.unmatched == 0
     assert (trace.messages["src_length"] == trace.messages["dst_length"]).all()
 
@@ -189,7 +189,7 @@ def test_any_streams_are_matched_as_queues_would(
             if rank == (src, dst)[end % 2]:
                 queues[action, message].append(recorder.seq + 1)
                 recorder.message(action, tensor, group, (dst, src)[end % 2], tag)()
-    trace = merge([log for recorder in recorders for log in recorder.logs()], ranks)
+    trace = Trace([log for recorder in recorders for log in recorder.logs()], ranks)
     m = trace.messages
     wanted = Counter()
     for message in set(messages):
@@ -215,12 +215,12 @@ def test_a_message_starts_when_both_ends_are_ready_and_ends_later(trace: Trace) 
 
 
 def test_the_clock_starts_when_the_first_rank_of_a_machine_does() -> None:
-    def at(rank: int, machine: str, started: float, waited: float) -> Log:
+    def at(rank: int, machine: str, started: float, waited: float) -> Recorder:
         recorder = Recorder(rank, lambda: waited + 1)
         recorder.waited("barrier", "world", -1, 0, 0, waited)
         return recorder.logs(started, started, machine)[0]
 
-    trace = merge([at(0, "a", 100.0, 102.0), at(1, "a", 101.0, 102.0), at(2, "b", 7.0, 7.5)], 3)
+    trace = Trace([at(0, "a", 100.0, 102.0), at(1, "a", 101.0, 102.0), at(2, "b", 7.0, 7.5)], 3)
     assert trace.waits["start"].tolist() == [2.0, 2.0, 0.5]
 
 
@@ -383,7 +383,7 @@ def test_a_block_tells_what_it_computed_where_that_is_known() -> None:
 # ---- a hundred thousand messages --------------------------------------------------------------------------------------
 
 
-def ring_log(rank: int, ranks: int, messages: int) -> Log:
+def ring_log(rank: int, ranks: int, messages: int) -> Recorder:
     """What a rank of a ring writes down that sends `messages` times to its right and receives as often from its left."""
     recorder = Recorder(rank, lambda: 0.0)
     recorder.vocabulary.step[()]
@@ -400,7 +400,7 @@ def ring_log(rank: int, ranks: int, messages: int) -> Log:
 def test_a_hundred_thousand_messages_are_merged_at_once_and_stay_small() -> None:
     logs = [ring_log(rank, 4, 25_000) for rank in range(4)]
     start = time.process_time()
-    trace = merge(logs, 4)
+    trace = Trace(logs, 4)
     assert time.process_time() - start < 2
     assert len(trace) == 100_000 and trace.unmatched == 0
     assert (trace.messages["src_offset"] == trace.messages["dst_offset"]).all()

@@ -25,8 +25,7 @@ from d2lps.launch.failure import Failure, pack
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.result import Run
 from d2lps.signatures import store_at
-from d2lps.trace import merge
-from d2lps.trace.recorder import Log, Recorder
+from d2lps.trace import Recorder, Trace
 
 # What torch imports when it is first needed (by an optimizer, DDP, a DTensor): a second of work, in every rank of every run.
 _LATE = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
@@ -54,7 +53,7 @@ class Success:
     started: float
     ended: float
     node: str = ""
-    logs: Sequence[Log] = ()  # none where nothing was recorded
+    logs: Sequence[Recorder] = ()  # none where nothing was recorded
     imported: Sequence[str] = ()  # what the fork server had better import for the ranks to come
 
 
@@ -115,7 +114,7 @@ def run_of(outcomes: Sequence[Success], trace: bool) -> Run:
     seconds = max(max(each.ended for each in here) - min(each.started for each in here) for here in nodes.values())
     logs = [log for outcome in outcomes for log in outcome.logs]
     results = [cloudpickle.loads(outcome.result) for outcome in outcomes]
-    return Run(results, seconds, merge(logs, len(outcomes)) if trace else None)
+    return Run(results, seconds, Trace(logs, len(outcomes)) if trace else None)
 
 
 def _redirect(out: int, err: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from d2lps.comm import Mismatch, RankDied
+from d2lps.comm.explain import mismatch
 from d2lps.simulator.model import Model
 from d2lps.simulator.network import Flow, Network
 from d2lps.simulator.scheduler import Scheduler, Task
@@ -102,7 +103,7 @@ class Mailbox:
             message = queue.pop(0)
             message.second, first = end, message.first
             if nbytes != first[2] or dtype is not first[3]:
-                raise _mismatch(first, end)
+                raise _differ(first, end)
             if self.eager and self.is_buffered(first):
                 if message.end < 0:  # it is here
                     message.arrived()
@@ -178,10 +179,9 @@ class Mailbox:
         return [flow for flow in (*posted, *self.network.flows()) if isinstance(flow, Message) and not flow.done]
 
 
-def _mismatch(*ends: End) -> Mismatch:
+def _differ(first: End, second: End) -> Mismatch:
     """Both ends must speak of as many bytes of one dtype."""
-    senders_first = sorted(ends, key=lambda end: not end[4])
-    sent, expected = (f"{str(dtype).removeprefix('torch.')}[{n // dtype.itemsize}]" for _, _, n, dtype, *_ in senders_first)
-    _, src, dst, tag = ends[0][0].key
-    where = f"message from rank {src} to rank {dst}, tag {tag}"
-    return Mismatch(f"{where}: the sender sends {sent}, the receiver expects {expected}")
+    _, src, dst, tag = first[0].key
+    rank, peer = (src, dst) if first[4] else (dst, src)
+    mine, theirs = (f"{str(dtype).removeprefix('torch.')}[{n // dtype.itemsize}]" for _, _, n, dtype, *_ in (first, second))
+    return mismatch(first[4], rank, peer, tag, mine, theirs)

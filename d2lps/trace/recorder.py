@@ -172,6 +172,3 @@ class Recorder:
         for recorder in self.all:
             recorder.started, recorder.machine = started, machine
         return self.all
-
-
-Log = Recorder  # its name once everything is written down
