@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,10 +165,11 @@ class SimulatedCommunicator(SimulatedRank):
         if self.recorder is not None:
             with torch._C._AutoDispatchBelowADInplaceOrView():  # views that know nothing of gradients: half the memory
                 return super().chunks(tensor, parts)
-        # With nobody recording which part is which, equal chunks are one and the same: a thousand ranks would otherwise hold
-        # a million of them.
+        # With nobody recording which part is which, all chunks of a length are one and the same: a thousand ranks would
+        # otherwise hold a million of them.
         length, longer = divmod(tensor.numel(), parts)
-        return [tensor[: length + 1]] * longer + [tensor[:length]] * (parts - longer)
+        blank = partial(self.world.blank, dtype=tensor.dtype)
+        return [blank(length + 1)] * longer + [blank(length)] * (parts - longer)
 
     # ---- groups and lanes -----------------------------------------------------------------------------------------
 

@@ -35,14 +35,13 @@ def halving_doubling(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
 
 def _halve_and_double(comm: Communicator, data: Tensor, scratch: Tensor, op: ReduceOp, core: int) -> None:
     """The first and largest halves go to the nearest rank, where links are fast."""
-    kept, halves = data, []
+    kept, room, halves = data, scratch, []
     for distance in doublings(core):
         comm.step("halving, distance {}", distance)
-        low, high = kept.tensor_split(2)
-        kept, given = (high, low) if comm.rank & distance else (low, high)
-        incoming = scratch[: kept.numel()]
-        comm.sendrecv(given, comm.rank ^ distance, incoming, comm.rank ^ distance)
-        comm.combine(kept, incoming, op)
+        parts, mine = comm.chunks(kept, 2), int(comm.rank & distance > 0)  # which half this rank keeps: of two, 0 or 1
+        kept, given, room = parts[mine], parts[1 - mine], comm.chunks(room, 2)[mine]
+        comm.sendrecv(given, comm.rank ^ distance, room, comm.rank ^ distance)
+        comm.combine(kept, room, op)
         halves.append((distance, kept, given))
     divide(kept, op, comm.size)
     for distance, kept, given in reversed(halves):
