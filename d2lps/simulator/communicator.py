@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,29 +20,19 @@ from d2lps.simulator.within import SimulatedRank, World
 from d2lps.trace.recorder import WAITED
 
 
-class InLane:
-    """What a rank has started, a task beside its own: as much of a `concurrent.futures.Future` as is asked of it."""
+class InLane(Future[Any]):
+    """What a rank has started, as a task beside its own: whoever waits for it gives the thread to other tasks."""
 
-    def __init__(self, scheduler: Scheduler, task: Task, function: Callable[[], None]) -> None:
-        self.scheduler, self.task = scheduler, task
-        self.error: BaseException | None = None
-        self._waiting: list[Task] = []
-        scheduler.add(task, function, self._ended)
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self.scheduler = scheduler
 
-    def _ended(self) -> None:
-        self.error, self.task.error = self.task.error, None
-        for task in self._waiting:
-            self.scheduler.happened(task)
-
-    def done(self) -> bool:
-        return self.task.ended is not None
-
-    def exception(self) -> BaseException | None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
             waiter = self.scheduler.current()
-            self._waiting.append(waiter)
+            self.add_done_callback(lambda _: self.scheduler.happened(waiter))
             self.scheduler.block(waiter, "join")
-        return self.error
+        return super().exception(timeout)
 
 
 class SimulatedCommunicator(SimulatedRank):
@@ -193,6 +184,14 @@ class SimulatedCommunicator(SimulatedRank):
         task = Task(self.task.rank, self.task.device) if beside else self.task
         return SimulatedCommunicator(self.world, [self.members[rank] for rank in ranks], ranks.index(self.rank), name, task)
 
-    def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:  # type: ignore[override]
+    def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:
         self.catch_up()
-        return InLane(self.world.scheduler, beside.task, function)
+        scheduler, task = self.world.scheduler, beside.task
+        started = InLane(scheduler)
+
+        def ended() -> None:
+            error, task.error = task.error, None
+            started.set_exception(error) if error else started.set_result(None)
+
+        scheduler.add(task, function, ended)
+        return started
