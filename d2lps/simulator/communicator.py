@@ -184,7 +184,7 @@ class SimulatedCommunicator(SimulatedRank):
         task = Task(self.task.rank, self.task.device) if beside else self.task
         return SimulatedCommunicator(self.world, [self.members[rank] for rank in ranks], ranks.index(self.rank), name, task)
 
-    def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:
+    def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:  # type: ignore[override]
         self.catch_up()
         scheduler, task = self.world.scheduler, beside.task
         started = InLane(scheduler)
