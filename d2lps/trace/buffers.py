@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from threading import Lock
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -60,14 +61,11 @@ class Buffers:
         """Learn by which names the callers' variables hold storages, and whether the outermost function that knows one is the
         library's: what is started now will not see them."""
         found: dict[int, tuple[str, bool, StorageWeakRef]] = {}
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             inside = frame.f_code.co_filename.startswith(_PACKAGE)
             if frame.f_code.co_filename.startswith(os.path.join(_PACKAGE, "launch")):
                 break  # below here is the launcher, not the algorithm
-            for key, (name, storage) in _local_names(frame).items():
-                found[key] = name, inside, StorageWeakRef(storage)
-            frame = frame.f_back
+            found |= {key: (name, inside, StorageWeakRef(storage)) for key, (name, storage) in _local_names(frame).items()}
         self._names = found | self._names  # whoever has known it first knows it best
 
     def __getstate__(self) -> list[Buffer]:

@@ -7,12 +7,12 @@ destination, tag). So the k-th send of such a stream meets its k-th receive, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from d2lps.trace.recorder import ACTIONS, KINDS, Recorder, Vocabulary
+from d2lps.trace.recorder import ACTIONS, KINDS, Recorder, Table, Vocabulary
 
 Columns = dict[str, np.ndarray]
 _TIMES = ("posted", "waited", "done", "start", "end")
@@ -46,23 +46,30 @@ class Tables:
 
     @cached_property
     def messages(self) -> Columns:
-        ends = self._table("ends")
-        ends = {name: column[~np.isnan(ends["posted"])] for name, column in ends.items()}
-        sends = self._streams["src"][ends["stream"]] == ends["rank"]  # nobody sends to itself
-        place = _places(ends["seq"], 2 * ends["stream"] + sends)
-        place += ends["stream"] * (1 + place.max(initial=0))  # as one integer, so that numpy can intersect them
-        sent, received = np.flatnonzero(sends), np.flatnonzero(~sends)
-        _, s, r = np.intersect1d(place[sent], place[received], assume_unique=True, return_indices=True)
+        column = partial(self._column, "ends")
+        stream, seq, posted = column("stream"), column("seq"), column("posted")
+        sends = self._streams["src"][stream] == column("rank")  # nobody sends to itself
+
+        def queued(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Their rows, stream by stream in the order of posting; and of each, its stream and its place there as one number."""
+            rows = np.flatnonzero(chosen & ~np.isnan(posted))
+            rows = rows[np.lexsort((seq[rows], stream[rows]))]
+            queues = stream[rows]
+            return rows, queues * len(stream) + np.arange(len(rows)) - np.searchsorted(queues, queues)
+
+        (sent, theirs), (received, mine) = queued(sends), queued(~sends)
+        _, s, r = np.intersect1d(theirs, mine, assume_unique=True, return_indices=True)
         sent, received = sent[s], received[r]
-        start = np.maximum(ends["posted"][sent], ends["posted"][received])
-        messages = {name: column[ends["stream"][sent]] for name, column in self._streams.items()}
-        order = np.lexsort((messages["tag"], messages["dst"], messages["src"], messages["group"], start))
-        s, r, messages = sent[order], received[order], {name: column[order] for name, column in messages.items()}
-        messages |= {"nbytes": ends["nbytes"][s], "step": ends["step"][s]}
-        for side, rows in (("src", s), ("dst", r)):
-            names = ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread")
-            messages |= {f"{side}_{name}": ends[name][rows] for name in names}
-        return messages | {"sent": ends["posted"][s], "posted": ends["posted"][r], "start": start[order], "end": ends["done"][r]}
+        start = np.maximum(posted[sent], posted[received])
+        order = np.lexsort((*(self._streams[name][stream[sent]] for name in ("tag", "dst", "src", "group")), start))
+        sent, received = sent[order], received[order]
+        messages = {name: values[stream[sent]] for name, values in self._streams.items()}
+        messages |= {name: column(name)[sent] for name in ("nbytes", "step")}
+        for name in ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread"):
+            both = column(name)
+            messages |= {f"src_{name}": both[sent], f"dst_{name}": both[received]}
+        times = {"sent": posted[sent], "posted": posted[received], "start": start[order], "end": column("done")[received]}
+        return messages | times
 
     @cached_property
     def locals(self) -> Columns:
@@ -74,23 +81,24 @@ class Tables:
 
     @cached_property
     def waits(self) -> Columns:
-        """Those for messages of a simulation stand in the rows of the messages."""
-        each = [self._columns(thread, "ends") for thread in range(len(self.threads))]
-        return stacked([self._table("waits"), *map(self._waits, each)])
-
-    def _waits(self, ends: Columns) -> Columns:
-        """Who waits for several messages, one after another, goes on with the last."""
-        chosen = np.flatnonzero((ends["done_seq"] >= 0) & ~np.isnan(ends["waited"]) & ~np.isnan(ends["done"]))
-        chosen = chosen[np.argsort(ends["done_seq"][chosen])]
-        ends = {name: column[chosen] for name, column in ends.items()}
-        src, dst, tag, group = (self._streams[name][ends["stream"]] for name in ("src", "dst", "tag", "group"))
-        sends = src == ends["rank"]
-        action = np.where(sends, ACTIONS.index("send"), ACTIONS.index("recv"))
-        waits = {"seq": ends["done_seq"] - 1, "action": action, "peer": np.where(sends, dst, src), "tag": tag, "group": group}
-        waits |= {name: ends[name] for name in ("nbytes", "step", "rank", "lane", "thread")}
-        end = np.maximum.accumulate(np.maximum(ends["done"], ends["waited"]))
-        start = np.maximum(ends["waited"], np.r_[0.0, end[:-1]][: len(end)])
-        return waits | {"start": start, "end": end}
+        """Those for messages of a simulation stand in the rows of the messages. Who waits for several messages, one after
+        another, goes on with the last."""
+        column = partial(self._column, "ends")
+        seq, thread, waited, done = map(column, ("done_seq", "thread", "waited", "done"))
+        rows = np.flatnonzero((seq >= 0) & ~np.isnan(waited + done))
+        rows = rows[np.lexsort((seq[rows], thread[rows]))]
+        stream, rank = column("stream")[rows], column("rank")[rows]
+        src, dst, tag, group = (self._streams[name][stream] for name in ("src", "dst", "tag", "group"))
+        action = np.where(src == rank, ACTIONS.index("send"), ACTIONS.index("recv"))
+        waits = {"seq": seq[rows] - 1, "action": action, "peer": np.where(src == rank, dst, src), "tag": tag, "group": group}
+        waits |= {name: column(name)[rows] for name in ("nbytes", "step", "rank", "lane", "thread")}
+        first = np.flatnonzero(np.diff(waits["thread"], prepend=-1))  # of each thread
+        ends = np.split(np.maximum(done, waited)[rows], first[1:])
+        waits["end"] = np.concatenate([np.maximum.accumulate(end) for end in ends])
+        before = np.roll(waits["end"], 1)
+        before[first] = 0.0
+        waits["start"] = np.maximum(waited[rows], before)
+        return {name: np.concatenate([column, waits[name]]) for name, column in self._table("waits").items()}
 
     @property
     def unmatched(self) -> int:
@@ -102,16 +110,21 @@ class Tables:
         return len(self.messages["src"])
 
     def _table(self, name: str) -> Columns:
-        return stacked([self._columns(thread, name) for thread in range(len(self.threads))])
+        return {column: self._column(name, column) for column in (*self.threads[0].tables[name].kinds, "rank", "lane", "thread")}
 
-    def _columns(self, thread: int, name: str) -> Columns:
-        """One log's, in the words and on the clock of the whole run."""
+    def _column(self, table: str, name: str) -> np.ndarray:
+        """All logs' one below the other, in the words and on the clock of the whole run. One at a time: there may be millions
+        of rows."""
+        return np.concatenate([self._of_log(thread, log.tables[table], name) for thread, log in enumerate(self.threads)])
+
+    def _of_log(self, thread: int, table: Table, name: str) -> np.ndarray:
         log = self.threads[thread]
-        columns, become = log.tables[name].columns(), self._become[id(log.vocabulary)]
-        columns = {name: become[name][column] if name in become else column for name, column in columns.items()}
-        columns |= {name: columns[name] - self._began[log.machine] for name in _TIMES if name in columns}
-        who = {"rank": log.rank, "lane": log.lane, "thread": thread}
-        return columns | {key: np.full(len(columns["seq"]), number) for key, number in who.items()}
+        if name not in table.kinds:
+            return np.full(len(table), thread if name == "thread" else getattr(log, name))
+        column, become = table.column(name), self._become[id(log.vocabulary)]
+        if name in _TIMES:
+            return column - self._began[log.machine]
+        return become[name][column] if name in become else column
 
 
 def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, Columns]]:
@@ -135,16 +148,3 @@ def _streams(words: Vocabulary) -> Columns:
     rows = [(words.group[group,], *key) for group, *key in words.stream]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     return dict(zip(("group", "src", "dst", "tag"), columns, strict=True))
-
-
-def _places(seq: np.ndarray, queue: np.ndarray) -> np.ndarray:
-    """For each row its place in its queue."""
-    order = np.lexsort((seq, queue))
-    ordered, place = queue[order], np.empty_like(queue)
-    place[order] = np.arange(len(queue)) - np.searchsorted(ordered, ordered)
-    return place
-
-
-def stacked(tables: Sequence[Columns]) -> Columns:
-    """One table's rows after the other's."""
-    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
