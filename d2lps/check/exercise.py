@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from d2lps.check.diagnose import wrong_copy, wrong_sum
+from d2lps.check.diagnose import Left, wrong
 from d2lps.comm import RankHung
 from d2lps.result import Run
 from d2lps.simulator import simulate
@@ -31,16 +31,6 @@ class Verdict:
 
     def __repr__(self) -> str:
         return f"{'passed' if self.passed else 'not yet'}: {self.text}"
-
-
-class Left(NamedTuple):
-    """A tensor as a rank left it, beside what should be in it."""
-
-    got: torch.Tensor
-    wanted: torch.Tensor
-    name: str = "tensor"
-    parts: int = 0  # of a sum: how many parts the list had that each rank gave; 0 where nothing is added
-    only: str = ""  # where it should be as it was: which one should not
 
 
 # What one rank gets, after comm, and a function that tells afterwards what it has left.
@@ -92,13 +82,8 @@ def _trouble(case: Cases, function: Function, p: int, size: int) -> str:
         return f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
     for rank, tell in enumerate(run):
         for left in tell():
-            if torch.equal(left.got, left.wanted):
-                continue
-            if left.only:
-                return f"rank {rank}'s {left.name} was changed; only {left.only} should be"
-            if left.parts:
-                return wrong_sum(rank, left.got, left.wanted, p, left.parts, run.trace)
-            return wrong_copy(rank, left.name, left.got, left.wanted)
+            if not torch.equal(left.got, left.wanted):
+                return wrong(rank, left, p, run.trace)
     if run.trace.unmatched:
         return f"{run.trace.unmatched} messages were sent and never received, or awaited and never sent"
     return ""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from d2lps import collectives
-from d2lps.check.exercise import Case, Function, Left, Verdict, exercise
-from d2lps.check.values import countable, labelled
+from d2lps.check.diagnose import Left
+from d2lps.check.exercise import Case, Function, Verdict, exercise
+from d2lps.check.values import BLANK, countable
 from d2lps.simulator import simulate
 from d2lps.topology import Topology
 
@@ -20,8 +21,8 @@ _ROOT = 0
 
 
 def _blank(size: int) -> torch.Tensor:
-    """Room to be written: -1 is no value of any rank's."""
-    return torch.full((size,), -1, dtype=torch.int64)
+    """Room to be written."""
+    return torch.full((size,), BLANK)
 
 
 def _total(p: int, size: int, part: int = 0) -> torch.Tensor:
@@ -47,31 +48,31 @@ def reduce(rank: int, p: int, size: int) -> Case:
 @exercise(least=1)
 def broadcast(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, src)`: every rank's tensor ends as that of src."""
-    tensor, src = labelled(rank, 0, size), p - 1
-    return [tensor, src], lambda: [Left(tensor, labelled(src, 0, size))]
+    tensor, src = countable(rank, size), p - 1
+    return [tensor, src], lambda: [Left(tensor, countable(src, size))]
 
 
 @exercise(least=7)
 def scatter(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, scatter_list, src)`: rank r's tensor ends as scatter_list[r] of src."""
-    tensor, parts = _blank(size), [labelled(_ROOT, r, size) for r in range(p)]
-    return [tensor, parts if rank == _ROOT else None, _ROOT], lambda: [Left(tensor, labelled(_ROOT, rank, size))]
+    tensor, parts = _blank(size), [countable(_ROOT, size, r) for r in range(p)]
+    return [tensor, parts if rank == _ROOT else None, _ROOT], lambda: [Left(tensor, countable(_ROOT, size, rank))]
 
 
 @exercise(least=1)
 def gather(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, gather_list, dst)`: gather_list[r] of dst ends as rank r's tensor."""
-    tensor, room = labelled(rank, 0, size), [_blank(size) for _ in range(p)]
+    tensor, room = countable(rank, size), [_blank(size) for _ in range(p)]
     if rank != _ROOT:
         return [tensor, None, _ROOT], lambda: []
-    return [tensor, room, _ROOT], lambda: [Left(room[r], labelled(r, 0, size), f"gather_list[{r}]") for r in range(p)]
+    return [tensor, room, _ROOT], lambda: [Left(room[r], countable(r, size), f"gather_list[{r}]") for r in range(p)]
 
 
 @exercise(least=7)
 def all_gather(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor_list, tensor)`: tensor_list[r] of every rank ends as rank r's tensor."""
-    room, tensor = [_blank(size) for _ in range(p)], labelled(rank, 0, size)
-    return [room, tensor], lambda: [Left(room[r], labelled(r, 0, size), f"tensor_list[{r}]") for r in range(p)]
+    room, tensor = [_blank(size) for _ in range(p)], countable(rank, size)
+    return [room, tensor], lambda: [Left(room[r], countable(r, size), f"tensor_list[{r}]") for r in range(p)]
 
 
 @exercise(least=7)
@@ -84,8 +85,8 @@ def reduce_scatter(rank: int, p: int, size: int) -> Case:
 @exercise(least=7)
 def all_to_all(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, output_list, input_list)`: output_list[i] of rank j ends as input_list[j] of rank i."""
-    room, parts = [_blank(size) for _ in range(p)], [labelled(rank, r, size) for r in range(p)]
-    return [room, parts], lambda: [Left(room[r], labelled(r, rank, size), f"output_list[{r}]") for r in range(p)]
+    room, parts = [_blank(size) for _ in range(p)], [countable(rank, size, r) for r in range(p)]
+    return [room, parts], lambda: [Left(room[r], countable(r, size, rank), f"output_list[{r}]") for r in range(p)]
 
 
 # ---- a contest: the reader's all-reduce against the ring, on a machine of their choice ----------------------------------

@@ -20,8 +20,11 @@ def lanes(trace: Tables) -> np.ndarray:
 
 
 def bars(trace: Tables) -> dict[str, Bars]:
-    """{what a lane did: its bars}, in the order of painting, since one may wait or add up while it computes."""
+    """{what a lane did: its bars}, in the order of painting, since one may wait or add up while it computes; "moving" are
+    messages on their way, once in the lane that sends and once in the lane that receives."""
     kinds = np.array(trace.kinds)[trace.spans["kind"]]
+    m = trace.messages
+    halves = [{"rank": m[end], "lane": m[f"{end}_lane"], "start": m["start"], "end": m["end"]} for end in ("src", "dst")]
     copies = np.array(trace.ops, dtype=object)[trace.locals["op"]] == "COPY"
     labels = np.array(trace.labels, dtype=object)[trace.spans["label"]]
     return {
@@ -30,6 +33,7 @@ def bars(trace: Tables) -> dict[str, Bars]:
         "waiting": _bars(trace.waits),
         "combining": _bars(trace.locals, ~copies),
         "copying": _bars(trace.locals, copies),
+        "moving": _bars({name: np.concatenate([half[name] for half in halves]) for name in halves[0]}),
     }
 
 
@@ -39,10 +43,3 @@ def _bars(table: Bars, chosen: np.ndarray | None = None, labels: np.ndarray | No
     columns["label"] = np.full(len(columns["rank"]), "", dtype=object) if labels is None else labels
     ended = ~np.isnan(columns["end"]) & (True if chosen is None else chosen)
     return {name: column[ended] for name, column in columns.items()}
-
-
-def moving(trace: Tables) -> Bars:
-    """Messages on their way, once in the lane that sends and once in the lane that receives."""
-    m = trace.messages
-    ends = [{"rank": m[end], "lane": m[f"{end}_lane"], "start": m["start"], "end": m["end"]} for end in ("src", "dst")]
-    return _bars({name: np.concatenate([end[name] for end in ends]) for name in ends[0]})

@@ -7,7 +7,7 @@ destination, tag). So the k-th send of such a stream meets its k-th receive, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,18 +43,19 @@ class Tables:
         names = words.step, words.group, words.op, words.label
         self.steps, self.groups, self.ops, self.labels = (labels.strings for labels in names)
         self.buffers = words.buffers.seen
+        self._tables: dict[str, Columns] = {}
 
     @cached_property
     def messages(self) -> Columns:
-        column = partial(self._column, "ends")
-        stream, seq, posted = column("stream"), column("seq"), column("posted")
-        sends = self._streams["src"][stream] == column("rank")  # nobody sends to itself
+        ends = self._table("ends")
+        stream, posted = ends["stream"], ends["posted"]
+        sends = self._streams["src"][stream] == ends["rank"]  # nobody sends to itself
 
         def queued(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             """Their rows, stream by stream in the order of posting; and of each, its stream and its place there as one number."""
             rows = np.flatnonzero(chosen & ~np.isnan(posted))
-            rows = rows[np.lexsort((seq[rows], stream[rows]))]
-            queues = stream[rows]
+            rows = rows[np.lexsort((ends["seq"][rows], stream[rows]))]
+            queues = stream[rows].astype(np.int64)
             return rows, queues * len(stream) + np.arange(len(rows)) - np.searchsorted(queues, queues)
 
         (sent, theirs), (received, mine) = queued(sends), queued(~sends)
@@ -64,11 +65,11 @@ class Tables:
         order = np.lexsort((*(self._streams[name][stream[sent]] for name in ("tag", "dst", "src", "group")), start))
         sent, received = sent[order], received[order]
         messages = {name: values[stream[sent]] for name, values in self._streams.items()}
-        messages |= {name: column(name)[sent] for name in ("nbytes", "step")}
-        for name in ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread"):
-            both = column(name)
-            messages |= {f"src_{name}": both[sent], f"dst_{name}": both[received]}
-        times = {"sent": posted[sent], "posted": posted[received], "start": start[order], "end": column("done")[received]}
+        messages |= {name: ends[name][sent] for name in ("nbytes", "step")}
+        for side, rows in (("src", sent), ("dst", received)):
+            names = ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread")
+            messages |= {f"{side}_{name}": ends[name][rows] for name in names}
+        times = {"sent": posted[sent], "posted": posted[received], "start": start[order], "end": ends["done"][received]}
         return messages | times
 
     @cached_property
@@ -83,44 +84,49 @@ class Tables:
     def waits(self) -> Columns:
         """Those for messages of a simulation stand in the rows of the messages. Who waits for several messages, one after
         another, goes on with the last."""
-        column = partial(self._column, "ends")
-        seq, thread, waited, done = map(column, ("done_seq", "thread", "waited", "done"))
-        rows = np.flatnonzero((seq >= 0) & ~np.isnan(waited + done))
-        rows = rows[np.lexsort((seq[rows], thread[rows]))]
-        stream, rank = column("stream")[rows], column("rank")[rows]
+        ends = self._table("ends")
+        rows = np.flatnonzero((ends["done_seq"] >= 0) & ~np.isnan(ends["waited"] + ends["done"]))
+        rows = rows[np.lexsort((ends["done_seq"][rows], ends["thread"][rows]))]
+        stream, rank, waited = ends["stream"][rows], ends["rank"][rows], ends["waited"][rows]
         src, dst, tag, group = (self._streams[name][stream] for name in ("src", "dst", "tag", "group"))
         action = np.where(src == rank, ACTIONS.index("send"), ACTIONS.index("recv"))
-        waits = {"seq": seq[rows] - 1, "action": action, "peer": np.where(src == rank, dst, src), "tag": tag, "group": group}
-        waits |= {name: column(name)[rows] for name in ("nbytes", "step", "rank", "lane", "thread")}
+        waits = {"seq": ends["done_seq"][rows] - 1, "action": action, "peer": np.where(src == rank, dst, src)}
+        waits |= {"tag": tag, "group": group} | {name: ends[name][rows] for name in ("nbytes", "step", "rank", "lane", "thread")}
         first = np.flatnonzero(np.diff(waits["thread"], prepend=-1))  # of each thread
-        ends = np.split(np.maximum(done, waited)[rows], first[1:])
-        waits["end"] = np.concatenate([np.maximum.accumulate(end) for end in ends])
+        each = np.split(np.maximum(ends["done"][rows], waited), first[1:])
+        waits["end"] = np.concatenate([np.maximum.accumulate(end) for end in each])
         before = np.roll(waits["end"], 1)
         before[first] = 0.0
-        waits["start"] = np.maximum(waited[rows], before)
-        return {name: np.concatenate([column, waits[name]]) for name, column in self._table("waits").items()}
+        waits["start"] = np.maximum(waited, before)
+        told = self._table("waits").items()
+        return {name: np.concatenate([column, waits.pop(name)], dtype=column.dtype, casting="same_kind") for name, column in told}
 
     @property
     def unmatched(self) -> int:
         """Messages of which only one side was ever posted."""
-        return sum(len(log.tables["ends"]) for log in self.threads) - 2 * len(self)
+        return len(self._table("ends")["seq"]) - 2 * len(self)
 
     def __len__(self) -> int:
         """How many messages."""
         return len(self.messages["src"])
 
     def _table(self, name: str) -> Columns:
-        return {column: self._column(name, column) for column in (*self.threads[0].tables[name].kinds, "rank", "lane", "thread")}
+        """All logs' rows one below the other, in the words and on the clock of the whole run. The logs give theirs up: there may
+        be millions."""
+        if name not in self._tables:
+            tables = [log.tables[name] for log in self.threads]
+            told = self._tables[name] = {
+                column: np.concatenate([self._told(log, table, column) for log, table in zip(self.threads, tables, strict=True)])
+                for column in tables[0].kinds
+            }
+            who = {"rank": [log.rank for log in self.threads], "lane": [log.lane for log in self.threads]}
+            for key, numbers in (who | {"thread": list(range(len(tables)))}).items():
+                told[key] = np.repeat(np.array(numbers, dtype=np.int32), list(map(len, tables)))
+            for table in tables:
+                del table.cells[:]
+        return self._tables[name]
 
-    def _column(self, table: str, name: str) -> np.ndarray:
-        """All logs' one below the other, in the words and on the clock of the whole run. One at a time: there may be millions
-        of rows."""
-        return np.concatenate([self._of_log(thread, log.tables[table], name) for thread, log in enumerate(self.threads)])
-
-    def _of_log(self, thread: int, table: Table, name: str) -> np.ndarray:
-        log = self.threads[thread]
-        if name not in table.kinds:
-            return np.full(len(table), thread if name == "thread" else getattr(log, name))
+    def _told(self, log: Recorder, table: Table, name: str) -> np.ndarray:
         column, become = table.column(name), self._become[id(log.vocabulary)]
         if name in _TIMES:
             return column - self._began[log.machine]
@@ -130,21 +136,18 @@ class Tables:
 def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, Columns]]:
     """One vocabulary, and for each of those given what becomes of its numbers, by column."""
     words, become = Vocabulary(), dict[int, Columns]()
-    for own in vocabularies:
-        if id(own) not in become:
-            become[id(own)] = {
-                column: np.array([getattr(words, column)[label] for label in names], dtype=np.int64)
-                for column, names in vars(own).items()
-                if column != "buffers"
-            }
-            first = len(words.buffers.seen)
-            words.buffers.seen += own.buffers.seen
-            become[id(own)] |= dict.fromkeys(("buffer", "from_buffer"), np.arange(first, len(words.buffers.seen)))
+    for own in {id(own): own for own in vocabularies}.values():
+        first = len(words.buffers.seen)
+        words.buffers.seen += own.buffers.seen
+        become[id(own)] = dict.fromkeys(("buffer", "from_buffer"), np.arange(first, len(words.buffers.seen), dtype=np.int32))
+        for column, names in vars(own).items():
+            if column != "buffers":
+                become[id(own)][column] = np.array([getattr(words, column)[label] for label in names], dtype=np.int32)
     return words, become
 
 
 def _streams(words: Vocabulary) -> Columns:
     """What all messages of a stream have in common."""
     rows = [(words.group[group,], *key) for group, *key in words.stream]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    columns = np.array(rows, dtype=np.int32).reshape(-1, 4).T
     return dict(zip(("group", "src", "dst", "tag"), columns, strict=True))

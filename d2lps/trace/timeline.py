@@ -23,11 +23,11 @@ def draw(trace: Tables, ax: Any = None) -> Any:
     if ax is None:
         _, ax = plt.subplots(figsize=(9, 0.8 + 0.55 * trace.ranks + 0.25 * float((used - 1).sum())), layout="constrained")
     drawn = bars(trace)
-    longest = float(np.nanmax(np.concatenate([trace.messages["end"], *(table["end"] for table in drawn.values())]), initial=1e-9))
+    longest = max(table["end"].max(initial=1e-9) for table in drawn.values())
     scale, unit = next(((s, u) for s, u in _UNITS if longest >= s), _UNITS[-1])
     _frame(ax, trace.ranks, 1.02 * longest / scale, unit)
     for kind, table in drawn.items():
-        if len(table["rank"]):
+        if kind != "moving" and len(table["rank"]):
             thick = np.where(used == 1, 0.5, 0.7 / used)[table["rank"]]
             start, width = table["start"] / scale, (table["end"] - table["start"]) / scale
             y, edge = _height(used, table["rank"], table["lane"]), "white" if kind in _BLOCKS else COLORS[kind]

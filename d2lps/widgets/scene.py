@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from d2lps.trace import Origins, Piece, Trace
-from d2lps.trace.lanes import bars, lanes, moving
+from d2lps.trace.lanes import bars, lanes
 from d2lps.widgets.cells import Cells, seconds, variables
 from d2lps.widgets.texts import PLAYER
 
@@ -135,7 +135,7 @@ def strip(trace: Trace, end: float, whole: bool = True) -> dict[str, Any]:
         end = float(max([end, *(table["end"].max(initial=0.0) for table in drawn.values())]))
     found: list[dict[str, Any]] = [{"rank": rank, "bars": []} for rank in range(trace.ranks) for _ in range(used[rank])]
     first = np.cumsum(used) - used  # the number of each rank's lane 0 among all lanes
-    for kind, table in {**drawn, "moving": moving(trace)}.items():
+    for kind, table in drawn.items():
         times: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
         columns = first[table["rank"]] + table["lane"], table["label"], table["start"], np.minimum(table["end"], end)
         for lane, label, start, until in zip(*(column.tolist() for column in columns), strict=True):
