@@ -1,8 +1,7 @@
 """Run a reader's function in the simulator, over ranks and sizes, and stop at the first thing that is wrong."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ _TIMED = 100_000  # elements of the run whose time is shown
 _SMALL, _SMALLER = 1_000, 100  # the same where a tensor is cut into pieces of a fixed size: there would be too many
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """True if the function passed; its text, shown as the result of a cell, says how well, or what is wrong and where."""
 
     passed: bool

@@ -113,23 +113,17 @@ def contest(function: Function, topology: Topology, nbytes: int = 160_000_000) -
 def _wrong_sum(function: Function, topology: Topology) -> str:
     """What a function does only with more ranks than the check has, on more than one machine perhaps, must be right too."""
 
-    def work(comm: Any) -> torch.Tensor:
-        tensor = _numbers(comm.rank, comm.size)
+    def work(comm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = torch.randint(10**9, (2 * comm.size + 1,), generator=torch.Generator().manual_seed(comm.rank))
+        collectives.all_reduce(comm, total := tensor.clone())
         function(comm, tensor)
-        return tensor
+        return tensor, total
 
-    run = simulate(work, topology, trace=False)
-    total = sum((_numbers(rank, len(run)) for rank in range(len(run))), start=torch.tensor(0))
-    for rank, tensor in enumerate(run):
+    for rank, (tensor, total) in enumerate(simulate(work, topology, trace=False)):
         if not torch.equal(tensor, total):
             element = int((tensor != total).nonzero()[0])
             return f"rank {rank}, element {element}: {tensor[element]}, and the sum is {total[element]}"
     return ""
-
-
-def _numbers(rank: int, ranks: int) -> torch.Tensor:
-    """Some for every rank, and some over."""
-    return torch.randint(10**9, (2 * ranks + 1,), generator=torch.Generator().manual_seed(rank))
 
 
 def _time(function: Function, topology: Topology, nbytes: int) -> float:

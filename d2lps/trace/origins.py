@@ -45,14 +45,14 @@ class Change(NamedTuple):
 
 class Origins:
     """
-    initial: the parts of memory that were read before they were written, so that they held data of their rank's own
+    initial: (buffer, piece) of what was read before it was written, so that it held data of its rank's own
     changes: what each receive, copy and combine left behind, in a causal order
     carried: message -> the pieces that it carried
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.initial: list[Part] = []
+        self.initial: list[tuple[int, Piece]] = []
         self.changes: list[Change] = []
         self.carried: dict[int, list[Piece]] = {}
         # Each buffer as a row of pieces without gaps; a piece without sources has not been touched yet.
@@ -86,7 +86,7 @@ class Origins:
         for index, piece in enumerate(row[where], where.start):
             if not piece.sources:
                 row[index] = piece._replace(sources=Counter({(part.buffer, piece.offset): 1}))
-                self.initial.append(Part(part.buffer, piece.offset, piece.length))
+                self.initial.append((part.buffer, row[index]))
         return row[where]
 
     def _where(self, part: Part) -> slice:

@@ -74,16 +74,6 @@ class Replay:
         self.round_of = np.array([self._latest[row] for row in range(len(trace))], dtype=np.int64)
         self.rounds = int(self.round_of.max(initial=0))
 
-    def _programs(self) -> list[list[Line]]:
-        """The lines of each thread."""
-        programs: list[list[Line]] = [[] for _ in self.trace.threads]
-        for thread, line in self._lines():
-            programs[thread].append(line)
-            self._missing[line.point] += line.kind == "post"
-        for program in programs:
-            program.sort(key=itemgetter(0))
-        return programs
-
     def _lines(self) -> Iterator[tuple[int, Line]]:
         """(thread, line): messages, what was combined or copied, meetings, and threads that begin and end."""
         m, local, waits, threads = self.trace.messages, self.trace.locals, self.trace.waits, self.trace.threads
@@ -112,13 +102,16 @@ class Replay:
 
     def _run(self) -> Iterator[Event]:
         """Let every thread go on until it needs something that has not happened yet; repeat."""
-        programs = self._programs()
+        programs: list[list[Line]] = [[] for _ in self.trace.threads]
+        for thread, line in self._lines():
+            programs[thread].append(line)
+            self._missing[line.point] += line.kind == "post"
         threads = [self._follow(thread, program) for thread, program in enumerate(programs)]
-        self._at = [program[:1] for program in programs]  # the line that each thread has come to
+        self._at: list[Line | None] = [None] * len(threads)  # the line that each thread has come to
         while True:
             before = list(self._at)
-            for thread in threads:
-                yield from takewhile(lambda event: event is not None, thread)
+            for events in threads:
+                yield from takewhile(lambda event: event is not None, events)
             if self._at == before:
                 released = self._release()
                 if not released:
@@ -128,8 +121,8 @@ class Replay:
     def _release(self) -> list[Event]:
         """All ranks wait, as they did not in the run: sends that stand in the way were buffered, the smallest at least."""
         nbytes = self.trace.messages["nbytes"]
-        lines = [line for at in self._at for line in at if line.kind == "sent" and line.point not in self._buffered]
-        rows = [line.row for line in lines if self._missing[line.point]]
+        sends = [line.row for line in self._at if line is not None and line.kind == "sent"]
+        rows = [row for row in sends if self._missing[row] and row not in self._buffered]
         rows = [row for row in rows if nbytes[row] == nbytes[rows].min()]
         self._buffered.update(rows)
         return [self._moved("send", row) for row in rows]
@@ -137,9 +130,8 @@ class Replay:
     def _follow(self, thread: int, program: list[Line]) -> Iterator[Event | None]:
         """What happens in a thread, event by event; None as long as it needs something that has not happened yet."""
         rank, clock = self.trace.threads[thread].rank, 0
-        for line in program:
-            self._at[thread] = [line]
-            _, kind, point, row = line
+        for line in sorted(program, key=itemgetter(0)):
+            _, kind, point, row = self._at[thread] = line
             if kind == "local":
                 copies = self.trace.ops[self.trace.locals["op"][row]] == "COPY"
                 yield Event("copy" if copies else "combine", rank, clock, row, *_parts(self.trace.locals, row, "", "from_"))

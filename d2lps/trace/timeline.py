@@ -25,7 +25,10 @@ def draw(trace: Tables, ax: Any = None) -> Any:
     drawn = bars(trace)
     longest = max(table["end"].max(initial=1e-9) for table in drawn.values())
     scale, unit = next(((s, u) for s, u in _UNITS if longest >= s), _UNITS[-1])
-    _frame(ax, trace.ranks, 1.02 * longest / scale, unit)
+    ax.set(xlim=(0, 1.02 * longest / scale), ylim=(trace.ranks - 0.5, -0.5), xlabel=f"time ({unit})")
+    ax.set_yticks(range(trace.ranks), [f"rank {rank}" for rank in range(trace.ranks)])
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
     for kind, table in drawn.items():
         if kind != "moving" and len(table["rank"]):
             thick = np.where(used == 1, 0.5, 0.7 / used)[table["rank"]]
@@ -42,13 +45,6 @@ def draw(trace: Tables, ax: Any = None) -> Any:
 def _height(used: np.ndarray, rank: np.ndarray, lane: np.ndarray) -> np.ndarray:
     """Where a lane lies: a rank's lanes share the middle of its row, its own on top."""
     return rank + 0.8 * ((lane + 0.5) / used[rank] - 0.5)
-
-
-def _frame(ax: Any, ranks: int, end: float, unit: str) -> None:
-    ax.set(xlim=(0, end), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})")
-    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.tick_params(axis="y", length=0)
 
 
 def _labels(ax: Any, blocks: Bars, used: np.ndarray, scale: float) -> None:

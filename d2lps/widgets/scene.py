@@ -4,14 +4,14 @@ Everything is computed here, from the trace alone; the JavaScript only draws it.
 could travel at the same time do), which are the same in every run, or in the seconds that were measured or simulated.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
-from d2lps.trace import Origins, Piece, Trace
+from d2lps.trace import Origins, Trace
 from d2lps.trace.lanes import bars, lanes
 from d2lps.widgets.cells import Cells, seconds, variables
 from d2lps.widgets.texts import PLAYER
@@ -53,9 +53,8 @@ class Scene:
             edges = [round((cut - cuts[0]) / max(1, cuts[-1] - cuts[0]), 5) for cut in cuts]  # of what is drawn of the row
             cells += ({"row": row, "start": start, "stop": stop} for start, stop in pairwise(edges))
         held: list[dict[str, Any] | None] = [None] * len(cells)
-        for part in self.origins.initial:  # a rank's own data, in what was ever read before it was written
-            own = Piece(part.offset, part.length, Counter({(part.buffer, part.offset): 1}))
-            for cell, pieces in self.cells.covered(part.buffer, [own]).items():
+        for buffer, own in self.origins.initial:  # a rank's own data, in what was ever read before it was written
+            for cell, pieces in self.cells.covered(buffer, [own]).items():
                 held[cell] = self.cells.content(pieces)
         summed = any(change.event.kind == "combine" for change in self.origins.changes)
         rows = [{"rank": row.rank, "name": row.name} for row in self.cells.rows]
