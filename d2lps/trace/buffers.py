@@ -65,14 +65,12 @@ class Buffers:
             inside = frame.f_code.co_filename.startswith(_PACKAGE)
             if frame.f_code.co_filename.startswith(os.path.join(_PACKAGE, "launch")):
                 break  # below here is the launcher, not the algorithm
-            found |= {key: (name, inside, StorageWeakRef(storage)) for key, (name, storage) in _local_names(frame).items()}
+            found |= {key: (name, inside, StorageWeakRef(storage)) for key, (_, name, storage) in _local_names(frame).items()}
         self._names = found | self._names  # whoever has known it first knows it best
 
-    def __getstate__(self) -> list[Buffer]:
-        return self.seen  # on its way to another process, nothing more will be added
-
-    def __setstate__(self, seen: list[Buffer]) -> None:
-        self.seen, self._numbers, self._names = seen, {}, {}
+    def __getstate__(self) -> dict[str, object]:
+        """On its way to another process: nothing more will be added."""
+        return {"seen": self.seen, "_numbers": {}, "_names": {}}
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -82,8 +80,8 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _local_names(frame: FrameType) -> dict[int, tuple[str, torch.UntypedStorage]]:
-    """The local variables that hold whole storages, or else the largest part of one."""
+def _local_names(frame: FrameType) -> dict[int, tuple[int, str, torch.UntypedStorage]]:
+    """(elements, name, storage) of the local variables that hold whole storages, or else the largest part of one."""
     best: dict[int, tuple[int, str, torch.UntypedStorage]] = {}
     for name, value in list(frame.f_locals.items()):
         listed = isinstance(value, list | tuple)
@@ -92,4 +90,4 @@ def _local_names(frame: FrameType) -> dict[int, tuple[str, torch.UntypedStorage]
                 storage = item.untyped_storage()
                 if storage._cdata not in best or item.numel() > best[storage._cdata][0]:
                     best[storage._cdata] = item.numel(), f"{name}[{index}]" if listed else name, storage
-    return {key: (name, storage) for key, (_, name, storage) in best.items()}
+    return best

@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from d2lps.trace.lanes import lanes
 from d2lps.trace.recorder import ACTIONS
 from d2lps.trace.tables import Columns, Tables
 
 Event = dict[str, Any]
-Row = SimpleNamespace  # of a table: its columns by name
 
 
 def events(trace: Tables) -> dict[str, Any]:
     """{"traceEvents": [...]}: the names of the tracks, then what happened."""
-    used = lanes(trace)
+    used = trace.lanes()
     first = (np.cumsum(used) - used).tolist()  # the track of each rank's own thread; what runs beside it lies below it
     bars = ((row, name, args) for row, name, args in _bars(trace) if row.end == row.end)  # not what never came to an end
     slices = [_slice(first[row.rank] + row.lane, name, row.start, row.end, args) for row, name, args in bars]
@@ -40,12 +38,13 @@ def _slice(track: int, name: str, start: float, end: float, args: Event) -> Even
     return {"ph": "X", "pid": 0, "tid": track, "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def _rows(table: Columns) -> Iterator[Row]:
+def _rows(table: Columns) -> Iterator[SimpleNamespace]:
+    """Each with its columns by name."""
     for row in zip(*(column.tolist() for column in table.values()), strict=True):
-        yield Row(**dict(zip(table, row, strict=True)))
+        yield SimpleNamespace(**dict(zip(table, row, strict=True)))
 
 
-def _bars(trace: Tables) -> Iterator[tuple[Row, str, Event]]:
+def _bars(trace: Tables) -> Iterator[tuple[SimpleNamespace, str, Event]]:
     """Waits, arithmetic, blocks of computing and sleeps: (when and where, name, what else is known)."""
     for row in _rows(trace.waits):
         action = ACTIONS[row.action]

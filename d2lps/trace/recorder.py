@@ -36,7 +36,7 @@ class Table:
     >>> table = Table("seq peer", "start")
     >>> table.append(1, 3, 0.5)
     >>> table.column("peer"), table.column("start")
-    (array([3]), array([0.5]))
+    (array([3], dtype=int32), array([0.5]))
     """
 
     def __init__(self, whole: str, others: str) -> None:

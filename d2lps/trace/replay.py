@@ -50,14 +50,10 @@ class Event:
     source: Part | None = None
 
 
-class Line(NamedTuple):
-    """One line of a thread's program: "post" at a point, or go on "after" all have posted there, which "sent", "recv" and "meet"
-    do too; or "local". A point is a message (its row), a meeting, or the begin or end of a thread."""
-
-    seq: float
-    kind: str
-    point: Hashable
-    row: int  # of the event in its table; -1 for none
+# (seq, kind, point, row): a thread posts at a point ("post"), or goes on when all have posted there ("sent", "recv", "meet",
+# "after"), or adds up and copies ("local"). A point is a message, a meeting, or the begin or end of a thread. The row of the
+# message, meeting or local; -1 where there is none.
+Line = tuple[float, str, Hashable, int]
 
 
 class Replay:
@@ -79,33 +75,34 @@ class Replay:
         m, local, waits, threads = self.trace.messages, self.trace.locals, self.trace.waits, self.trace.threads
         for end, done in (("src", "sent"), ("dst", "recv")):
             for row, thread, seq, done_seq in _rows(m, f"{end}_thread", f"{end}_seq", f"{end}_done_seq"):
-                yield thread, Line(seq, "post", row, row)
+                yield thread, (seq, "post", row, row)
                 if done_seq >= 0:
-                    yield thread, Line(done_seq, done, row, row)
+                    yield thread, (done_seq, done, row, row)
         for row, thread, seq in _rows(local, "thread", "seq"):
-            yield thread, Line(seq, "local", None, row)
+            yield thread, (seq, "local", None, row)
         meetings = Counter[tuple[int, int]]()  # of a thread in a group
         number = {(log.rank, log.thread): index for index, log in enumerate(threads)}
         for row, thread, seq, action, group, tag in _rows(waits, "thread", "seq", "action", "group", "tag"):
             if action in _TOGETHER:
                 meetings[group, thread] += 1
                 point = "meeting", group, meetings[group, thread]
-                yield thread, Line(seq, "post", point, -1)
-                yield thread, Line(seq, "meet", point, row)
+                yield thread, (seq, "post", point, -1)
+                yield thread, (seq, "meet", point, row)
             elif action == _JOIN:
-                yield thread, Line(seq, "after", ("end", number[threads[thread].rank, tag]), -1)
+                yield thread, (seq, "after", ("end", number[threads[thread].rank, tag]), -1)
         for child, log in enumerate(threads):
             if log.parent >= 0:
-                yield number[log.rank, log.parent], Line(log.begins, "post", ("begin", child), -1)
-                yield child, Line(0, "after", ("begin", child), -1)
-                yield child, Line(inf, "post", ("end", child), -1)
+                yield number[log.rank, log.parent], (log.begins, "post", ("begin", child), -1)
+                yield child, (0, "after", ("begin", child), -1)
+                yield child, (inf, "post", ("end", child), -1)
 
     def _run(self) -> Iterator[Event]:
         """Let every thread go on until it needs something that has not happened yet; repeat."""
         programs: list[list[Line]] = [[] for _ in self.trace.threads]
         for thread, line in self._lines():
             programs[thread].append(line)
-            self._missing[line.point] += line.kind == "post"
+            _, kind, point, _ = line
+            self._missing[point] += kind == "post"
         threads = [self._follow(thread, program) for thread, program in enumerate(programs)]
         self._at: list[Line | None] = [None] * len(threads)  # the line that each thread has come to
         while True:
@@ -121,7 +118,7 @@ class Replay:
     def _release(self) -> list[Event]:
         """All ranks wait, as they did not in the run: sends that stand in the way were buffered, the smallest at least."""
         nbytes = self.trace.messages["nbytes"]
-        sends = [line.row for line in self._at if line is not None and line.kind == "sent"]
+        sends = [row for _, kind, _, row in filter(None, self._at) if kind == "sent"]
         rows = [row for row in sends if self._missing[row] and row not in self._buffered]
         rows = [row for row in rows if nbytes[row] == nbytes[rows].min()]
         self._buffered.update(rows)

@@ -39,7 +39,8 @@ class Tables:
         self.nodes: list[Any] = []
         self._began = {log.machine: log.started for log in sorted(logs, key=lambda log: -log.started)}  # the first of each
         words, self._become = _joined([log.vocabulary for log in logs])
-        self._streams = _streams(words)
+        streams = np.array([(words.group[group,], *key) for group, *key in words.stream], dtype=np.int32).reshape(-1, 4)
+        self._streams = dict(zip(("group", "src", "dst", "tag"), streams.T, strict=True))  # what their messages have in common
         names = words.step, words.group, words.op, words.label
         self.steps, self.groups, self.ops, self.labels = (labels.strings for labels in names)
         self.buffers = words.buffers.seen
@@ -101,6 +102,34 @@ class Tables:
         told = self._table("waits").items()
         return {name: np.concatenate([column, waits.pop(name)], dtype=column.dtype, casting="same_kind") for name, column in told}
 
+    def moving(self) -> Columns:
+        """Messages on their way, once in the lane that sends and once in the lane that receives."""
+        m = self.messages
+        ends = [{"rank": m[end], "lane": m[f"{end}_lane"], "start": m["start"], "end": m["end"]} for end in ("src", "dst")]
+        return {name: np.concatenate([end[name] for end in ends]) for name in ends[0]}
+
+    def lanes(self) -> np.ndarray:
+        """How many lanes each rank used: 1 where nothing ran beside it."""
+        used = np.ones(self.ranks, dtype=np.int64)
+        for table in (self.moving(), self.locals, self.waits, self.spans):
+            np.maximum.at(used, table["rank"], table["lane"] + 1)
+        return used
+
+    def bars(self) -> dict[str, Columns]:
+        """{what lanes did: rank, lane, start, end and label of each time that it came to an end}, in the order of painting, since
+        one may wait or add up while it computes."""
+        kinds = np.array(self.kinds)[self.spans["kind"]]
+        spans = self.spans | {"label": np.array(self.labels, dtype=object)[self.spans["label"]]}
+        copies = np.array(self.ops, dtype=object)[self.locals["op"]] == "COPY"
+        return {
+            "computing": _bars(spans, kinds == "compute"),
+            "sleeping": _bars(spans, kinds == "sleep"),
+            "waiting": _bars(self.waits),
+            "combining": _bars(self.locals, ~copies),
+            "copying": _bars(self.locals, copies),
+            "moving": _bars(self.moving()),
+        }
+
     @property
     def unmatched(self) -> int:
         """Messages of which only one side was ever posted."""
@@ -146,8 +175,7 @@ def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, C
     return words, become
 
 
-def _streams(words: Vocabulary) -> Columns:
-    """What all messages of a stream have in common."""
-    rows = [(words.group[group,], *key) for group, *key in words.stream]
-    columns = np.array(rows, dtype=np.int32).reshape(-1, 4).T
-    return dict(zip(("group", "src", "dst", "tag"), columns, strict=True))
+def _bars(table: Columns, chosen: np.ndarray | bool = True) -> Columns:
+    columns = {"label": np.full(len(table["rank"]), "", dtype=object)} | table
+    ended = ~np.isnan(table["end"]) & chosen
+    return {name: columns[name][ended] for name in ("rank", "lane", "start", "end", "label")}
