@@ -1,75 +1,79 @@
 """From a wrong element to a sentence: which rank lacks whose data, and which message should have brought it."""
 
-from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
 
 import torch
 
-from d2lps.check.values import common_element, counts, origin
-from d2lps.trace import Origins, Trace
-from d2lps.trace.origins import Piece
+from d2lps.check.values import BLANK, common_element, counts
+from d2lps.trace import Origins, Piece, Trace
 
 
-def wrong_sum(rank: int, got: torch.Tensor, wanted: torch.Tensor, ranks: int, parts: int, trace: Trace) -> str:
-    """What is wrong with a sum of countable values, and how it came about. parts: of the list that each rank gave."""
+class Left(NamedTuple):
+    """A tensor as a rank left it, beside what should be in it."""
+
+    got: torch.Tensor
+    wanted: torch.Tensor
+    name: str = "tensor"
+    parts: int = 0  # of a sum: how many parts the list had that each rank gave; 0 where nothing is added
+    only: str = ""  # where it should be as it was: which one should not
+
+
+def wrong(rank: int, left: Left, ranks: int, trace: Trace) -> str:
+    """What is wrong with what a rank has left of `ranks`, and how it came about."""
+    if left.only:
+        return f"rank {rank}'s {left.name} was changed; only {left.only} should be"
+    first, last = _wrong_run(left, ranks)
+    if left.parts:
+        return f"rank {rank}, {_elements(first, last)}: {_wrong_sum(rank, left, first, last, ranks, trace)}"
+    return f"rank {rank}, {left.name}, {_elements(first, last)}: {_wrong_copy(left, first, ranks)}"
+
+
+def _wrong_run(left: Left, ranks: int) -> tuple[int, int]:
+    """First and last of the first wrong elements in a row that are wrong in the same way."""
 
     def how(element: int) -> object:
         """Whose addends, from which part, and from how far away."""
-        value = int(got[element])
-        part, came_from = common_element(value, parts, len(got)) or (None, element)
-        return counts(value, ranks), part, came_from - element
+        value = int(left.got[element])
+        found = common_element(value, left.parts or ranks, len(left.got))
+        return counts(value, ranks), found and (found[0], found[1] - element)
 
-    first, last = _wrong_run(got, wanted, how)
-    where = f"rank {rank}, {_elements(first, last)}"
-    value = int(got[first])
-    counted = counts(value, ranks)
+    wrong = (left.got != left.wanted).nonzero().flatten().tolist()
+    first = wrong[0]
+    return first, next(last for last in count(first) if last + 1 not in wrong or how(last + 1) != how(first))
+
+
+def _wrong_sum(rank: int, left: Left, first: int, last: int, ranks: int, trace: Trace) -> str:
+    """What is wrong with a sum from element `first` to `last`, and how it came about."""
+    value = int(left.got[first])
+    counted, should = counts(value, ranks), counts(int(left.wanted[first]), ranks) or []
     if counted is None:
-        return f"{where}: {value} is no sum of the ranks' values; was the tensor written before its message was complete?"
-    should = counts(int(wanted[first]), ranks) or []
-    if counted == should:
-        return f"{where}: {_displaced(value, parts, len(got), last - first + 1)}"
+        return f"{value} is no sum of the ranks' values; was the tensor written before its message was complete?"
+    if counted == should:  # every rank has been added as often as it should, but not with this element
+        if not (found := common_element(value, left.parts, len(left.got))):
+            return "every rank is in the sum, but not with the same element"
+        of_part = f" of part {found[0]}" if left.parts > 1 else ""
+        return f"the sum of all ranks, but of {_elements(found[1], found[1] + last - first)}{of_part}"
     missing = [r for r in range(ranks) if counted[r] < should[r]]
-    extra = [r for r in range(ranks) if counted[r] > should[r]]
-    says = [f"{_ranks(missing)} missing" if missing else "", ", ".join(f"rank {r} counted {counted[r]} times" for r in extra)]
-    history = _history(trace, rank, first, missing[0]) if missing and parts == 1 else ""
-    return f"{where}: " + "; ".join(filter(None, says)) + history
+    extra = [f"rank {r} counted {counted[r]} times" for r in range(ranks) if counted[r] > should[r]]
+    says = "; ".join(filter(None, [f"{_ranks(missing)} missing" if missing else "", ", ".join(extra)]))
+    return says + (_history(trace, rank, first, missing[0]) if missing and left.parts == 1 else "")
 
 
-def _displaced(value: int, parts: int, elements: int, length: int) -> str:
-    """Every rank has been added as often as it should, but not with this element; `length` elements in a row."""
-    if not (found := common_element(value, parts, elements)):
-        return "every rank is in the sum, but not with the same element"
-    part, from_ = found
-    return f"the sum of all ranks, but of {_elements(from_, from_ + length - 1)}" + (f" of part {part}" if parts > 1 else "")
-
-
-def wrong_copy(rank: int, name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:
+def _wrong_copy(left: Left, first: int, ranks: int) -> str:
     """What is wrong with data that should have been moved as it was."""
 
-    def how(element: int) -> int | None:
-        """None if nothing was written, else how far off."""
-        return None if got[element] == -1 else int(got[element] - wanted[element])
+    def spelled(value: int) -> str:
+        counted = counts(value, ranks) or []
+        source = common_element(value, ranks, len(left.got))
+        if sum(counted) != 1 or source is None:
+            return str(value)
+        part, element = source
+        return f"element {element}{f' of part {part}' if part else ''} of rank {counted.index(1)}"
 
-    first, last = _wrong_run(got, wanted, how)
-    where = f"rank {rank}, {name}, {_elements(first, last)}"
-    expected, found = origin(int(wanted[first])), origin(int(got[first]))
-    should = f"should be {_spelled(expected)}" if expected else f"should be {int(wanted[first])}, as it was"
-    if int(got[first]) == -1:
-        return f"{where}: never written; {should}"
-    return f"{where}: holds {_spelled(found) if found else int(got[first])}; {should}"
-
-
-def _spelled(source: tuple[int, int, int]) -> str:
-    rank, part, element = source
-    return f"element {element} of part {part} of rank {rank}" if part else f"element {element} of rank {rank}"
-
-
-def _wrong_run(got: torch.Tensor, wanted: torch.Tensor, how: Callable[[int], object]) -> tuple[int, int]:
-    """First and last of the first wrong elements in a row that are wrong in the same way, which `how` tells."""
-    wrong = (got != wanted).nonzero().flatten().tolist()
-    first = last = wrong[0]
-    while last + 1 in wrong and how(last + 1) == how(first):
-        last += 1
-    return first, last
+    value = int(left.got[first])
+    found = "never written" if value == BLANK else f"holds {spelled(value)}"
+    return f"{found}; should be {spelled(int(left.wanted[first]))}"
 
 
 def _elements(first: int, last: int) -> str:

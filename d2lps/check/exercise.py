@@ -1,12 +1,11 @@
 """Run a reader's function in the simulator, over ranks and sizes, and stop at the first thing that is wrong."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from d2lps.check.diagnose import wrong_copy, wrong_sum
+from d2lps.check.diagnose import Left, wrong
 from d2lps.comm import RankHung
 from d2lps.result import Run
 from d2lps.simulator import simulate
@@ -19,8 +18,7 @@ _TIMED = 100_000  # elements of the run whose time is shown
 _SMALL, _SMALLER = 1_000, 100  # the same where a tensor is cut into pieces of a fixed size: there would be too many
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """True if the function passed; its text, shown as the result of a cell, says how well, or what is wrong and where."""
 
     passed: bool
@@ -31,16 +29,6 @@ class Verdict:
 
     def __repr__(self) -> str:
         return f"{'passed' if self.passed else 'not yet'}: {self.text}"
-
-
-class Left(NamedTuple):
-    """A tensor as a rank left it, beside what should be in it."""
-
-    got: torch.Tensor
-    wanted: torch.Tensor
-    name: str = "tensor"
-    parts: int = 0  # of a sum: how many parts the list had that each rank gave; 0 where nothing is added
-    only: str = ""  # where it should be as it was: which one should not
 
 
 # What one rank gets, after comm, and a function that tells afterwards what it has left.
@@ -92,13 +80,8 @@ def _trouble(case: Cases, function: Function, p: int, size: int) -> str:
         return f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
     for rank, tell in enumerate(run):
         for left in tell():
-            if torch.equal(left.got, left.wanted):
-                continue
-            if left.only:
-                return f"rank {rank}'s {left.name} was changed; only {left.only} should be"
-            if left.parts:
-                return wrong_sum(rank, left.got, left.wanted, p, left.parts, run.trace)
-            return wrong_copy(rank, left.name, left.got, left.wanted)
+            if not torch.equal(left.got, left.wanted):
+                return wrong(rank, left, p, run.trace)
     if run.trace.unmatched:
         return f"{run.trace.unmatched} messages were sent and never received, or awaited and never sent"
     return ""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from d2lps import collectives
-from d2lps.check.exercise import Case, Function, Left, Verdict, exercise
-from d2lps.check.values import countable, labelled
+from d2lps.check.diagnose import Left
+from d2lps.check.exercise import Case, Function, Verdict, exercise
+from d2lps.check.values import BLANK, countable
 from d2lps.simulator import simulate
 from d2lps.topology import Topology
 
@@ -20,8 +21,8 @@ _ROOT = 0
 
 
 def _blank(size: int) -> torch.Tensor:
-    """Room to be written: -1 is no value of any rank's."""
-    return torch.full((size,), -1, dtype=torch.int64)
+    """Room to be written."""
+    return torch.full((size,), BLANK)
 
 
 def _total(p: int, size: int, part: int = 0) -> torch.Tensor:
@@ -47,31 +48,31 @@ def reduce(rank: int, p: int, size: int) -> Case:
 @exercise(least=1)
 def broadcast(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, src)`: every rank's tensor ends as that of src."""
-    tensor, src = labelled(rank, 0, size), p - 1
-    return [tensor, src], lambda: [Left(tensor, labelled(src, 0, size))]
+    tensor, src = countable(rank, size), p - 1
+    return [tensor, src], lambda: [Left(tensor, countable(src, size))]
 
 
 @exercise(least=7)
 def scatter(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, scatter_list, src)`: rank r's tensor ends as scatter_list[r] of src."""
-    tensor, parts = _blank(size), [labelled(_ROOT, r, size) for r in range(p)]
-    return [tensor, parts if rank == _ROOT else None, _ROOT], lambda: [Left(tensor, labelled(_ROOT, rank, size))]
+    tensor, parts = _blank(size), [countable(_ROOT, size, r) for r in range(p)]
+    return [tensor, parts if rank == _ROOT else None, _ROOT], lambda: [Left(tensor, countable(_ROOT, size, rank))]
 
 
 @exercise(least=1)
 def gather(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, gather_list, dst)`: gather_list[r] of dst ends as rank r's tensor."""
-    tensor, room = labelled(rank, 0, size), [_blank(size) for _ in range(p)]
+    tensor, room = countable(rank, size), [_blank(size) for _ in range(p)]
     if rank != _ROOT:
         return [tensor, None, _ROOT], lambda: []
-    return [tensor, room, _ROOT], lambda: [Left(room[r], labelled(r, 0, size), f"gather_list[{r}]") for r in range(p)]
+    return [tensor, room, _ROOT], lambda: [Left(room[r], countable(r, size), f"gather_list[{r}]") for r in range(p)]
 
 
 @exercise(least=7)
 def all_gather(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor_list, tensor)`: tensor_list[r] of every rank ends as rank r's tensor."""
-    room, tensor = [_blank(size) for _ in range(p)], labelled(rank, 0, size)
-    return [room, tensor], lambda: [Left(room[r], labelled(r, 0, size), f"tensor_list[{r}]") for r in range(p)]
+    room, tensor = [_blank(size) for _ in range(p)], countable(rank, size)
+    return [room, tensor], lambda: [Left(room[r], countable(r, size), f"tensor_list[{r}]") for r in range(p)]
 
 
 @exercise(least=7)
@@ -84,8 +85,8 @@ def reduce_scatter(rank: int, p: int, size: int) -> Case:
 @exercise(least=7)
 def all_to_all(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, output_list, input_list)`: output_list[i] of rank j ends as input_list[j] of rank i."""
-    room, parts = [_blank(size) for _ in range(p)], [labelled(rank, r, size) for r in range(p)]
-    return [room, parts], lambda: [Left(room[r], labelled(r, rank, size), f"output_list[{r}]") for r in range(p)]
+    room, parts = [_blank(size) for _ in range(p)], [countable(rank, size, r) for r in range(p)]
+    return [room, parts], lambda: [Left(room[r], countable(r, size, rank), f"output_list[{r}]") for r in range(p)]
 
 
 # ---- a contest: the reader's all-reduce against the ring, on a machine of their choice ----------------------------------
@@ -112,23 +113,17 @@ def contest(function: Function, topology: Topology, nbytes: int = 160_000_000) -
 def _wrong_sum(function: Function, topology: Topology) -> str:
     """What a function does only with more ranks than the check has, on more than one machine perhaps, must be right too."""
 
-    def work(comm: Any) -> torch.Tensor:
-        tensor = _numbers(comm.rank, comm.size)
+    def work(comm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = torch.randint(10**9, (2 * comm.size + 1,), generator=torch.Generator().manual_seed(comm.rank))
+        collectives.all_reduce(comm, total := tensor.clone())
         function(comm, tensor)
-        return tensor
+        return tensor, total
 
-    run = simulate(work, topology, trace=False)
-    total = sum((_numbers(rank, len(run)) for rank in range(len(run))), start=torch.tensor(0))
-    for rank, tensor in enumerate(run):
+    for rank, (tensor, total) in enumerate(simulate(work, topology, trace=False)):
         if not torch.equal(tensor, total):
             element = int((tensor != total).nonzero()[0])
             return f"rank {rank}, element {element}: {tensor[element]}, and the sum is {total[element]}"
     return ""
-
-
-def _numbers(rank: int, ranks: int) -> torch.Tensor:
-    """Some for every rank, and some over."""
-    return torch.randint(10**9, (2 * ranks + 1,), generator=torch.Generator().manual_seed(rank))
 
 
 def _time(function: Function, topology: Topology, nbytes: int) -> float:

@@ -1,9 +1,9 @@
 """Values that say where they come from.
 
-Where tensors are added, an element of rank r is 16**r: in a sum the r-th hexadecimal digit counts how often rank r was
-added; 0x0211 is rank 0 once, rank 1 once, rank 2 twice, rank 3 never. Above the digits stands a random number that is
-the same for this element on all ranks, so that a sum also shows of which element its addends were. Where nothing is added,
-an element is its rank, its part and its number. Everything is int64: digits of 8 ranks, and random numbers of 24 bits.
+An element of rank r is 16**r: in a sum the r-th hexadecimal digit counts how often rank r was added; 0x0211 is rank 0 once,
+rank 1 once, rank 2 twice, rank 3 never. Above the digits stands a random number that is the same for this element on all
+ranks, so that a sum also shows of which element its addends were. What was only moved is a sum of one.
+Everything is int64: digits of 8 ranks, and random numbers of 24 bits.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 BASE = 16
 MOST = 8  # ranks
 _ABOVE = BASE**MOST  # where the random numbers begin
-_PARTS, _ELEMENTS = 1000, 1000  # up to as many parts of a list, and elements of a tensor
+BLANK = -1  # no value of any rank's
 
 
 def countable(rank: int, elements: int, part: int = 0) -> torch.Tensor:
@@ -47,18 +47,3 @@ def common_element(value: int, parts: int, elements: int) -> tuple[int, int] | N
             if addends and mark * addends == value // _ABOVE:
                 return part, element
     return None
-
-
-def labelled(rank: int, part: int, elements: int) -> torch.Tensor:
-    """Elements that name their rank, their part of its list, and their number in it, never 0."""
-    return (1 + rank) * _PARTS * _ELEMENTS + part * _ELEMENTS + torch.arange(elements)
-
-
-def origin(value: int) -> tuple[int, int, int] | None:
-    """(rank, part, element) of a labelled element; None for a value that is none.
-
-    >>> origin(int(labelled(2, 1, 5)[4]))
-    (2, 1, 4)
-    """
-    rank, rest = divmod(value, _PARTS * _ELEMENTS)
-    return (rank - 1, *divmod(rest, _ELEMENTS)) if rank > 0 else None

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from threading import Lock
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -60,21 +61,16 @@ class Buffers:
         """Learn by which names the callers' variables hold storages, and whether the outermost function that knows one is the
         library's: what is started now will not see them."""
         found: dict[int, tuple[str, bool, StorageWeakRef]] = {}
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             inside = frame.f_code.co_filename.startswith(_PACKAGE)
             if frame.f_code.co_filename.startswith(os.path.join(_PACKAGE, "launch")):
                 break  # below here is the launcher, not the algorithm
-            for key, (name, storage) in _local_names(frame).items():
-                found[key] = name, inside, StorageWeakRef(storage)
-            frame = frame.f_back
+            found |= {key: (name, inside, StorageWeakRef(storage)) for key, (_, name, storage) in _local_names(frame).items()}
         self._names = found | self._names  # whoever has known it first knows it best
 
-    def __getstate__(self) -> list[Buffer]:
-        return self.seen  # on its way to another process, nothing more will be added
-
-    def __setstate__(self, seen: list[Buffer]) -> None:
-        self.seen, self._numbers, self._names = seen, {}, {}
+    def __getstate__(self) -> dict[str, object]:
+        """On its way to another process: nothing more will be added."""
+        return {"seen": self.seen, "_numbers": {}, "_names": {}}
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -84,8 +80,8 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _local_names(frame: FrameType) -> dict[int, tuple[str, torch.UntypedStorage]]:
-    """The local variables that hold whole storages, or else the largest part of one."""
+def _local_names(frame: FrameType) -> dict[int, tuple[int, str, torch.UntypedStorage]]:
+    """(elements, name, storage) of the local variables that hold whole storages, or else the largest part of one."""
     best: dict[int, tuple[int, str, torch.UntypedStorage]] = {}
     for name, value in list(frame.f_locals.items()):
         listed = isinstance(value, list | tuple)
@@ -94,4 +90,4 @@ def _local_names(frame: FrameType) -> dict[int, tuple[str, torch.UntypedStorage]
                 storage = item.untyped_storage()
                 if storage._cdata not in best or item.numel() > best[storage._cdata][0]:
                     best[storage._cdata] = item.numel(), f"{name}[{index}]" if listed else name, storage
-    return {key: (name, storage) for key, (_, name, storage) in best.items()}
+    return best

@@ -8,8 +8,8 @@ algorithm forgot, or added twice, is plain to see. No payload is needed: this wo
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
-from dataclasses import dataclass, replace
+from collections import Counter
+from typing import NamedTuple
 
 from d2lps.trace.replay import Event, Part
 from d2lps.trace.trace import Trace
@@ -17,8 +17,7 @@ from d2lps.trace.trace import Trace
 Sources = Counter[tuple[int, int]]  # (buffer, offset) of the first byte -> how often it was added up
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes that share one history: `offset` in the buffer that holds them now, and where they come from."""
 
     offset: int
@@ -36,8 +35,7 @@ class Piece:
         return self.offset + self.length
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """After `event`, the part `into` consists of these pieces."""
 
     event: Event
@@ -47,23 +45,24 @@ class Change:
 
 class Origins:
     """
-    initial: the parts of memory that were read before they were written, so that they held data of their rank's own
+    initial: (buffer, piece) of what was read before it was written, so that it held data of its rank's own
     changes: what each receive, copy and combine left behind, in a causal order
     carried: message -> the pieces that it carried
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.initial: list[Part] = []
+        self.initial: list[tuple[int, Piece]] = []
         self.changes: list[Change] = []
         self.carried: dict[int, list[Piece]] = {}
-        self._memory = [_Memory(index, buffer.nbytes) for index, buffer in enumerate(trace.buffers)]
+        # Each buffer as a row of pieces without gaps; a piece without sources has not been touched yet.
+        self._memory = [[Piece(0, buffer.nbytes, Counter())] for buffer in trace.buffers]
         for event in trace.replay.events:
             self._follow(event)
 
     def held(self, buffer: int) -> list[Piece]:
         """What a buffer holds at the end of the run."""
-        return [piece for piece in self._memory[buffer].pieces if piece.sources]
+        return [piece for piece in self._memory[buffer] if piece.sources]
 
     def _follow(self, event: Event) -> None:
         if event.kind == "meet" or event.source is None or event.into is None:
@@ -75,16 +74,25 @@ class Origins:
         if event.source.length != event.into.length:
             pieces = _as_one(pieces, event.source.offset, event.into.length)
         begin = event.into.offset - event.source.offset
-        arriving = [replace(piece, offset=piece.offset + begin) for piece in pieces]
+        arriving = [piece._replace(offset=piece.offset + begin) for piece in pieces]
         if event.kind == "combine":
             arriving = _added(self._read(event.into), arriving)
-        self._memory[event.into.buffer].write(arriving)
+        self._memory[event.into.buffer][self._where(event.into)] = arriving
         self.changes.append(Change(event, event.into, arriving))
 
     def _read(self, part: Part) -> list[Piece]:
-        pieces, fresh = self._memory[part.buffer].read(part.offset, part.offset + part.length)
-        self.initial += [Part(part.buffer, piece.offset, piece.length) for piece in fresh]
-        return pieces
+        """What a part holds: its rank's own data, if it has not been touched yet."""
+        row, where = self._memory[part.buffer], self._where(part)
+        for index, piece in enumerate(row[where], where.start):
+            if not piece.sources:
+                row[index] = piece._replace(sources=Counter({(part.buffer, piece.offset): 1}))
+                self.initial.append((part.buffer, row[index]))
+        return row[where]
+
+    def _where(self, part: Part) -> slice:
+        """The pieces of a part among those of its buffer, cut at its two ends."""
+        row = self._memory[part.buffer]
+        return slice(_cut(row, part.offset), _cut(row, part.offset + part.length)) if part.length else slice(0, 0)
 
 
 def _as_one(pieces: list[Piece], offset: int, length: int) -> list[Piece]:
@@ -96,49 +104,18 @@ def _as_one(pieces: list[Piece], offset: int, length: int) -> list[Piece]:
     return [Piece(offset, length, sources)] if length and sources else []
 
 
-class _Memory:
-    """One buffer as a row of pieces without gaps; a piece without sources has not been touched yet."""
-
-    def __init__(self, buffer: int, nbytes: int) -> None:
-        self.buffer = buffer
-        self.pieces = [Piece(0, nbytes, Counter())]
-
-    def _cut(self, offset: int) -> int:
-        """Make a piece begin at `offset`; return its index."""
-        index = bisect_right(self.pieces, offset, key=lambda piece: piece.offset) - 1
-        piece = self.pieces[index]
-        if piece.offset < offset < piece.end:
-            self.pieces[index : index + 1] = [piece.between(piece.offset, offset), piece.between(offset, piece.end)]
-        return index + (piece.offset < offset)
-
-    def read(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
-        """The pieces from `begin` to `end`, and those among them that are read for the first time."""
-        if begin == end:
-            return [], []
-        first, last = self._cut(begin), self._cut(end)
-        fresh = []
-        for index in range(first, last):
-            piece = self.pieces[index]
-            if not piece.sources:
-                self.pieces[index] = Piece(piece.offset, piece.length, Counter({(self.buffer, piece.offset): 1}))
-                fresh.append(self.pieces[index])
-        return self.pieces[first:last], fresh
-
-    def write(self, pieces: list[Piece]) -> None:
-        if pieces:
-            first, last = self._cut(pieces[0].offset), self._cut(pieces[-1].end)
-            self.pieces[first:last] = pieces
+def _cut(row: list[Piece], offset: int) -> int:
+    """Make a piece begin at `offset`; return its index."""
+    index = bisect_right(row, offset, key=lambda piece: piece.offset) - 1
+    piece = row[index]
+    if piece.offset < offset < piece.end:
+        row[index : index + 1] = [piece.between(piece.offset, offset), piece.between(offset, piece.end)]
+    return index + (piece.offset < offset)
 
 
 def _added(mine: list[Piece], arriving: list[Piece]) -> list[Piece]:
     """Two rows of pieces over the same bytes, their sources added up, cut wherever either is."""
-    out = []
-    left, right = deque(mine), deque(arriving)
-    while left and right:
-        one, other = left.popleft(), right.popleft()
-        end = min(one.end, other.end)
-        out.append(Piece(one.offset, end - one.offset, one.sources + other.sources))
-        for rest, row in ((one, left), (other, right)):
-            if rest.end > end:
-                row.appendleft(rest.between(end, rest.end))
-    return out
+    for row, other in ((mine, arriving), (arriving, mine)):
+        for piece in other:
+            _cut(row, piece.offset)
+    return [Piece(one.offset, one.length, one.sources + other.sources) for one, other in zip(mine, arriving, strict=True)]

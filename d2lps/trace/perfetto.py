@@ -5,25 +5,23 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from collections.abc import Iterator
-from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from d2lps.trace.lanes import lanes
 from d2lps.trace.recorder import ACTIONS
 from d2lps.trace.tables import Columns, Tables
 
 Event = dict[str, Any]
-Bar = tuple[int, int, str, float, float, Event]  # rank, lane, name, start, end (s), and what else is known
 
 
 def events(trace: Tables) -> dict[str, Any]:
     """{"traceEvents": [...]}: the names of the tracks, then what happened."""
-    used = lanes(trace)
+    used = trace.lanes()
     first = (np.cumsum(used) - used).tolist()  # the track of each rank's own thread; what runs beside it lies below it
-    bars = chain(_waits(trace), _locals(trace), _spans(trace))
-    slices = [_slice(first[rank] + lane, name, start, end, args) for rank, lane, name, start, end, args in bars if end == end]
+    bars = ((row, name, args) for row, name, args in _bars(trace) if row.end == row.end)  # not what never came to an end
+    slices = [_slice(first[row.rank] + row.lane, name, row.start, row.end, args) for row, name, args in bars]
     listed = [*_tracks(used, first), *slices, *_memory(trace), *_messages(trace, first)]
     return {"traceEvents": listed, "displayTimeUnit": "ms"}
 
@@ -40,38 +38,33 @@ def _slice(track: int, name: str, start: float, end: float, args: Event) -> Even
     return {"ph": "X", "pid": 0, "tid": track, "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def _rows(table: Columns, *columns: str) -> Iterator[tuple[Any, ...]]:
-    return zip(*(table[name].tolist() for name in columns), strict=True)
+def _rows(table: Columns) -> Iterator[SimpleNamespace]:
+    """Each with its columns by name."""
+    for row in zip(*(column.tolist() for column in table.values()), strict=True):
+        yield SimpleNamespace(**dict(zip(table, row, strict=True)))
 
 
-def _waits(trace: Tables) -> Iterator[Bar]:
-    columns = ("rank", "lane", "action", "peer", "nbytes", "step", "start", "end")
-    for rank, lane, action, peer, nbytes, step, start, end in _rows(trace.waits, *columns):
-        whom = f" {'to' if ACTIONS[action] == 'send' else 'from'} {peer}" if peer >= 0 else ""
-        yield rank, lane, f"{ACTIONS[action]}{whom}", start, end, {"bytes": nbytes, "step": trace.steps[step]}
-
-
-def _locals(trace: Tables) -> Iterator[Bar]:
-    columns = ("rank", "lane", "op", "length", "step", "start", "end")
-    for rank, lane, op, length, step, start, end in _rows(trace.locals, *columns):
-        yield rank, lane, trace.ops[op].lower(), start, end, {"bytes": length, "step": trace.steps[step]}
-
-
-def _spans(trace: Tables) -> Iterator[Bar]:
-    """Blocks of computing, with what they computed where it is known, and sleeps."""
-    columns = ("rank", "lane", "kind", "label", "flops", "nbytes", "start", "end")
-    for rank, lane, kind, label, flops, nbytes, start, end in _rows(trace.spans, *columns):
-        if trace.kinds[kind] != "memory":
-            known = {name: value for name, value in (("flops", flops), ("bytes", nbytes)) if value == value}
-            yield rank, lane, trace.labels[label] or trace.kinds[kind], start, end, known
+def _bars(trace: Tables) -> Iterator[tuple[SimpleNamespace, str, Event]]:
+    """Waits, arithmetic, blocks of computing and sleeps: (when and where, name, what else is known)."""
+    for row in _rows(trace.waits):
+        action = ACTIONS[row.action]
+        whom = f" {'to' if action == 'send' else 'from'} {row.peer}" if row.peer >= 0 else ""
+        yield row, action + whom, {"bytes": row.nbytes, "step": trace.steps[row.step]}
+    for row in _rows(trace.locals):
+        yield row, trace.ops[row.op].lower(), {"bytes": row.length, "step": trace.steps[row.step]}
+    for row in _rows(trace.spans):
+        if trace.kinds[row.kind] != "memory":
+            known = {name: value for name, value in (("flops", row.flops), ("bytes", row.nbytes)) if value == value}
+            yield row, trace.labels[row.label] or trace.kinds[row.kind], known
 
 
 def _memory(trace: Tables) -> Iterator[Event]:
     """How much each rank holds, whenever that changes."""
     changes = []
-    for rank, kind, nbytes, start, end in _rows(trace.spans, "rank", "kind", "nbytes", "start", "end"):
-        if trace.kinds[kind] == "memory":
-            changes += [(start, nbytes, rank)] + [(end, -nbytes, rank)] * (end == end)  # it may never be given back
+    for row in _rows(trace.spans):
+        if trace.kinds[row.kind] == "memory":
+            back = [(row.end, -row.nbytes, row.rank)] if row.end == row.end else []  # it may never be given back
+            changes += [(row.start, row.nbytes, row.rank), *back]
     held = [0.0] * trace.ranks
     for t, nbytes, rank in sorted(changes):  # at one moment what is given back comes first
         held[rank] += nbytes
@@ -80,12 +73,11 @@ def _memory(trace: Tables) -> Iterator[Event]:
 
 def _messages(trace: Tables, first: list[int]) -> Iterator[Event]:
     """An arrow from where the sender was ready to where the receiver had it; it needs a slice, if only a dot, at each end."""
-    columns = ("src", "src_lane", "dst", "dst_lane", "sent", "end")
-    for index, (src, src_lane, dst, dst_lane, sent, end) in enumerate(_rows(trace.messages, *columns)):
-        if end == end:  # not one that was never waited for
+    for index, row in enumerate(_rows(trace.messages)):
+        if row.end == row.end:  # not one that was never waited for
             arrow = {"pid": 0, "cat": "message", "name": "message", "id": index}
-            tail, tip = first[src] + src_lane, first[dst] + dst_lane
-            yield _slice(tail, f"to {dst}", sent, sent, {})
-            yield {"ph": "s", "tid": tail, "ts": sent * 1e6, **arrow}
-            yield _slice(tip, f"from {src}", end, end, {})
-            yield {"ph": "f", "bp": "e", "tid": tip, "ts": end * 1e6, **arrow}
+            tail, tip = first[row.src] + row.src_lane, first[row.dst] + row.dst_lane
+            yield _slice(tail, f"to {row.dst}", row.sent, row.sent, {})
+            yield {"ph": "s", "tid": tail, "ts": row.sent * 1e6, **arrow}
+            yield _slice(tip, f"from {row.src}", row.end, row.end, {})
+            yield {"ph": "f", "bp": "e", "tid": tip, "ts": row.end * 1e6, **arrow}

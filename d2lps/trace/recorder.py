@@ -26,20 +26,22 @@ _TABLES = {  # columns of whole numbers, and behind them the others
     "waits": ("seq action peer tag group nbytes step", "start end"),
     "spans": ("seq kind label", "flops nbytes start end"),
 }
+_OF_BYTES = ("nbytes", "offset", "length")  # may be beyond 2**31
 _DONE_SEQ, POSTED, WAITED, DONE, _END = 1, 8, 9, 10, 11  # where they stand in a row of "ends", and its length
-_pack_end, _pack_local = Struct("11d").pack, Struct("11d").pack
+_pack = Struct("11d").pack
 
 
 class Table:
     """
     >>> table = Table("seq peer", "start")
     >>> table.append(1, 3, 0.5)
-    >>> table.columns()
-    {'seq': array([1]), 'peer': array([3]), 'start': array([0.5])}
+    >>> table.column("peer"), table.column("start")
+    (array([3], dtype=int32), array([0.5]))
     """
 
     def __init__(self, whole: str, others: str) -> None:
-        self.kinds = dict.fromkeys(whole.split(), np.int64) | dict.fromkeys(others.split(), np.float64)
+        self.kinds: dict[str, type] = {name: np.int64 if name.endswith(_OF_BYTES) else np.int32 for name in whole.split()}
+        self.kinds |= dict.fromkeys(others.split(), np.float64)
         self.cells = array("d")  # a double holds whole numbers up to 2**53
 
     def append(self, *row: float) -> None:
@@ -49,10 +51,10 @@ class Table:
     def __len__(self) -> int:
         return len(self.cells) // len(self.kinds)
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """All columns as numpy arrays."""
-        rows = np.frombuffer(self.cells, dtype=np.float64).reshape(-1, len(self.kinds))
-        return {name: rows[:, k].astype(kind) for k, (name, kind) in enumerate(self.kinds.items())}
+    def column(self, name: str) -> np.ndarray:
+        """A copy of all rows' numbers of this name."""
+        cells = np.frombuffer(self.cells, dtype=np.float64)
+        return cells[list(self.kinds).index(name) :: len(self.kinds)].astype(self.kinds[name])
 
 
 _new = Lock()  # the lanes of a rank are threads, and no two labels may get one number
@@ -124,7 +126,7 @@ class Recorder:
         buffer, offset, length = words.buffers.part(self.rank, tensor)
         step, self.seq = words.step[self.step], self.seq + 1
         # Half the time of `extend`.
-        self.ends.frombytes(_pack_end(self.seq, -1, stream, tensor.nbytes, buffer, offset, length, step, posted, nan, nan))
+        self.ends.frombytes(_pack(self.seq, -1, stream, tensor.nbytes, buffer, offset, length, step, posted, nan, nan))
         return row
 
     def done(self, row: int) -> None:
@@ -151,7 +153,7 @@ class Recorder:
         """Note that `into` was overwritten ("COPY") or combined with `other`; where its times will stand in the cells."""
         words, cells = self.vocabulary, self.tables["locals"].cells
         parts = words.buffers.part(self.rank, into) + words.buffers.part(self.rank, other)
-        cells.frombytes(_pack_local(self.next(), words.op[op,], *parts, words.step[self.step], start, end))
+        cells.frombytes(_pack(self.next(), words.op[op,], *parts, words.step[self.step], start, end))
         return len(cells) - 2
 
     def span(

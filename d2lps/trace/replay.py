@@ -10,21 +10,24 @@ Two things come out of it that clocks cannot give, because they are the same in 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from d2lps.trace.recorder import ACTIONS
-from d2lps.trace.tables import Tables
+from d2lps.trace.tables import Columns, Tables
 
 _TOGETHER = (ACTIONS.index("barrier"), ACTIONS.index("native"))  # waits of all ranks at once
 _JOIN = ACTIONS.index("join")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A run of bytes in a buffer (an index into `trace.buffers`)."""
 
     buffer: int
@@ -47,6 +50,12 @@ class Event:
     source: Part | None = None
 
 
+# (seq, kind, point, row): a thread posts at a point ("post"), or goes on when all have posted there ("sent", "recv", "meet",
+# "after"), or adds up and copies ("local"). A point is a message, a meeting, or the begin or end of a thread. The row of the
+# message, meeting or local; -1 where there is none.
+Line = tuple[float, str, Hashable, int]
+
+
 class Replay:
     """
     rounds: how many; round_of: the round of each message, 1 for the first; events: all, in a causal order.
@@ -54,139 +63,105 @@ class Replay:
 
     def __init__(self, trace: Tables) -> None:
         self.trace = trace
-        self.round_of = np.zeros(len(trace), dtype=np.int64)
+        self._missing = Counter[Hashable]()  # how many have still to post at a point
+        self._latest = Counter[Hashable]()  # of the clocks of those who have; for a message, its round
+        self._buffered: set[Hashable] = set()  # messages whose send was complete before their receive was posted
         self.events = list(self._run())
+        self.round_of = np.array([self._latest[row] for row in range(len(trace))], dtype=np.int64)
         self.rounds = int(self.round_of.max(initial=0))
 
-    def _programs(self) -> list[list[tuple[int, str, int]]]:
-        """For each thread its events (seq, kind, row) against the order of its program: what comes next stands at the end."""
-        m, local, waits = self.trace.messages, self.trace.locals, self.trace.waits
-        programs: list[list[tuple[int, str, int]]] = [[] for _ in self.trace.threads]
-        for kind, threads, numbers in (
-            ("post", m["src_thread"], m["src_seq"]),
-            ("sent", m["src_thread"], m["src_done_seq"]),
-            ("post", m["dst_thread"], m["dst_seq"]),
-            ("recv", m["dst_thread"], m["dst_done_seq"]),
-            ("local", local["thread"], local["seq"]),
-            ("meet", waits["thread"], np.where(np.isin(waits["action"], _TOGETHER), waits["seq"], -1)),
-            ("join", waits["thread"], np.where(waits["action"] == _JOIN, waits["seq"], -1)),
-        ):
-            for row, (thread, seq) in enumerate(zip(threads.tolist(), numbers.tolist(), strict=True)):
-                if seq >= 0:
-                    programs[thread].append((seq, kind, row))
-        for child, log in enumerate(self.trace.threads):
+    def _lines(self) -> Iterator[tuple[int, Line]]:
+        """(thread, line): messages, what was combined or copied, meetings, and threads that begin and end."""
+        m, local, waits, threads = self.trace.messages, self.trace.locals, self.trace.waits, self.trace.threads
+        for end, done in (("src", "sent"), ("dst", "recv")):
+            for row, thread, seq, done_seq in _rows(m, f"{end}_thread", f"{end}_seq", f"{end}_done_seq"):
+                yield thread, (seq, "post", row, row)
+                if done_seq >= 0:
+                    yield thread, (done_seq, done, row, row)
+        for row, thread, seq in _rows(local, "thread", "seq"):
+            yield thread, (seq, "local", None, row)
+        meetings = Counter[tuple[int, int]]()  # of a thread in a group
+        number = {(log.rank, log.thread): index for index, log in enumerate(threads)}
+        for row, thread, seq, action, group, tag in _rows(waits, "thread", "seq", "action", "group", "tag"):
+            if action in _TOGETHER:
+                meetings[group, thread] += 1
+                point = "meeting", group, meetings[group, thread]
+                yield thread, (seq, "post", point, -1)
+                yield thread, (seq, "meet", point, row)
+            elif action == _JOIN:
+                yield thread, (seq, "after", ("end", number[threads[thread].rank, tag]), -1)
+        for child, log in enumerate(threads):
             if log.parent >= 0:
-                programs[self._thread[log.rank, log.parent]].append((log.begins, "start", child))
-                programs[child].append((0, "begin", child))
-        return [sorted(program, reverse=True) for program in programs]
+                yield number[log.rank, log.parent], (log.begins, "post", ("begin", child), -1)
+                yield child, (0, "after", ("begin", child), -1)
+                yield child, (inf, "post", ("end", child), -1)
 
     def _run(self) -> Iterator[Event]:
         """Let every thread go on until it needs something that has not happened yet; repeat."""
-        self._rank = [thread.rank for thread in self.trace.threads]
-        self._thread = {(thread.rank, thread.thread): index for index, thread in enumerate(self.trace.threads)}
-        self._left = programs = self._programs()
-        self._clock = [0] * len(programs)
-        self._begun: dict[int, int] = {}  # thread -> its parent's clock when it was started
-        self._posts: dict[int, int] = defaultdict(int)  # message -> how many of its two sides have been posted
-        self._met: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, its k-th meeting) -> threads there
-        self._meetings: dict[tuple[int, int], int] = defaultdict(int)  # (group, thread) -> meetings left behind
-        waits = self.trace.waits
-        together = np.isin(waits["action"], _TOGETHER)
-        met = set(zip(waits["group"][together].tolist(), waits["thread"][together].tolist(), strict=True))
-        self._expected = Counter(group for group, _ in met)  # how many threads ever meet in each group
-        self._buffered: set[int] = set()  # messages whose send was complete before their receive was posted
-        moved = True
-        while moved:
-            moved = False
-            for thread, program in enumerate(programs):
-                while program:
-                    event = self._try(thread, *program[-1][1:])
-                    if event is None:
-                        break
-                    program.pop()
-                    moved = True
-                    yield from event
-            if not moved:
-                released = self._release([program[-1] for program in programs if program])
-                moved = bool(released)
+        programs: list[list[Line]] = [[] for _ in self.trace.threads]
+        for thread, line in self._lines():
+            programs[thread].append(line)
+            _, kind, point, _ = line
+            self._missing[point] += kind == "post"
+        threads = [self._follow(thread, program) for thread, program in enumerate(programs)]
+        self._at: list[Line | None] = [None] * len(threads)  # the line that each thread has come to
+        while True:
+            before = list(self._at)
+            for events in threads:
+                yield from takewhile(lambda event: event is not None, events)
+            if self._at == before:
+                released = self._release()
+                if not released:
+                    return
                 yield from released
 
-    def _release(self, lines: list[tuple[int, str, int]]) -> list[Event]:
+    def _release(self) -> list[Event]:
         """All ranks wait, as they did not in the run: sends that stand in the way were buffered, the smallest at least."""
         nbytes = self.trace.messages["nbytes"]
-        rows = [row for _, kind, row in lines if kind == "sent" and self._posts[row] == 1]
+        sends = [row for _, kind, _, row in filter(None, self._at) if kind == "sent"]
+        rows = [row for row in sends if self._missing[row] and row not in self._buffered]
         rows = [row for row in rows if nbytes[row] == nbytes[rows].min()]
         self._buffered.update(rows)
-        return [self._departure(row) for row in rows]
+        return [self._moved("send", row) for row in rows]
 
-    def _try(self, thread: int, kind: str, row: int) -> list[Event] | None:
-        """The events of one line of a thread's program; None while another thread has to come first."""
-        if kind == "post":
-            return self._post(thread, row)
-        if kind in ("sent", "recv"):
-            return self._complete(thread, kind, row)
-        if kind == "meet":
-            return self._meet(thread, row)
-        if kind in ("start", "begin", "join"):
-            return self._beside(thread, kind, row)
-        table = self.trace.locals
-        kind = "copy" if self.trace.ops[table["op"][row]] == "COPY" else "combine"
-        into, source = self._part(table, "", row), self._part(table, "from_", row)
-        return [Event(kind, self._rank[thread], self._clock[thread], row, into, source)]
+    def _follow(self, thread: int, program: list[Line]) -> Iterator[Event | None]:
+        """What happens in a thread, event by event; None as long as it needs something that has not happened yet."""
+        rank, clock = self.trace.threads[thread].rank, 0
+        for line in sorted(program, key=itemgetter(0)):
+            _, kind, point, row = self._at[thread] = line
+            if kind == "local":
+                copies = self.trace.ops[self.trace.locals["op"][row]] == "COPY"
+                yield Event("copy" if copies else "combine", rank, clock, row, *_parts(self.trace.locals, row, "", "from_"))
+            elif kind == "post":
+                self._missing[point] -= 1
+                if point not in self._buffered:
+                    message = row >= 0  # it belongs to the round after the later of its ends, and leaves with the second
+                    self._latest[point] = max(self._latest[point], clock + message)
+                    if message and not self._missing[point]:
+                        yield self._moved("send", row)
+            else:
+                while self._missing[point] and point not in self._buffered:
+                    yield None
+                if kind != "sent" or point not in self._buffered:  # else the sender did not wait
+                    clock = max(clock, self._latest[point])
+                if kind == "recv":
+                    yield self._moved("recv", row)
+                elif kind == "meet":
+                    yield Event("meet", rank, clock, row)
 
-    def _beside(self, thread: int, kind: str, row: int) -> list[Event] | None:
-        """A thread begins after its parent has started it, and ends before its parent has waited for it."""
-        if kind == "start":
-            self._begun[row] = self._clock[thread]
-        elif kind == "begin":
-            if thread not in self._begun:
-                return None
-            self._clock[thread] = self._begun[thread]
-        else:
-            other = self._thread[self._rank[thread], int(self.trace.waits["tag"][row])]
-            if self._left[other]:
-                return None
-            self._clock[thread] = max(self._clock[thread], self._clock[other])
-        return []
-
-    def _post(self, thread: int, row: int) -> list[Event]:
-        """The message leaves when the second of its two ends is posted, in the round after the later one."""
-        self._posts[row] += 1
-        if row in self._buffered:
-            return []
-        self.round_of[row] = max(self.round_of[row], self._clock[thread] + 1)
-        return [self._departure(row)] if self._posts[row] == 2 else []
-
-    def _departure(self, row: int) -> Event:
+    def _moved(self, kind: str, row: int) -> Event:
+        """A message leaves or has arrived."""
         m = self.trace.messages
-        src, round = int(m["src"][row]), int(self.round_of[row])
-        return Event("send", src, round, row, self._part(m, "dst_", row), self._part(m, "src_", row))
+        rank = int(m["src" if kind == "send" else "dst"][row])
+        return Event(kind, rank, self._latest[row], row, *_parts(m, row, "dst_", "src_"))
 
-    def _complete(self, thread: int, kind: str, row: int) -> list[Event] | None:
-        if kind == "sent" and row in self._buffered:
-            return []  # the sender did not wait
-        if self._posts[row] < 2:
-            return None
-        m, round = self.trace.messages, int(self.round_of[row])
-        self._clock[thread] = max(self._clock[thread], round)
-        if kind == "sent":
-            return []
-        return [Event("recv", self._rank[thread], round, row, self._part(m, "dst_", row), self._part(m, "src_", row))]
 
-    def _meet(self, thread: int, row: int) -> list[Event] | None:
-        group = int(self.trace.waits["group"][row])
-        met = self._met[group, self._meetings[group, thread]]
-        if thread not in met:
-            met.add(thread)
-            if len(met) == self._expected[group]:  # the last one is here: all go on from the latest of their clocks
-                latest = max(self._clock[other] for other in met)
-                for other in met:
-                    self._clock[other] = latest
-        if len(met) < self._expected[group]:
-            return None
-        self._meetings[group, thread] += 1
-        return [Event("meet", self._rank[thread], self._clock[thread], row)]
+def _rows(table: Columns, *names: str) -> Iterator[tuple[int, ...]]:
+    """Of each row, its number and the numbers in these columns."""
+    columns = [table[name].tolist() for name in names]
+    return zip(range(len(columns[0])), *columns, strict=True)
 
-    @staticmethod
-    def _part(table: dict[str, np.ndarray], side: str, row: int) -> Part:
-        return Part(*(int(table[f"{side}{name}"][row]) for name in ("buffer", "offset", "length")))
+
+def _parts(table: Columns, row: int, *sides: str) -> Iterator[Part]:
+    for side in sides:
+        yield Part(*(int(table[f"{side}{name}"][row]) for name in ("buffer", "offset", "length")))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from d2lps.trace.recorder import ACTIONS, KINDS, Recorder, Vocabulary
+from d2lps.trace.recorder import ACTIONS, KINDS, Recorder, Table, Vocabulary
 
 Columns = dict[str, np.ndarray]
 _TIMES = ("posted", "waited", "done", "start", "end")
@@ -39,30 +39,39 @@ class Tables:
         self.nodes: list[Any] = []
         self._began = {log.machine: log.started for log in sorted(logs, key=lambda log: -log.started)}  # the first of each
         words, self._become = _joined([log.vocabulary for log in logs])
-        self._streams = _streams(words)
+        streams = np.array([(words.group[group,], *key) for group, *key in words.stream], dtype=np.int32).reshape(-1, 4)
+        self._streams = dict(zip(("group", "src", "dst", "tag"), streams.T, strict=True))  # what their messages have in common
         names = words.step, words.group, words.op, words.label
         self.steps, self.groups, self.ops, self.labels = (labels.strings for labels in names)
         self.buffers = words.buffers.seen
+        self._tables: dict[str, Columns] = {}
 
     @cached_property
     def messages(self) -> Columns:
         ends = self._table("ends")
-        ends = {name: column[~np.isnan(ends["posted"])] for name, column in ends.items()}
-        sends = self._streams["src"][ends["stream"]] == ends["rank"]  # nobody sends to itself
-        place = _places(ends["seq"], 2 * ends["stream"] + sends)
-        place += ends["stream"] * (1 + place.max(initial=0))  # as one integer, so that numpy can intersect them
-        sent, received = np.flatnonzero(sends), np.flatnonzero(~sends)
-        _, s, r = np.intersect1d(place[sent], place[received], assume_unique=True, return_indices=True)
+        stream, posted = ends["stream"], ends["posted"]
+        sends = self._streams["src"][stream] == ends["rank"]  # nobody sends to itself
+
+        def queued(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Their rows, stream by stream in the order of posting; and of each, its stream and its place there as one number."""
+            rows = np.flatnonzero(chosen & ~np.isnan(posted))
+            rows = rows[np.lexsort((ends["seq"][rows], stream[rows]))]
+            queues = stream[rows].astype(np.int64)
+            return rows, queues * len(stream) + np.arange(len(rows)) - np.searchsorted(queues, queues)
+
+        (sent, theirs), (received, mine) = queued(sends), queued(~sends)
+        _, s, r = np.intersect1d(theirs, mine, assume_unique=True, return_indices=True)
         sent, received = sent[s], received[r]
-        start = np.maximum(ends["posted"][sent], ends["posted"][received])
-        messages = {name: column[ends["stream"][sent]] for name, column in self._streams.items()}
-        order = np.lexsort((messages["tag"], messages["dst"], messages["src"], messages["group"], start))
-        s, r, messages = sent[order], received[order], {name: column[order] for name, column in messages.items()}
-        messages |= {"nbytes": ends["nbytes"][s], "step": ends["step"][s]}
-        for side, rows in (("src", s), ("dst", r)):
+        start = np.maximum(posted[sent], posted[received])
+        order = np.lexsort((*(self._streams[name][stream[sent]] for name in ("tag", "dst", "src", "group")), start))
+        sent, received = sent[order], received[order]
+        messages = {name: values[stream[sent]] for name, values in self._streams.items()}
+        messages |= {name: ends[name][sent] for name in ("nbytes", "step")}
+        for side, rows in (("src", sent), ("dst", received)):
             names = ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread")
             messages |= {f"{side}_{name}": ends[name][rows] for name in names}
-        return messages | {"sent": ends["posted"][s], "posted": ends["posted"][r], "start": start[order], "end": ends["done"][r]}
+        times = {"sent": posted[sent], "posted": posted[received], "start": start[order], "end": ends["done"][received]}
+        return messages | times
 
     @cached_property
     def locals(self) -> Columns:
@@ -74,77 +83,100 @@ class Tables:
 
     @cached_property
     def waits(self) -> Columns:
-        """Those for messages of a simulation stand in the rows of the messages."""
-        each = [self._columns(thread, "ends") for thread in range(len(self.threads))]
-        return stacked([self._table("waits"), *map(self._waits, each)])
+        """Those for messages of a simulation stand in the rows of the messages. Who waits for several messages, one after
+        another, goes on with the last."""
+        ends = self._table("ends")
+        rows = np.flatnonzero((ends["done_seq"] >= 0) & ~np.isnan(ends["waited"] + ends["done"]))
+        place = ends["thread"][rows] * 2.0**32 + ends["done_seq"][rows]  # almost sorted already
+        rows = rows[np.argsort(place, kind="stable")]
+        stream, rank, waited = ends["stream"][rows], ends["rank"][rows], ends["waited"][rows]
+        src, dst, tag, group = (self._streams[name][stream] for name in ("src", "dst", "tag", "group"))
+        action = np.where(src == rank, ACTIONS.index("send"), ACTIONS.index("recv"))
+        waits = {"seq": ends["done_seq"][rows] - 1, "action": action, "peer": np.where(src == rank, dst, src)}
+        waits |= {"tag": tag, "group": group} | {name: ends[name][rows] for name in ("nbytes", "step", "rank", "lane", "thread")}
+        first = np.flatnonzero(np.diff(waits["thread"], prepend=-1))  # of each thread
+        each = np.split(np.maximum(ends["done"][rows], waited), first[1:])
+        waits["end"] = np.concatenate([np.maximum.accumulate(end) for end in each])
+        before = np.roll(waits["end"], 1)
+        before[first] = 0.0
+        waits["start"] = np.maximum(waited, before)
+        told = self._table("waits").items()
+        return {name: np.concatenate([column, waits.pop(name)], dtype=column.dtype, casting="same_kind") for name, column in told}
 
-    def _waits(self, ends: Columns) -> Columns:
-        """Who waits for several messages, one after another, goes on with the last."""
-        chosen = np.flatnonzero((ends["done_seq"] >= 0) & ~np.isnan(ends["waited"]) & ~np.isnan(ends["done"]))
-        chosen = chosen[np.argsort(ends["done_seq"][chosen])]
-        ends = {name: column[chosen] for name, column in ends.items()}
-        src, dst, tag, group = (self._streams[name][ends["stream"]] for name in ("src", "dst", "tag", "group"))
-        sends = src == ends["rank"]
-        action = np.where(sends, ACTIONS.index("send"), ACTIONS.index("recv"))
-        waits = {"seq": ends["done_seq"] - 1, "action": action, "peer": np.where(sends, dst, src), "tag": tag, "group": group}
-        waits |= {name: ends[name] for name in ("nbytes", "step", "rank", "lane", "thread")}
-        end = np.maximum.accumulate(np.maximum(ends["done"], ends["waited"]))
-        start = np.maximum(ends["waited"], np.r_[0.0, end[:-1]][: len(end)])
-        return waits | {"start": start, "end": end}
+    def moving(self) -> Columns:
+        """Messages on their way, once in the lane that sends and once in the lane that receives."""
+        m = self.messages
+        ends = [{"rank": m[end], "lane": m[f"{end}_lane"], "start": m["start"], "end": m["end"]} for end in ("src", "dst")]
+        return {name: np.concatenate([end[name] for end in ends]) for name in ends[0]}
+
+    def lanes(self) -> np.ndarray:
+        """How many lanes each rank used: 1 where nothing ran beside it."""
+        used = np.ones(self.ranks, dtype=np.int64)
+        for table in (self.moving(), self.locals, self.waits, self.spans):
+            np.maximum.at(used, table["rank"], table["lane"] + 1)
+        return used
+
+    def bars(self) -> dict[str, Columns]:
+        """{what lanes did: rank, lane, start, end and label of each time that it came to an end}, in the order of painting, since
+        one may wait or add up while it computes."""
+        kinds = np.array(self.kinds)[self.spans["kind"]]
+        spans = self.spans | {"label": np.array(self.labels, dtype=object)[self.spans["label"]]}
+        copies = np.array(self.ops, dtype=object)[self.locals["op"]] == "COPY"
+        return {
+            "computing": _bars(spans, kinds == "compute"),
+            "sleeping": _bars(spans, kinds == "sleep"),
+            "waiting": _bars(self.waits),
+            "combining": _bars(self.locals, ~copies),
+            "copying": _bars(self.locals, copies),
+            "moving": _bars(self.moving()),
+        }
 
     @property
     def unmatched(self) -> int:
         """Messages of which only one side was ever posted."""
-        return sum(len(log.tables["ends"]) for log in self.threads) - 2 * len(self)
+        return len(self._table("ends")["seq"]) - 2 * len(self)
 
     def __len__(self) -> int:
         """How many messages."""
         return len(self.messages["src"])
 
     def _table(self, name: str) -> Columns:
-        return stacked([self._columns(thread, name) for thread in range(len(self.threads))])
+        """All logs' rows one below the other, in the words and on the clock of the whole run. The logs give theirs up: there may
+        be millions."""
+        if name not in self._tables:
+            tables = [log.tables[name] for log in self.threads]
+            told = self._tables[name] = {
+                column: np.concatenate([self._told(log, table, column) for log, table in zip(self.threads, tables, strict=True)])
+                for column in tables[0].kinds
+            }
+            who = {"rank": [log.rank for log in self.threads], "lane": [log.lane for log in self.threads]}
+            for key, numbers in (who | {"thread": list(range(len(tables)))}).items():
+                told[key] = np.repeat(np.array(numbers, dtype=np.int32), list(map(len, tables)))
+            for table in tables:
+                del table.cells[:]
+        return self._tables[name]
 
-    def _columns(self, thread: int, name: str) -> Columns:
-        """One log's, in the words and on the clock of the whole run."""
-        log = self.threads[thread]
-        columns, become = log.tables[name].columns(), self._become[id(log.vocabulary)]
-        columns = {name: become[name][column] if name in become else column for name, column in columns.items()}
-        columns |= {name: columns[name] - self._began[log.machine] for name in _TIMES if name in columns}
-        who = {"rank": log.rank, "lane": log.lane, "thread": thread}
-        return columns | {key: np.full(len(columns["seq"]), number) for key, number in who.items()}
+    def _told(self, log: Recorder, table: Table, name: str) -> np.ndarray:
+        column, become = table.column(name), self._become[id(log.vocabulary)]
+        if name in _TIMES:
+            return column - self._began[log.machine]
+        return become[name][column] if name in become else column
 
 
 def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, Columns]]:
     """One vocabulary, and for each of those given what becomes of its numbers, by column."""
     words, become = Vocabulary(), dict[int, Columns]()
-    for own in vocabularies:
-        if id(own) not in become:
-            become[id(own)] = {
-                column: np.array([getattr(words, column)[label] for label in names], dtype=np.int64)
-                for column, names in vars(own).items()
-                if column != "buffers"
-            }
-            first = len(words.buffers.seen)
-            words.buffers.seen += own.buffers.seen
-            become[id(own)] |= dict.fromkeys(("buffer", "from_buffer"), np.arange(first, len(words.buffers.seen)))
+    for own in {id(own): own for own in vocabularies}.values():
+        first = len(words.buffers.seen)
+        words.buffers.seen += own.buffers.seen
+        become[id(own)] = dict.fromkeys(("buffer", "from_buffer"), np.arange(first, len(words.buffers.seen), dtype=np.int32))
+        for column, names in vars(own).items():
+            if column != "buffers":
+                become[id(own)][column] = np.array([getattr(words, column)[label] for label in names], dtype=np.int32)
     return words, become
 
 
-def _streams(words: Vocabulary) -> Columns:
-    """What all messages of a stream have in common."""
-    rows = [(words.group[group,], *key) for group, *key in words.stream]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    return dict(zip(("group", "src", "dst", "tag"), columns, strict=True))
-
-
-def _places(seq: np.ndarray, queue: np.ndarray) -> np.ndarray:
-    """For each row its place in its queue."""
-    order = np.lexsort((seq, queue))
-    ordered, place = queue[order], np.empty_like(queue)
-    place[order] = np.arange(len(queue)) - np.searchsorted(ordered, ordered)
-    return place
-
-
-def stacked(tables: Sequence[Columns]) -> Columns:
-    """One table's rows after the other's."""
-    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+def _bars(table: Columns, chosen: np.ndarray | bool = True) -> Columns:
+    columns = {"label": np.full(len(table["rank"]), "", dtype=object)} | table
+    ended = ~np.isnan(table["end"]) & chosen
+    return {name: columns[name][ended] for name in ("rank", "lane", "start", "end", "label")}

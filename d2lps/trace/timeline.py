@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from d2lps.trace.lanes import Bars, bars, lanes
-from d2lps.trace.tables import Tables
+from d2lps.trace.tables import Columns, Tables
 
 COLORS = {"computing": "#82d9b5", "sleeping": "#f3e4b5", "waiting": "#d9d9d9", "combining": "#0072b2", "copying": "#56b4e9"}
 COLORS |= {"moving": "#d55e00"}  # a message on its way
@@ -19,15 +18,18 @@ def draw(trace: Tables, ax: Any = None) -> Any:
     an arrow from its sender's lane to its receiver's."""
     import matplotlib.pyplot as plt
 
-    used = lanes(trace)
+    used = trace.lanes()
     if ax is None:
         _, ax = plt.subplots(figsize=(9, 0.8 + 0.55 * trace.ranks + 0.25 * float((used - 1).sum())), layout="constrained")
-    drawn = bars(trace)
-    longest = float(np.nanmax(np.concatenate([trace.messages["end"], *(table["end"] for table in drawn.values())]), initial=1e-9))
+    drawn = trace.bars()
+    longest = max(table["end"].max(initial=1e-9) for table in drawn.values())
     scale, unit = next(((s, u) for s, u in _UNITS if longest >= s), _UNITS[-1])
-    _frame(ax, trace.ranks, 1.02 * longest / scale, unit)
+    ax.set(xlim=(0, 1.02 * longest / scale), ylim=(trace.ranks - 0.5, -0.5), xlabel=f"time ({unit})")
+    ax.set_yticks(range(trace.ranks), [f"rank {rank}" for rank in range(trace.ranks)])
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
     for kind, table in drawn.items():
-        if len(table["rank"]):
+        if kind != "moving" and len(table["rank"]):
             thick = np.where(used == 1, 0.5, 0.7 / used)[table["rank"]]
             start, width = table["start"] / scale, (table["end"] - table["start"]) / scale
             y, edge = _height(used, table["rank"], table["lane"]), "white" if kind in _BLOCKS else COLORS[kind]
@@ -44,14 +46,7 @@ def _height(used: np.ndarray, rank: np.ndarray, lane: np.ndarray) -> np.ndarray:
     return rank + 0.8 * ((lane + 0.5) / used[rank] - 0.5)
 
 
-def _frame(ax: Any, ranks: int, end: float, unit: str) -> None:
-    ax.set(xlim=(0, end), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})")
-    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-
-
-def _labels(ax: Any, blocks: Bars, used: np.ndarray, scale: float) -> None:
+def _labels(ax: Any, blocks: Columns, used: np.ndarray, scale: float) -> None:
     """The names of the blocks into which they fit, by an estimate: a letter is about 0.6 times as wide as high."""
     points = 72 * ax.bbox.width / ax.figure.dpi / ax.get_xlim()[1]  # of the page, in a unit of time
     heights = _height(used, blocks["rank"], blocks["lane"])

@@ -35,7 +35,7 @@ class Trace(Tables):
 
     def bytes_by_link(self) -> dict[tuple[int, int], int]:
         """{(src, dst): bytes} for every pair of ranks between which a message went."""
-        pairs = self.messages["src"] * self.ranks + self.messages["dst"]
+        pairs = self.messages["src"].astype(np.int64) * self.ranks + self.messages["dst"]
         totals = np.bincount(pairs, self.messages["nbytes"], self.ranks**2).astype(np.int64)
         return {divmod(int(pair), self.ranks): int(totals[pair]) for pair in np.unique(pairs)}
 

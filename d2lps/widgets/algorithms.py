@@ -20,9 +20,9 @@ def described(algorithms: Sequence[Algorithm]) -> list[dict[str, Any]]:
     """[{"name": what readers see, "style": the number of its colour and dashes}]: the same in every widget."""
     if isinstance(algorithms, str) or not algorithms:
         raise ValueError(f"algorithms={algorithms!r} must be a list of at least one name or function")
-    styles = [list(NAMES).index(algorithm) if algorithm in NAMES else len(NAMES) for algorithm in algorithms]
-    names = [NAMES.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm.__name__ for algorithm in algorithms]
-    return [{"name": name, "style": style} for name, style in zip(names, styles, strict=True)]
+    styles: dict[Any, int] = {algorithm: style for style, algorithm in enumerate(NAMES)}
+    names: dict[Any, str] = NAMES  # a function has its own
+    return [{"name": names.get(a, getattr(a, "__name__", a)), "style": styles.get(a, len(NAMES))} for a in algorithms]
 
 
 def simulated(algorithm: Algorithm, topology: Topology, nbytes: float, trace: bool = False) -> Run:

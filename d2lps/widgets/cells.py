@@ -35,10 +35,12 @@ class Cells:
             for buffer in row.buffers:
                 self._places[buffer] = number, sizes[number]
                 sizes[number] += trace.buffers[buffer].nbytes
-        for buffer, offset, length in _touched(origins):
-            if buffer in self._places and length:
-                number, start = self._places[buffer]
-                edges[rows[number].name] |= {start + offset, start + offset + length}
+        changed = [(change.into.buffer, piece) for change in origins.changes for piece in change.pieces]
+        for holder, piece in origins.initial + changed:
+            for buffer, offset in ((holder, piece.offset), *piece.sources):  # also where it came from: a label names all of it
+                if buffer in self._places:
+                    number, start = self._places[buffer]
+                    edges[rows[number].name] |= {start + offset, start + offset + piece.length}
         self.cuts: list[list[int]] = []
         for row, size in zip(rows, sizes, strict=True):
             cuts = {edge for edge in edges[row.name] if edge <= size}
@@ -84,17 +86,6 @@ class Cells:
         return str(bisect_right(self.cuts[row], start + offset) - 1) if row >= 0 and len(self.cuts[row]) > 2 else ""
 
 
-def _touched(origins: Origins) -> Iterable[tuple[int, int, int]]:
-    """(buffer, offset, length) of all that was read or written, and of where that came from, so that a label names all of it."""
-    for part in origins.initial:
-        yield part.buffer, part.offset, part.length
-    for change in origins.changes:
-        for piece in change.pieces:
-            yield change.into.buffer, piece.offset, piece.length
-            for buffer, offset in piece.sources:
-                yield buffer, offset, piece.length
-
-
 def seconds(trace: Trace, change: Change) -> float:
     """When what changed was there."""
     return float((trace.messages if change.event.kind == "recv" else trace.locals)["end"][change.event.index])
@@ -105,7 +96,7 @@ def seconds(trace: Trace, change: Change) -> float:
 
 def inputs(trace: Trace, origins: Origins) -> list[Row]:
     """For each rank the tensor that it started with: its largest buffer with data of its own."""
-    own = sorted({part.buffer for part in origins.initial}, key=lambda buffer: (trace.buffers[buffer].nbytes, -buffer))
+    own = sorted({buffer for buffer, _ in origins.initial}, key=lambda buffer: (trace.buffers[buffer].nbytes, -buffer))
     largest = {trace.buffers[buffer].rank: buffer for buffer in own}  # of each rank the last one stays
     return [Row(rank, trace.buffers[buffer].name, [buffer]) for rank, buffer in largest.items()]
 
@@ -114,7 +105,7 @@ def variables(trace: Trace, origins: Origins, show: Sequence[str] | None) -> tup
     """(rows of these variables, names of those beyond three a rank). By default what held data at the start comes first, then
     what only received some, without scratch unless there is nothing else. ValueError for a name that no rank had."""
     names = [buffer.name.partition("[")[0] for buffer in trace.buffers]
-    started = [names[buffer] for buffer in sorted({part.buffer for part in origins.initial})]
+    started = [names[buffer] for buffer in sorted({buffer for buffer, _ in origins.initial})]
     order = list(dict.fromkeys(started + names if show is None else show))
     if unknown := set(order) - set(names):
         raise ValueError(f"show={order!r}: no rank had a tensor named {sorted(unknown)}, only {sorted(set(names) - {''})}")

@@ -1,15 +1,17 @@
 """The race: several all-reduce algorithms on one clock, and how far each has come, from the origins of what memory holds."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import traitlets
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from d2lps.topology import Topology
-from d2lps.trace import Change, Origins, Trace
+from d2lps.trace import Origins, Trace
 from d2lps.widgets import still
 from d2lps.widgets.algorithms import Algorithm, described, simulated
 from d2lps.widgets.cells import Cells, inputs, seconds
@@ -43,7 +45,7 @@ class Race(still.Still):
         for lane in lanes:  # equally fast ones share a place
             lane["place"] = 1 + sum(other["seconds"] < lane["seconds"] * (1 - 1e-6) for other in lanes)
         end = max(lane["seconds"] for lane in lanes)
-        title = title or RACE["title"].format(bytes=_in_words(nbytes), topology=topology.name)
+        title = title or RACE["title"].format(bytes=EngFormatter("B")(nbytes), topology=topology.name)
         super().__init__(data={"title": title, "lanes": lanes, "end": end, "stops": _stops(lanes, end), "texts": RACE})
 
     def __repr__(self) -> str:
@@ -55,12 +57,6 @@ class Race(still.Still):
         end = self.data["end"], 1.0
         curves = ((lane, *zip(*lane["complete"], end, strict=True)) for lane in self.data["lanes"])
         return still.chart(self.data["title"], f"{RACE['seconds']} (s)", RACE["complete"], curves, drawstyle="steps-post")[0]
-
-
-def _in_words(nbytes: float) -> str:
-    """`_in_words(160e6) == "160 MB"`"""
-    power = max((p for p in (9, 6, 3, 0) if nbytes >= 10**p), default=0)
-    return f"{nbytes / 10**power:.3g} {({9: 'G', 6: 'M', 3: 'k'}).get(power, '')}B"
 
 
 def _lane(algorithm: Algorithm, topology: Topology, nbytes: float) -> dict[str, Any]:
@@ -100,11 +96,8 @@ def progress(trace: Trace) -> tuple[Curve, Curve]:
     def shares() -> list[float]:
         return (held @ nbytes / nbytes.sum() / [1, trace.ranks]).tolist()
 
-    def when(change: Change) -> float:
-        return seconds(trace, change)
-
     complete, gathered = curves = [[(0.0, share)] for share in shares()]
-    for t, changes in groupby(sorted(origins.changes, key=when), key=when):
+    for t, changes in groupby(sorted(origins.changes, key=partial(seconds, trace)), key=partial(seconds, trace)):
         for change in changes:
             for cell, pieces in cells.covered(change.into.buffer, change.pieces).items():
                 ranks = cells.ranks(pieces)

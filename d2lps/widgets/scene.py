@@ -4,15 +4,14 @@ Everything is computed here, from the trace alone; the JavaScript only draws it.
 could travel at the same time do), which are the same in every run, or in the seconds that were measured or simulated.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
-from d2lps.trace import Origins, Piece, Trace
-from d2lps.trace.lanes import bars, lanes, moving
+from d2lps.trace import Origins, Trace
 from d2lps.widgets.cells import Cells, seconds, variables
 from d2lps.widgets.texts import PLAYER
 
@@ -32,6 +31,8 @@ class Scene:
         self.cells = Cells(trace, self.origins, rows, once=once)
         m, rounds = trace.messages, trace.replay.round_of
         self.rounds = rounds
+        self.starts: np.ndarray = m["start"] if self.timed else rounds - 1
+        self.ends: np.ndarray = m["end"] if self.timed else rounds
         # Whole rounds are drawn, from the first on, as many as a browser can hold.
         totals = np.cumsum(np.bincount(rounds, minlength=1))
         self.last_round = max(1, int(np.searchsorted(totals, _MOST_MESSAGES, side="right")) - 1)
@@ -53,9 +54,8 @@ class Scene:
             edges = [round((cut - cuts[0]) / max(1, cuts[-1] - cuts[0]), 5) for cut in cuts]  # of what is drawn of the row
             cells += ({"row": row, "start": start, "stop": stop} for start, stop in pairwise(edges))
         held: list[dict[str, Any] | None] = [None] * len(cells)
-        for part in self.origins.initial:  # a rank's own data, in what was ever read before it was written
-            own = Piece(part.offset, part.length, Counter({(part.buffer, part.offset): 1}))
-            for cell, pieces in self.cells.covered(part.buffer, [own]).items():
+        for buffer, own in self.origins.initial:  # a rank's own data, in what was ever read before it was written
+            for cell, pieces in self.cells.covered(buffer, [own]).items():
                 held[cell] = self.cells.content(pieces)
         summed = any(change.event.kind == "combine" for change in self.origins.changes)
         rows = [{"rank": row.rank, "name": row.name} for row in self.cells.rows]
@@ -81,7 +81,7 @@ class Scene:
             messages = self.shown[(rounds[self.shown] == round) & (calls[self.shown] == call)]
             labels = list(dict.fromkeys(self.trace.steps[step] for step in m["step"][messages]))
             label = " · ".join(filter(None, labels[:3])) or PLAYER["round"].format(k=round)
-            t = float(np.nanmax(m["end"][(rounds <= round) & (calls == call)], initial=0.0)) if self.timed else round
+            t = np.nanmax(self.ends[(rounds <= round) & (calls == call)], initial=0).item()
             stops.append({"t": t, "label": label, "text": self._caption(messages)})
         return sorted(stops, key=lambda stop: stop["t"])
 
@@ -97,10 +97,10 @@ class Scene:
         return "; ".join(named)
 
     def _message(self, index: int) -> dict[str, Any]:
-        m, round = self.trace.messages, int(self.rounds[index])
-        start, end = (float(m["start"][index]), float(m["end"][index])) if self.timed else (round - 1, round)
-        src, dst, nbytes, tag = (int(m[name][index]) for name in ("src", "dst", "nbytes", "tag"))
-        return {"src": src, "dst": dst, "start": start, "end": end, "bytes": nbytes, "tag": tag, "parts": self._parts(index)}
+        m = self.trace.messages
+        columns = {"src": m["src"], "dst": m["dst"], "start": self.starts, "end": self.ends}
+        columns |= {"bytes": m["nbytes"], "tag": m["tag"]}
+        return {name: column[index].item() for name, column in columns.items()} | {"parts": self._parts(index)}
 
     def _parts(self, index: int) -> list[dict[str, Any]]:
         """What a message carries, one part for each cell of where it came from (neighbours alike are one)."""
@@ -111,10 +111,9 @@ class Scene:
         changes = []
         for change in self.origins.changes:
             event = change.event
-            round = int(self.rounds[event.index]) if event.kind == "recv" else event.round
-            if round > self.last_round:
+            if event.round > self.last_round:
                 continue
-            t = seconds(self.trace, change) if self.timed else round
+            t = seconds(self.trace, change) if self.timed else event.round
             op = self.trace.ops[self.trace.locals["op"][event.index]].lower() if event.kind == "combine" else ""
             for cell, pieces in self.cells.covered(change.into.buffer, change.pieces).items():
                 changes.append({"t": t, "cell": cell, "how": event.kind, "op": op, **(self.cells.content(pieces) or {})})
@@ -128,14 +127,14 @@ def strip(trace: Trace, end: float, whole: bool = True) -> dict[str, Any]:
     whole: until the last bar ends, however late; else until `end`. Empty where there is nothing to see beside messages and
     waits: no block of computing, no sleep, nothing that ran beside a rank.
     """
-    drawn, used = bars(trace), lanes(trace)
+    drawn, used = trace.bars(), trace.lanes()
     if used.max(initial=1) == 1 and not len(drawn["computing"]["rank"]) + len(drawn["sleeping"]["rank"]):
         return {}
     if whole:
         end = float(max([end, *(table["end"].max(initial=0.0) for table in drawn.values())]))
     found: list[dict[str, Any]] = [{"rank": rank, "bars": []} for rank in range(trace.ranks) for _ in range(used[rank])]
     first = np.cumsum(used) - used  # the number of each rank's lane 0 among all lanes
-    for kind, table in {**drawn, "moving": moving(trace)}.items():
+    for kind, table in drawn.items():
         times: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
         columns = first[table["rank"]] + table["lane"], table["label"], table["start"], np.minimum(table["end"], end)
         for lane, label, start, until in zip(*(column.tolist() for column in columns), strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import nan
 
 import traitlets
 from matplotlib.figure import Figure
@@ -77,20 +78,16 @@ def _reigns(sizes: Sequence[float], rows: Sequence[Sequence[float]]) -> list[dic
     found: dict[float, dict[str, float]] = {sizes[0]: {"nbytes": sizes[0], "seconds": rows[best][0], "best": best}}
     for k, (here, there) in enumerate(pairwise(sizes)):
         at = 0.0  # of the way from here to there
-        while passing := [
-            (way, row[k + 1], index)
-            for index, row in enumerate(rows)
-            if (way := _overtaken(rows[best], row, k)) is not None and way >= at
-        ]:
+        while passing := [(way, row[k + 1], i) for i, row in enumerate(rows) if (way := _overtaken(rows[best], row, k)) >= at]:
             at, _, best = min(passing)
             nbytes, seconds = here + at * (there - here), rows[best][k] + at * (rows[best][k + 1] - rows[best][k])
             found[nbytes] = {"nbytes": nbytes, "seconds": seconds, "best": best}
     return list(found.values())
 
 
-def _overtaken(old: Sequence[float], new: Sequence[float], k: int) -> float | None:
-    """How far on the way from point k to the next an algorithm falls behind another; None if it does not."""
+def _overtaken(old: Sequence[float], new: Sequence[float], k: int) -> float:
+    """How far on the way from point k to the next an algorithm falls behind another; NaN if it does not."""
     before, after = new[k] - old[k], new[k + 1] - old[k + 1]
     if after >= -_EQUAL * old[k + 1]:
-        return None
+        return nan
     return before / (before - after) if before > 0 else 0.0

@@ -85,14 +85,13 @@ def explored(name: str, whole: Topology, nbytes: float, algorithms: Sequence[Alg
         raise ValueError(f"{whole.name} has {len(whole.nodes)} nodes, and a picture has room for {MOST}")
     cables = [link for k, link in enumerate(whole.links) if link[::-1] not in whole.links[:k]]  # one for both directions
     routes = _routes(whole)
-    runs: list[Any] = [[_run(whole, whole, routes, nbytes, algorithm) for algorithm in algorithms]]
-    changed: list[Routes] = []
-    for cable in cables:
-        less = whole.without(cable)
+    changed, runs = list[Routes](), list[Any]()
+    for less in (whole, *map(whole.without, cables)):
         left = _routes(less)
         changed.append({pair: way for pair, way in left.items() if way != routes[pair]})
-        runs.append([_run(whole, less, left, nbytes, algorithm) for algorithm in algorithms] if changed[-1] else None)
-    return {"name": name, **_picture(whole, cables), "routes": routes, "changed": changed, "runs": runs}
+        wanted = less is whole or changed[-1]
+        runs.append([_run(whole, less, left, nbytes, algorithm) for algorithm in algorithms] if wanted else None)
+    return {"name": name, **_picture(whole, cables), "routes": routes, "changed": changed[1:], "runs": runs}
 
 
 def _routes(topology: Topology) -> Routes:
