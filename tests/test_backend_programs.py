@@ -148,7 +148,7 @@ found["stage"] = weights(block)
 
 
 # Before these, torch itself was not able to. 2.6's FSDP2 asks a CPU for CUDA's events. Its pipelines hang over gloo, and leave
-# gradients undivided by the number of micro-batches; those of 2.9 send the shapes of tensors in an order in which nobody takes them.
+# gradients undivided by the number of micro-batches; those of 2.9 send the shapes of tensors in an order in which none is taken.
 FROM = {"fsdp2": (2, 7), "pipeline": (2, 10)}
 
 
