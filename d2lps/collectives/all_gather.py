@@ -5,7 +5,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from d2lps.collectives.arguments import Tensors, check_fits, check_list, check_parts, collective, doublings
-from d2lps.collectives.ring import Ring, all_gather_steps, play
+from d2lps.collectives.ring import Ring, all_gather_round
 from d2lps.comm import Communicator, flat
 from d2lps.cost.numbers import named
 
@@ -43,7 +43,7 @@ def _ring(comm: Communicator, room: Tensors, tensor: Tensor) -> None:
     """Every rank passes to its right what it got last from its left, and begins with its own."""
     comm.copy(room[comm.rank], tensor)
     chunks = [room[-1], *room[:-1]]  # of a ring, rank r begins with chunk r + 1: let that be part r
-    play(comm, "all-gather", comm.size, all_gather_steps(Ring.of(comm.rank, range(comm.size), chunks)))
+    all_gather_round(comm, [Ring.of(comm.rank, range(comm.size), chunks)])
 
 
 def _bruck(comm: Communicator, room: Tensors, tensor: Tensor) -> None:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from d2lps.collectives.arguments import Tensors, check_fits, check_list, check_parts, collective, divide
-from d2lps.collectives.ring import Ring, play, reduce_scatter_steps
+from d2lps.collectives.ring import Ring, reduce_scatter_round
 from d2lps.comm import Communicator, ReduceOp, flat
 from d2lps.comm.ops import check_op
 from d2lps.comm.staging import stage
@@ -48,7 +48,7 @@ def _ring(comm: Communicator, data: Tensor, parts: Tensors, op: ReduceOp) -> Non
     """Each part travels once round the ring and is added to on its way; it ends at the rank that it belongs to."""
     chunks = [parts[-1], *parts[:-1]]  # a ring leaves chunk r + 1 with rank r: let that be part r
     ring = Ring.of(comm.rank, range(comm.size), chunks)
-    play(comm, "reduce-scatter", comm.size, reduce_scatter_steps(comm, ring, op, keep=True))
+    reduce_scatter_round(comm, [ring], op, keep=True)
     comm.copy(data, ring.passing[-1])  # not earlier: `data` may be part of the input, as in torch
 
 

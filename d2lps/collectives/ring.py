@@ -1,10 +1,9 @@
 """Once round a ring: each rank sends to its right, and receives from its left, one chunk after another.
 
-The two schedules yield a rank's messages, step by step. Who waits for them is another matter: `play` does for one ring;
-several rings can take their steps side by side.
+Several rings, each with its part of the data, can take their steps side by side: one is the smallest case of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from d2lps.comm import Communicator, ReduceOp
 
-Step = tuple[Tensor, int, Tensor, int]  # send this to that rank, and receive there from that one
+Step = tuple[tuple[Tensor, int], tuple[Tensor, int]]  # send this to that rank, and receive there from that one
 
 
 class Ring(NamedTuple):
@@ -34,11 +33,27 @@ class Ring(NamedTuple):
         return cls(ranks[(r + 1) % size], ranks[r - 1], passing)
 
 
-def reduce_scatter_steps(comm: Communicator, ring: Ring, op: ReduceOp, keep: bool = False) -> Iterator[Step]:
+def reduce_scatter_round(comm: Communicator, rings: Sequence[Ring], op: ReduceOp, keep: bool = False) -> None:
     """Every chunk is added to by each rank that it passes; afterwards `passing[-1]` holds the sum of all ranks.
 
     keep: leave the rank's own chunks as they are, and add them to what came in instead.
     """
+    _play(comm, "reduce-scatter", rings, [_reduce_scatter(comm, ring, op, keep) for ring in rings])
+
+
+def all_gather_round(comm: Communicator, rings: Sequence[Ring]) -> None:
+    """`passing[-1]` is complete, and goes to all; afterwards all chunks are."""
+    _play(comm, "all-gather", rings, map(_all_gather, rings))
+
+
+def _play(comm: Communicator, name: str, rings: Sequence[Ring], schedules: Iterable[Iterator[Step]]) -> None:
+    """A step of every ring at once, none goes ahead of the others; labels are "reduce-scatter 1/3" for that name and 4 ranks."""
+    for number, steps in enumerate(zip(*schedules, strict=True), 1):
+        comm.step("{} {}/{}", name, number, len(rings[0].passing) - 1)
+        comm.exchange(*zip(*steps, strict=True))
+
+
+def _reduce_scatter(comm: Communicator, ring: Ring, op: ReduceOp, keep: bool) -> Iterator[Step]:
     right, left, passing = ring
     lengths = {chunk.numel() for chunk in passing}
     scratch = passing[0].new_empty(max(lengths))
@@ -46,7 +61,7 @@ def reduce_scatter_steps(comm: Communicator, ring: Ring, op: ReduceOp, keep: boo
     for step in range(1, len(passing)):
         mine = passing[step]
         incoming = mine.new_empty(mine.shape) if keep else room[mine.numel()]
-        yield passing[step - 1], right, incoming, left
+        yield (passing[step - 1], right), (incoming, left)
         if keep:
             comm.combine(incoming, mine, op)
             passing[step] = incoming
@@ -54,15 +69,7 @@ def reduce_scatter_steps(comm: Communicator, ring: Ring, op: ReduceOp, keep: boo
             comm.combine(mine, incoming, op)
 
 
-def all_gather_steps(ring: Ring) -> Iterator[Step]:
-    """`passing[-1]` is complete; so is what comes from the left."""
+def _all_gather(ring: Ring) -> Iterator[Step]:
     right, left, passing = ring
     for outgoing, incoming in pairwise([passing[-1], *passing[:-1]]):
-        yield outgoing, right, incoming, left
-
-
-def play(comm: Communicator, name: str, size: int, steps: Iterator[Step]) -> None:
-    """Take the steps of one ring of `size` ranks; labels are "reduce-scatter 1/3" for that name and 4 ranks."""
-    for number, (outgoing, right, incoming, left) in enumerate(steps, 1):
-        comm.step("{} {}/{}", name, number, size - 1)
-        comm.sendrecv(outgoing, right, incoming, left)
+        yield (outgoing, right), (incoming, left)

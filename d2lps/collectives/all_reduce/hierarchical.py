@@ -7,7 +7,7 @@ from torch import Tensor
 
 from d2lps.collectives.all_reduce.placement import by_machine
 from d2lps.collectives.all_reduce.rings import around
-from d2lps.collectives.ring import Ring, all_gather_steps, play, reduce_scatter_steps
+from d2lps.collectives.ring import Ring, all_gather_round, reduce_scatter_round
 from d2lps.comm import Communicator, ReduceOp
 
 Nest = Sequence[Any]  # ranks, or nests that are all equally deep: [[0, 1], [2, 3]] are two machines of two ranks
@@ -30,7 +30,7 @@ def hierarchical(comm: Communicator, data: Tensor, op: ReduceOp, *, groups: Nest
 
 def _all_reduce(comm: Communicator, data: Tensor, op: ReduceOp, nest: Nest) -> None:
     if not _deep(nest):
-        around(comm, data, op, nest)
+        around(comm, [data], op, [nest])
         return
     innermost = _innermost(nest)
     mine = next(group for group in innermost if comm.rank in group)
@@ -39,11 +39,11 @@ def _all_reduce(comm: Communicator, data: Tensor, op: ReduceOp, nest: Nest) -> N
     first = [_first(k, len(mine), count) for k in range(len(mine) + 1)]
     chunks = [data[edges[first[k]] : edges[first[k + 1]]] for k in range(len(mine))]
     ring = Ring.of(comm.rank, mine, chunks)
-    play(comm, "reduce-scatter", len(mine), reduce_scatter_steps(comm, ring, op))
+    reduce_scatter_round(comm, [ring], op)
     held = (mine.index(comm.rank) + 1) % len(mine)  # the chunk with which the ring leaves this rank
     for number in range(first[held], first[held + 1]):
         _all_reduce(comm, data[edges[number] : edges[number + 1]], op, _holders(nest, number, count))
-    play(comm, "all-gather", len(mine), all_gather_steps(ring))
+    all_gather_round(comm, [ring])
 
 
 def _first(chunk: int, ranks: int, parts: int) -> int:

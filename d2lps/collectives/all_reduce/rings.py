@@ -3,13 +3,13 @@
 Or round several rings at once: where there is a cable each way, or a mesh, one ring leaves links idle.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor
 
 from d2lps.collectives.arguments import divide
-from d2lps.collectives.ring import Ring, Step, all_gather_steps, play, reduce_scatter_steps
+from d2lps.collectives.ring import Ring, all_gather_round, reduce_scatter_round
 from d2lps.comm import Communicator, ReduceOp
 
 Orders = Sequence[Sequence[int]]  # of ranks, one for each ring
@@ -21,15 +21,17 @@ def ring(comm: Communicator, data: Tensor, op: ReduceOp) -> None:
     2(p - 1) steps; each rank sends 2(p - 1)/p n bytes, the least there is. Time: 2(p - 1) alpha + 2(p - 1)/p n beta.
     With 4 ranks and n beta = 10 ms: 15 ms. Source: Patarasuk, Yuan 2009.
     """
-    around(comm, data, op, range(comm.size))
+    around(comm, [data], op, [range(comm.size)])
 
 
-def around(comm: Communicator, data: Tensor, op: ReduceOp, ranks: Sequence[int]) -> None:
-    """All-reduce among some ranks, in the order of the ring that they form."""
-    ring = Ring.of(comm.rank, ranks, comm.chunks(data, len(ranks)))
-    play(comm, "reduce-scatter", len(ranks), reduce_scatter_steps(comm, ring, op))
-    divide(ring.passing[-1], op, comm.size)
-    play(comm, "all-gather", len(ranks), all_gather_steps(ring))
+def around(comm: Communicator, parts: Sequence[Tensor], op: ReduceOp, orders: Orders) -> None:
+    """All-reduce among some ranks: each part of the data round a ring through them, all rings side by side."""
+    ways = zip(orders, parts, strict=True)
+    rings = [Ring.of(comm.rank, order, comm.chunks(part, len(order))) for order, part in ways]
+    reduce_scatter_round(comm, rings, op)
+    for ring in rings:
+        divide(ring.passing[-1], op, comm.size)
+    all_gather_round(comm, rings)
 
 
 def two_rings(
@@ -47,19 +49,7 @@ def two_rings(
     rings = [every, every[::-1]] if rings is None else rings
     shares = [1.0] * len(rings) if shares is None else shares
     _check(rings, shares, every)
-    parts = zip(rings, _cut(data, shares), strict=True)
-    seen = [Ring.of(comm.rank, order, comm.chunks(part, comm.size)) for order, part in parts]
-    _side_by_side(comm, "reduce-scatter", [reduce_scatter_steps(comm, ring, op) for ring in seen])
-    for ring in seen:
-        divide(ring.passing[-1], op, comm.size)
-    _side_by_side(comm, "all-gather", map(all_gather_steps, seen))
-
-
-def _side_by_side(comm: Communicator, name: str, rings: Iterable[Iterator[Step]]) -> None:
-    """A step of every ring at once; none goes ahead of the others."""
-    for number, steps in enumerate(zip(*rings, strict=True), 1):
-        comm.step("{} {}/{}", name, number, comm.size - 1)
-        comm.exchange([step[:2] for step in steps], [step[2:] for step in steps])
+    around(comm, _cut(data, shares), op, rings)
 
 
 def _cut(data: Tensor, shares: Sequence[float]) -> list[Tensor]:
