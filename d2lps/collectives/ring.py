@@ -50,7 +50,8 @@ def _play(comm: Communicator, name: str, rings: Sequence[Ring], schedules: Itera
     """A step of every ring at once, none goes ahead of the others; labels are "reduce-scatter 1/3" for that name and 4 ranks."""
     for number, steps in enumerate(zip(*schedules, strict=True), 1):
         comm.step("{} {}/{}", name, number, len(rings[0].passing) - 1)
-        comm.exchange(*zip(*steps, strict=True))
+        sends, receives = zip(*steps, strict=True)
+        comm.exchange(sends, receives)
 
 
 def _reduce_scatter(comm: Communicator, ring: Ring, op: ReduceOp, keep: bool) -> Iterator[Step]:

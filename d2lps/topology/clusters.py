@@ -29,13 +29,10 @@ def spine_leaf(
         raise ValueError(f"oversubscription={oversubscription!r} is below 1: more could leave a rack than enter it")
     graph = with_devices("spine_leaf", racks * per_rack, device)
     for rack in range(racks):
-        leaf = f"leaf{rack}"
-        graph.add_node(leaf, kind="switch")
         for index in range(per_rack):
-            connect(graph, f"gpu{rack * per_rack + index}", leaf, bandwidth, latency)
+            connect(graph, f"gpu{rack * per_rack + index}", f"leaf{rack}", bandwidth, latency)
         for spine in range(spines):
-            graph.add_node(f"spine{spine}", kind="switch")
-            connect(graph, leaf, f"spine{spine}", per_rack * bandwidth / oversubscription / spines, latency)
+            connect(graph, f"leaf{rack}", f"spine{spine}", per_rack * bandwidth / oversubscription / spines, latency)
     return Topology(graph, f"spine_leaf({racks} x {per_rack})")
 
 
@@ -60,8 +57,6 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6, 
             connect(graph, f"{others}{index}", switch, bandwidth, latency)
 
     for pod in range(k):
-        for stage in ("edge", "agg"):
-            graph.add_nodes_from((f"{stage}{pod}.{index}" for index in range(half)), kind="switch")
         for index in range(half):
             join(f"edge{pod}.{index}", "gpu", (pod * half + index) * half)
         for index in range(half):
@@ -91,7 +86,6 @@ def multi_node(
         graph.add_edges_from(copy.edges(data=True))
         leaves = [f"{machine}/{leaf}" for leaf in node.devices + node.hosts]
         if ports == "node":
-            graph.add_node(f"{machine}/nic", kind="switch")
             for leaf in leaves:  # to the port, a device is limited by its own bus, not by the cable
                 connect(graph, leaf, f"{machine}/nic", max(node.bandwidth, default=PORT), 0.0)
             leaves = [f"{machine}/nic"]
