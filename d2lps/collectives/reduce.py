@@ -47,17 +47,15 @@ def _tree(comm: Communicator, data: Tensor, dst: int, op: ReduceOp) -> None:
     Ranks are counted from the destination: position 0 is dst. In the step of distance d, position d + k sends to k.
     """
     position = (comm.rank - dst) % comm.size
-    total, incoming = data, None
+    total, incoming = data, data.new_empty(data.shape)
     for step, distance in enumerate(reversed(doublings(comm.size)), 1):
         comm.step("reduce {}", step)
         if position >= distance:
             comm.send(total, (comm.rank - distance) % comm.size)
             return
         if position + distance < comm.size:
-            if incoming is None:
-                incoming = data.new_empty(data.shape)
-                if position:  # its tensor stays as it was
-                    total = data.new_empty(data.shape)
-                    comm.copy(total, data)
+            if position and total is data:  # which stays as it was
+                total = data.new_empty(data.shape)
+                comm.copy(total, data)
             comm.recv(incoming, (comm.rank + distance) % comm.size)
             comm.combine(total, incoming, op)
