@@ -48,7 +48,6 @@ def draw(
         picture.links()
     else:
         picture.lanes(links, label)
-    picture.ax.autoscale_view()  # for links that go round something
     if names:
         picture.names()
     if legend:
@@ -168,17 +167,14 @@ class _Picture:
         return max(0.5, min(WIDEST, self._points(0.22 * self.size)) * math.sqrt(bandwidth / self.fastest))
 
     def _line(self, src: Hashable, dst: Hashable, width: float, color: Any, shift: float, head: bool = False) -> None:
-        """A parabola, `shift`ed to the left of its way, with an arrowhead a little behind its middle where that matters."""
-        bend = self.layout.bends.get((src, dst), self.layout.bends.get((dst, src), 0.0))
+        """`shift`ed to the left of its way, with an arrowhead a little behind its middle where that matters."""
         start, end = self._end(src, dst), self._end(dst, src)
-        left = 1j * (end - start) / (abs(end - start) or 1.0) * shift
-        start, control, end = start + left, (start + end) / 2 + 2j * bend + left, end + left
-        path = Path(_pairs(start, control, end), [Path.MOVETO, Path.CURVE3, Path.CURVE3])
-        self.ax.add_patch(patches.PathPatch(path, fill=False, edgecolor=color, linewidth=width, zorder=1))
+        way = (end - start) / (abs(end - start) or 1.0)
+        start, end = start + 1j * way * shift, end + 1j * way * shift
+        self.ax.add_patch(patches.PathPatch(Path(_pairs(start, end)), edgecolor=color, linewidth=width, zorder=1))
         if head:
-            before, after = 0.4 * start + 0.6 * control, 0.4 * control + 0.6 * end
-            tip, long = 0.4 * before + 0.6 * after, 0.3 * self.size * (after - before) / (abs(after - before) or 1.0)
-            corners = _pairs(tip + long, tip - (1 - 0.6j) * long, tip - (1 + 0.6j) * long)
+            middle, long = 0.4 * start + 0.6 * end, 0.3 * self.size * way
+            corners = _pairs(middle + long, middle - (1 - 0.6j) * long, middle - (1 + 0.6j) * long)
             self.ax.add_patch(patches.Polygon(corners, facecolor=color, edgecolor="none", zorder=2))
 
     def _end(self, node: Hashable, other: Hashable) -> complex:

@@ -10,7 +10,6 @@ import networkx as nx
 MOST = 80  # nodes in a picture; more cannot be told apart
 
 Places = dict[Hashable, tuple[float, float]]
-Bends = dict[tuple[Hashable, Hashable], float]
 _SQUARE: dict[str, Any] = {"scale": 0.44, "center": (0.5, 0.5)}  # for the layouts of networkx
 
 
@@ -21,7 +20,6 @@ class Layout:
     positions: Places
     aspect: float = 1.0
     bars: dict[Hashable, float] = field(default_factory=dict)  # switches as wide as what hangs below them: their widths
-    bends: Bends = field(default_factory=dict)  # links that go round something, by how much
     boxes: dict[str, list[Hashable]] = field(default_factory=dict)  # what stands in one rack, pod or machine
 
 
@@ -87,18 +85,18 @@ def _tiers(graph: nx.DiGraph) -> Layout:
 
 # ---- a DGX-1 ----------------------------------------------------------------------------------------------------------
 
-# Two quads, mirrored: the links between them are straight for the inner four, and go round for the outer.
+# A cube, seen from above: gpu0, 4, 6 and 2 are the corners of its top, gpu1, 5, 7 and 3 those below them.
 _DGX1_ROWS = {
-    0.8: {"pcie0": 0.12, "gpu0": 0.29, "gpu1": 0.43, "gpu5": 0.57, "gpu4": 0.71, "pcie2": 0.88},
-    0.34: {"pcie1": 0.16, "gpu2": 0.29, "gpu3": 0.43, "gpu7": 0.57, "gpu6": 0.71, "pcie3": 0.84},
-    0.06: {"cpu0": 0.05, "cpu1": 0.95},
+    0.92: {"pcie0": 0.08, "gpu0": 0.26, "gpu4": 0.74, "pcie2": 0.92},
+    0.69: {"gpu1": 0.43, "gpu5": 0.57},
+    0.52: {"cpu0": 0.0, "cpu1": 1.0},
+    0.31: {"gpu3": 0.36, "gpu7": 0.64},
+    0.08: {"pcie1": 0.05, "gpu2": 0.19, "gpu6": 0.81, "pcie3": 0.95},
 }
-_DGX1_BENDS: Bends = {("gpu0", "gpu4"): 0.1, ("gpu2", "gpu6"): -0.1, ("gpu1", "pcie0"): 0.06, ("gpu5", "pcie2"): 0.06}
-_DGX1_BENDS |= {("gpu3", "pcie1"): -0.06, ("gpu7", "pcie3"): -0.06}
 
 
 def _dgx1(_: nx.DiGraph) -> Layout:
-    return Layout({node: (x, y) for y, row in _DGX1_ROWS.items() for node, x in row.items()}, 0.6, bends=_DGX1_BENDS)
+    return Layout({node: (x, y) for y, row in _DGX1_ROWS.items() for node, x in row.items()}, 0.6)
 
 
 # ---- many machines ----------------------------------------------------------------------------------------------------
@@ -110,8 +108,6 @@ def _multi_node(graph: nx.DiGraph) -> Layout:
     places = inner.positions | {"nic": (0.5, 1.12)}
     if inner.bars:  # upside down: what hangs below its switch faces the network
         places |= {node: (x, 1 - y) for node, (x, y) in inner.positions.items()}
-    elif inner.bends:  # a DGX-1: its second row out of the way of the first's links to the network
-        places |= {node: (x - 0.065, y) for node, (x, y) in inner.positions.items() if y == 0.34}
     machines = list(dict.fromkeys(str(node).partition("/")[0] for node in graph if "/" in str(node)))
     width = 1 / max(len(machines), 1)
     found = Layout({"network": (0.5, 0.95)}, max(0.36, 0.2 + 0.95 * inner.aspect * width), {"network": 0.96})
@@ -119,7 +115,6 @@ def _multi_node(graph: nx.DiGraph) -> Layout:
         for name, (x, y) in places.items():
             found.positions[f"{machine}/{name}"] = width * (index + 0.06 + 0.88 * x), 0.04 + 0.68 * y
         found.bars |= {f"{machine}/{name}": 0.88 * width * wide for name, wide in inner.bars.items()}
-        found.bends |= {(f"{machine}/{u}", f"{machine}/{v}"): 0.88 * width * bend for (u, v), bend in inner.bends.items()}
         found.boxes[machine] = [node for node in graph if str(node).startswith(f"{machine}/")]
     return found
 
