@@ -93,12 +93,11 @@ def _machines(comm: Communicator) -> dict[str, Any]:
     if len(groups) < 2 or len(groups[0]) < 2 or any(len(group) != len(groups[0]) for group in groups):
         return {}
     one, other = ([nodes[rank] for rank in group] for group in groups[:2])
-    known: dict[str, Any] = {"inner": [(len(one), *slowest(comm.topology, tuple(one)))]}
-    ways = [set(comm.topology.route(*ends).links) for ends in zip(one[:2], other[:2], strict=True)]
-    candidates = list(CANDIDATES)
-    if ways[0] & ways[1]:  # they leave by one port, which others than these would crowd
-        known["ports"], candidates = "node", ["ring", "halving_doubling"]
+    first, second = (set(comm.topology.route(*ends).links) for ends in zip(one[:2], other[:2], strict=True))
+    one_port = bool(first & second)  # which others than these candidates would crowd
+    candidates = ["ring", "halving_doubling"] if one_port else list(CANDIDATES)
     in_order = [rank for group in groups for rank in group] == list(range(comm.size))
-    if not in_order or ("ports" in known and comm.size.bit_count() > 1):
+    if not in_order or (one_port and comm.size.bit_count() > 1):
         candidates.remove("halving_doubling")  # its nearest ranks would not be in its own machine
-    return known | {"candidates": candidates}
+    inner = [(len(one), *slowest(comm.topology, tuple(one)))]
+    return {"inner": inner, "ports": "node" if one_port else "device", "candidates": candidates}
