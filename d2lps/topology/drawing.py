@@ -64,9 +64,9 @@ class _Picture:
         self.fastest = max((bandwidth for *_, bandwidth in whole.edges(data="bandwidth")), default=1.0)
         # From the unit square to a plane in which both axes have the same scale.
         self.at = {node: complex(x, y * self.layout.aspect) for node, (x, y) in self.layout.positions.items() if node in shown}
-        largest = {kind: self._size(kind) for kind in set(self.kind.values())}
-        self.size = min(largest.values())
-        self.sizes = {kind: min(1.5 * self.size, size) for kind, size in largest.items()}  # none are much larger than others
+        free = [at for node, at in self.at.items() if node not in self.layout.bars]
+        nearest = min((abs(a - b) for a in free for b in self.at.values() if a != b), default=1.0)
+        self.size = min(0.04, 0.36 * nearest)  # half the width of a device: all are alike, and no two nodes touch
         self.gap = 0.36 * self.size  # between the lanes of one link
         if ax is None:
             width = min(max(5.0, 0.36 / self.size), 11.0)
@@ -81,15 +81,9 @@ class _Picture:
         ax.axis("off")
         ax.set_title(title, fontsize="medium")
 
-    def _size(self, kind: str) -> float:
-        """Half the width of the nodes of a kind: all are alike, and none touch."""
-        mine = [at for node, at in self.at.items() if self.kind[node] == kind and node not in self.layout.bars]
-        return min(0.04, 0.36 * min((abs(a - b) for a in mine for b in self.at.values() if a != b), default=1.0))
-
     def _half(self, node: Hashable) -> float:
         """Half a node's width."""
-        kind = self.kind[node]
-        return self.layout.bars.get(node, 2 * self.sizes[kind] * (1.3 if kind == "switch" else 1.0)) / 2
+        return self.layout.bars.get(node, 2 * self.size * (1.8 if self.kind[node] == "switch" else 1.0)) / 2
 
     def _points(self, length: float) -> float:
         """A length of the plane, in points of the page."""
@@ -101,7 +95,7 @@ class _Picture:
 
     def _shape(self, node: Hashable) -> patches.Patch:
         at, kind, half = self.at[node], self.kind[node], self._half(node)
-        size = max(self.size, 0.02) if node in self.layout.bars else self.sizes[kind]
+        size = max(self.size, 0.02) if node in self.layout.bars else self.size
         style: dict[str, Any] = {"facecolor": FILL[kind], "edgecolor": EDGE[kind], "linewidth": 1.2, "zorder": 3}
         if kind == "host":
             return patches.RegularPolygon((at.real, at.imag), 6, radius=1.2 * size, **style)

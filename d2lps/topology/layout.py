@@ -87,11 +87,11 @@ def _tiers(graph: nx.DiGraph) -> Layout:
 
 # A cube, seen from above: gpu0, 4, 6 and 2 are the corners of its top, gpu1, 5, 7 and 3 those below them.
 _DGX1_ROWS = {
-    0.92: {"pcie0": 0.08, "gpu0": 0.26, "gpu4": 0.74, "pcie2": 0.92},
+    0.92: {"pcie0": 0.06, "gpu0": 0.26, "gpu4": 0.74, "pcie2": 0.94},
     0.69: {"gpu1": 0.43, "gpu5": 0.57},
     0.52: {"cpu0": 0.0, "cpu1": 1.0},
     0.31: {"gpu3": 0.36, "gpu7": 0.64},
-    0.08: {"pcie1": 0.05, "gpu2": 0.19, "gpu6": 0.81, "pcie3": 0.95},
+    0.08: {"pcie1": 0.03, "gpu2": 0.19, "gpu6": 0.81, "pcie3": 0.97},
 }
 
 
