@@ -194,7 +194,7 @@ class _Picture:
         for bandwidth in dict.fromkeys(single[k * (len(single) - 1) // 4] for k in range(5) if single):
             line: dict[str, Any] = {"color": LINK, "lw": self._width(bandwidth), "label": f"{bandwidth / 1e9:.3g} GB/s"}
             handles.append(plt.Line2D([], [], **line))
-        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 2.0}  # and the boxes' names
+        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 2.0}
         self.ax.legend(handles=handles, ncols=min(len(handles), 6), frameon=False, fontsize=8, handlelength=2.2, **below)
 
 
