@@ -64,11 +64,8 @@ def _reduce_scatter(comm: Communicator, ring: Ring, op: ReduceOp, keep: bool) ->
         mine = passing[step]
         incoming = mine.new_empty(mine.shape) if keep else room[mine.numel()]
         yield (passing[step - 1], right), (incoming, left)
-        if keep:
-            comm.combine(incoming, mine, op)
-            passing[step] = incoming
-        else:
-            comm.combine(mine, incoming, op)
+        passing[step], added = (incoming, mine) if keep else (mine, incoming)
+        comm.combine(passing[step], added, op)
 
 
 def _all_gather(ring: Ring) -> Iterator[Step]:
