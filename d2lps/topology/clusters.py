@@ -1,5 +1,7 @@
 """Many machines: how their network is joined."""
 
+from itertools import product
+
 import networkx as nx
 
 from d2lps.topology.device import A100, H100, Device
@@ -51,17 +53,14 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6, 
     graph = with_devices("fat_tree", k * half * half, device)
     graph.add_nodes_from((f"core{index}" for index in range(half * half)), kind="switch")
 
-    def join(switch: str, others: str, first: int = 0) -> None:
-        """With half a switch's worth of others, from their number `first` on."""
-        for index in range(first, first + half):
-            connect(graph, f"{others}{index}", switch, bandwidth, latency)
-
+    pairs = list(product(range(half), repeat=2))
     for pod in range(k):
-        for index in range(half):
-            join(f"edge{pod}.{index}", "gpu", (pod * half + index) * half)
-        for index in range(half):
-            join(f"agg{pod}.{index}", f"edge{pod}.")
-            join(f"agg{pod}.{index}", "core", index * half)
+        for index, other in pairs:
+            connect(graph, f"gpu{(pod * half + index) * half + other}", f"edge{pod}.{index}", bandwidth, latency)
+        for index, other in pairs:
+            connect(graph, f"edge{pod}.{other}", f"agg{pod}.{index}", bandwidth, latency)
+        for index, other in pairs:
+            connect(graph, f"core{index * half + other}", f"agg{pod}.{index}", bandwidth, latency)
     return Topology(graph, f"fat_tree({k})")
 
 

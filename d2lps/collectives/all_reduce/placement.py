@@ -34,8 +34,8 @@ def by_machine(comm: Communicator) -> list[list[int]]:
 
 def nodes_of(comm: Communicator) -> tuple[Hashable, ...]:
     """The node of the topology that each rank lives on; empty outside simulations."""
-    nodes = getattr(comm, "nodes", None)
-    return tuple(nodes[member] for member in comm.members) if comm.topology is not None and nodes else ()
+    nodes = getattr(comm, "nodes", ())
+    return tuple(nodes[member] for member in comm.members) if nodes else ()
 
 
 def link(comm: Communicator) -> tuple[float, float]:
