@@ -18,9 +18,8 @@ from torch.distributed import ReduceOp
 import d2lps
 from d2lps import cost
 from d2lps.collectives.all_reduce import all_reduce
-from d2lps.collectives.all_reduce.auto import pick
 from d2lps.collectives.all_reduce.double_tree import family, orders
-from d2lps.collectives.all_reduce.placement import by_machine
+from d2lps.collectives.all_reduce.placement import by_machine, pick
 from d2lps.simulator import simulate
 from d2lps.topology import Topology, dgx1, dgx1_rings, fat_tree, hgx_h100, multi_node, ring, star
 from d2lps.trace.origins import Origins

@@ -301,8 +301,8 @@ MISTAKES = {
     "TypeError: output_list must be a list of 3 tensors, one for each rank, not Tensor": lambda comm: collectives.all_to_all(
         comm, torch.ones(3, 2), three
     ),
-    "ValueError: output_list is of torch.int64, input_list of torch.float32: they must be alike": lambda comm: (
-        collectives.all_to_all(comm, [integers] * 3, three)
+    "ValueError: output_list[0] is int64[2] but input_list[0] is float32[2]": lambda comm: (
+        comm.rank == 0 and collectives.all_to_all(comm, [integers] * 3, three)
     ),
     "ValueError: output_list[0] is float32[3] but input_list[0] is float32[2]": lambda comm: (
         comm.rank == 0 and collectives.all_to_all(comm, [y, x, x], three)

@@ -41,22 +41,18 @@ ALONE = {"floats": "{floats:,}", "links": "{links:,}", "messages": "{messages:,}
 ALONE |= {"wall s": "{wall:.2f}", "us/message": "{cost:.2f}"}
 
 
-def measure(name: str, topology: Topology, floats: int, ranks: int | None = None, trace: bool = False, times: int = 1) -> Row:
+def measure(name: str, topology: Topology, floats: int, ranks: int | None = None, trace: bool = False) -> Row:
     """Simulate a ring all-reduce of so many floats, without contents; "wall" and "virtual" in seconds, "cost" in us a message.
 
-    times: so often, and the least disturbed one counts.
+    "links" are those of the whole network, each direction counted.
     """
 
     def work(comm: Communicator) -> None:
         all_reduce(comm, torch.empty(floats, device=comm.device), algorithm="ring")
 
-    rows = []
-    for _ in range(times):
-        start = time.perf_counter()
-        run = simulate(work, topology, ranks=ranks, device="meta", trace=trace)
-        rows.append(_figures(name, len(run), floats, run.time, time.perf_counter() - start))
-    links = len(topology.bandwidth)  # of the whole network, each direction counted
-    return min(rows, key=lambda row: row["wall"]) | {"links": links}
+    start = time.perf_counter()
+    run = simulate(work, topology, ranks=ranks, device="meta", trace=trace)
+    return _figures(name, len(run), floats, run.time, time.perf_counter() - start) | {"links": len(topology.links)}
 
 
 def _figures(name: str, ranks: int, floats: int, virtual: float, wall: float) -> Row:
@@ -65,10 +61,14 @@ def _figures(name: str, ranks: int, floats: int, virtual: float, wall: float) ->
     return {"way": name, "ranks": ranks, "floats": floats, "messages": messages, "virtual": virtual, "wall": wall, "cost": cost}
 
 
+def _least(times: int, *case: Any) -> Row:
+    """The least disturbed of so many measurements."""
+    return min((measure(*case) for _ in range(times)), key=lambda row: row["wall"])
+
+
 def with_ranks(sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> list[Row]:
     """The same chunks on stars of more and more ranks: two links a rank."""
-    short = {p: 3 if p <= 256 else 1 for p in sizes}
-    return [measure(f"star, {p} ranks", star(p, _LINK, _LATENCY), _CHUNK * p, times=times) for p, times in short.items()]
+    return [_least(3 if p <= 256 else 1, f"star, {p} ranks", star(p, _LINK, _LATENCY), _CHUNK * p) for p in sizes]
 
 
 def with_links(arities: Sequence[int] = (8, 10, 12, 14)) -> list[Row]:
@@ -81,7 +81,7 @@ def with_links(arities: Sequence[int] = (8, 10, 12, 14)) -> list[Row]:
         tree = fat_tree(k, _LINK, _LATENCY)
         for place in range(64):
             tree.route(tree.devices[place], tree.devices[(place + 1) % 64])
-        rows.append(measure(f"fat_tree({k}), 64 ranks", tree, _CHUNK * 64, ranks=64, times=3))
+        rows.append(_least(3, f"fat_tree({k}), 64 ranks", tree, _CHUNK * 64, 64))
     return rows
 
 

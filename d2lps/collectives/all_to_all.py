@@ -19,8 +19,6 @@ def all_to_all(comm: Communicator, output_list: Tensors, input_list: Tensors, al
     """
     check_list(comm, "output_list", output_list)
     check_list(comm, "input_list", input_list)
-    if output_list[0].dtype != input_list[0].dtype:
-        raise ValueError(f"output_list is of {output_list[0].dtype}, input_list of {input_list[0].dtype}: they must be alike")
     check_fits(f"output_list[{comm.rank}]", output_list[comm.rank], f"input_list[{comm.rank}]", input_list[comm.rank])
     chosen = named("algorithm", algorithm, {"direct": _direct, "pairwise": _pairwise})
     comm.copy(output_list[comm.rank], input_list[comm.rank])

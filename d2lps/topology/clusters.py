@@ -1,5 +1,7 @@
 """Many machines: how their network is joined."""
 
+from itertools import product
+
 import networkx as nx
 
 from d2lps.topology.device import A100, H100, Device
@@ -29,13 +31,10 @@ def spine_leaf(
         raise ValueError(f"oversubscription={oversubscription!r} is below 1: more could leave a rack than enter it")
     graph = with_devices("spine_leaf", racks * per_rack, device)
     for rack in range(racks):
-        leaf = f"leaf{rack}"
-        graph.add_node(leaf, kind="switch")
         for index in range(per_rack):
-            connect(graph, f"gpu{rack * per_rack + index}", leaf, bandwidth, latency)
+            connect(graph, f"gpu{rack * per_rack + index}", f"leaf{rack}", bandwidth, latency)
         for spine in range(spines):
-            graph.add_node(f"spine{spine}", kind="switch")
-            connect(graph, leaf, f"spine{spine}", per_rack * bandwidth / oversubscription / spines, latency)
+            connect(graph, f"leaf{rack}", f"spine{spine}", per_rack * bandwidth / oversubscription / spines, latency)
     return Topology(graph, f"spine_leaf({racks} x {per_rack})")
 
 
@@ -54,19 +53,14 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6, 
     graph = with_devices("fat_tree", k * half * half, device)
     graph.add_nodes_from((f"core{index}" for index in range(half * half)), kind="switch")
 
-    def join(switch: str, others: str, first: int = 0) -> None:
-        """With half a switch's worth of others, from their number `first` on."""
-        for index in range(first, first + half):
-            connect(graph, f"{others}{index}", switch, bandwidth, latency)
-
+    pairs = list(product(range(half), repeat=2))
     for pod in range(k):
-        for stage in ("edge", "agg"):
-            graph.add_nodes_from((f"{stage}{pod}.{index}" for index in range(half)), kind="switch")
-        for index in range(half):
-            join(f"edge{pod}.{index}", "gpu", (pod * half + index) * half)
-        for index in range(half):
-            join(f"agg{pod}.{index}", f"edge{pod}.")
-            join(f"agg{pod}.{index}", "core", index * half)
+        for index, other in pairs:
+            connect(graph, f"gpu{(pod * half + index) * half + other}", f"edge{pod}.{index}", bandwidth, latency)
+        for index, other in pairs:
+            connect(graph, f"edge{pod}.{other}", f"agg{pod}.{index}", bandwidth, latency)
+        for index, other in pairs:
+            connect(graph, f"core{index * half + other}", f"agg{pod}.{index}", bandwidth, latency)
     return Topology(graph, f"fat_tree({k})")
 
 
@@ -91,7 +85,6 @@ def multi_node(
         graph.add_edges_from(copy.edges(data=True))
         leaves = [f"{machine}/{leaf}" for leaf in node.devices + node.hosts]
         if ports == "node":
-            graph.add_node(f"{machine}/nic", kind="switch")
             for leaf in leaves:  # to the port, a device is limited by its own bus, not by the cable
                 connect(graph, leaf, f"{machine}/nic", max(node.bandwidth, default=PORT), 0.0)
             leaves = [f"{machine}/nic"]

@@ -44,12 +44,12 @@ def draw(
         if link not in graph.edges:
             raise ValueError(f"links has a value for {link!r}, which is no link of {title}")
     picture = _Picture(graph, shown, title, ax)
-    picture.boxes()
     if links is None:
         picture.links()
     else:
         picture.lanes(links, label)
-    picture.nodes(names)
+    if names:
+        picture.names()
     if legend:
         picture.legend()
     return picture.ax
@@ -64,32 +64,26 @@ class _Picture:
         self.fastest = max((bandwidth for *_, bandwidth in whole.edges(data="bandwidth")), default=1.0)
         # From the unit square to a plane in which both axes have the same scale.
         self.at = {node: complex(x, y * self.layout.aspect) for node, (x, y) in self.layout.positions.items() if node in shown}
-        self.size = self._size(set(self.kind.values()), 1.0)
-        self.sizes = {kind: self._size({kind}, 1.5 * self.size) for kind in FILL}
+        free = [at for node, at in self.at.items() if node not in self.layout.bars]
+        nearest = min((abs(a - b) for a in free for b in self.at.values() if a != b), default=1.0)
+        self.size = min(0.04, 0.36 * nearest)  # half the width of a device: all are alike, and no two nodes touch
         self.gap = 0.36 * self.size  # between the lanes of one link
         if ax is None:
             width = min(max(5.0, 0.36 / self.size), 11.0)
             _, ax = plt.subplots(figsize=(width, width * self.layout.aspect + 0.9), layout="constrained")
         self.ax = ax
-        xs = [at.real + side * self._half(node) for node, at in self.at.items() for side in (-1, 1)]
-        ys = [at.imag for at in self.at.values()]
-        bent = [(u, v, bend) for (u, v), bend in self.layout.bends.items() if {u, v} <= self.at.keys()]
-        ys += [(self.at[u] + self.at[v]).imag / 2 + bend for u, v, bend in bent]
-        margin = 1.5 * max(self.sizes[kind] for kind in self.kind.values())
-        ax.set(xlim=(min(xs) - margin, max(xs) + margin), ylim=(min(ys) - margin, max(ys) + margin), aspect="equal")
+        for node in self.at:
+            ax.add_patch(self._shape(node))
+        self._boxes()
+        ax.set_aspect("equal")
+        ax.margins(0.02)
+        ax.autoscale_view()
         ax.axis("off")
         ax.set_title(title, fontsize="medium")
 
-    def _size(self, kinds: set[str], most: float) -> float:
-        """Half the width of the nodes of some kinds: all are alike, none touch, and none are much larger than the others."""
-        mine = [at for node, at in self.at.items() if self.kind[node] in kinds and node not in self.layout.bars]
-        nearest = min((abs(a - b) for a in mine for b in self.at.values() if a != b), default=1.0)
-        return min(0.04, 0.36 * nearest, most)
-
     def _half(self, node: Hashable) -> float:
         """Half a node's width."""
-        kind = self.kind[node]
-        return self.layout.bars.get(node, 2 * self.sizes[kind] * (1.3 if kind == "switch" else 1.0)) / 2
+        return self.layout.bars.get(node, 2 * self.size * (1.8 if self.kind[node] == "switch" else 1.0)) / 2
 
     def _points(self, length: float) -> float:
         """A length of the plane, in points of the page."""
@@ -99,34 +93,16 @@ class _Picture:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
-    def nodes(self, names: bool) -> None:
-        for node, at in self.at.items():
-            self.ax.add_patch(self._shape(node))
-            if names:
-                text, font = self._name(node)
-                self.ax.text(at.real, at.imag, text, ha="center", va="center", fontsize=font, zorder=4)
-
-    def _name(self, node: Hashable) -> tuple[str, float]:
-        """What is written on a node, and how large: where "gpu12" would be too small, "12" says enough."""
-        if node in self.layout.bars:
-            return _last(node), 9.0
-        room = self._points(2 * self._half(node))
-        longest = max(len(_last(other)) for other in self.at if self.kind[other] == self.kind[node])
-        font = min(9.0, 1.5 * room / longest, 0.6 * room)
-        if font >= 5.5:
-            return _last(node), font
-        return re.sub(r"^\D+(?=\d)", "", _last(node)), min(9.0, 0.5 * room)
-
     def _shape(self, node: Hashable) -> patches.Patch:
         at, kind, half = self.at[node], self.kind[node], self._half(node)
-        size = max(self.size, 0.02) if node in self.layout.bars else self.sizes[kind]
+        size = max(self.size, 0.02) if node in self.layout.bars else self.size
         style: dict[str, Any] = {"facecolor": FILL[kind], "edgecolor": EDGE[kind], "linewidth": 1.2, "zorder": 3}
         if kind == "host":
             return patches.RegularPolygon((at.real, at.imag), 6, radius=1.2 * size, **style)
         high, corner = (0.75 * size, 0.75 * size) if kind == "switch" else (size, 0.2 * size)
         return _rounded(at - complex(half, high), at + complex(half, high), corner, **style)
 
-    def boxes(self) -> None:
+    def _boxes(self) -> None:
         """A shade behind what stands together, with its name below."""
         pad = 0.5 * self.size
         below: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8}
@@ -138,6 +114,20 @@ class _Picture:
             low, high = complex(min(xs) - pad, min(ys) - 3 * pad), complex(max(xs) + pad, max(ys) + 3 * pad)
             self.ax.add_patch(_rounded(low, high, pad, facecolor=BOX, edgecolor="#cccccc", linewidth=0.6, zorder=0))
             self.ax.annotate(name, ((low + high).real / 2, low.imag), (0, -3), **below)
+
+    def names(self) -> None:
+        for node, at in self.at.items():
+            text, font = self._name(node)
+            self.ax.text(at.real, at.imag, text, ha="center", va="center", fontsize=font, zorder=4)
+
+    def _name(self, node: Hashable) -> tuple[str, float]:
+        """What is written on a node, and how large: where "gpu12" would be too small, "12" says enough."""
+        name, room = _last(node), self._points(2 * self._half(node))
+        longest = max(len(_last(other)) for other in self.at if self.kind[other] == self.kind[node])
+        if 1.5 * room / longest < 5.5:
+            name = re.sub(r"^\D+(?=\d)", "", name)
+            longest = len(name)
+        return name, min(9.0, 1.5 * room / longest, 0.5 * room)
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
@@ -171,17 +161,14 @@ class _Picture:
         return max(0.5, min(WIDEST, self._points(0.22 * self.size)) * math.sqrt(bandwidth / self.fastest))
 
     def _line(self, src: Hashable, dst: Hashable, width: float, color: Any, shift: float, head: bool = False) -> None:
-        """A parabola, `shift`ed to the left of its way, with an arrowhead a little behind its middle where that matters."""
-        bend = self.layout.bends.get((src, dst), self.layout.bends.get((dst, src), 0.0))
+        """`shift`ed to the left of its way, with an arrowhead a little behind its middle where that matters."""
         start, end = self._end(src, dst), self._end(dst, src)
-        left = 1j * (end - start) / (abs(end - start) or 1.0) * shift
-        start, control, end = start + left, (start + end) / 2 + 2j * bend + left, end + left
-        path = Path(_pairs(start, control, end), [Path.MOVETO, Path.CURVE3, Path.CURVE3])
-        self.ax.add_patch(patches.PathPatch(path, fill=False, edgecolor=color, linewidth=width, zorder=1))
+        way = (end - start) / (abs(end - start) or 1.0)
+        start, end = start + 1j * way * shift, end + 1j * way * shift
+        self.ax.add_patch(patches.PathPatch(Path(_pairs(start, end)), edgecolor=color, linewidth=width, zorder=1))
         if head:
-            before, after = 0.4 * start + 0.6 * control, 0.4 * control + 0.6 * end
-            tip, long = 0.4 * before + 0.6 * after, 0.3 * self.size * (after - before) / (abs(after - before) or 1.0)
-            corners = _pairs(tip + long, tip - (1 - 0.6j) * long, tip - (1 + 0.6j) * long)
+            middle, long = 0.4 * start + 0.6 * end, 0.3 * self.size * way
+            corners = _pairs(middle + long, middle - (1 - 0.6j) * long, middle - (1 + 0.6j) * long)
             self.ax.add_patch(patches.Polygon(corners, facecolor=color, edgecolor="none", zorder=2))
 
     def _end(self, node: Hashable, other: Hashable) -> complex:
@@ -207,11 +194,8 @@ class _Picture:
         for bandwidth in dict.fromkeys(single[k * (len(single) - 1) // 4] for k in range(5) if single):
             line: dict[str, Any] = {"color": LINK, "lw": self._width(bandwidth), "label": f"{bandwidth / 1e9:.3g} GB/s"}
             handles.append(plt.Line2D([], [], **line))
-        wide = self.ax.figure.bbox.width / self.ax.figure.dpi > 7
-        apart = 2.0 if self.layout.boxes else 0.5  # from the boxes' names
-        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": apart}
-        columns = min(len(handles), 8 if wide else 4)
-        self.ax.legend(handles=handles, ncols=columns, frameon=False, fontsize=8, handlelength=2.2, **below)
+        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 2.0}
+        self.ax.legend(handles=handles, ncols=min(len(handles), 6), frameon=False, fontsize=8, handlelength=2.2, **below)
 
 
 def _pairs(*points: complex) -> list[tuple[float, float]]:

@@ -185,6 +185,7 @@ def _check(graph: nx.DiGraph) -> None:
 
 
 def connect(graph: nx.DiGraph, one: Hashable, other: Hashable, bandwidth: float, latency: float, **data: Any) -> None:
-    """A full-duplex cable: a link each way."""
+    """A full-duplex cable: a link each way. An end that the graph does not have yet is a switch."""
+    graph.add_nodes_from([node for node in (one, other) if node not in graph], kind="switch")
     for src, dst in ((one, other), (other, one)):
         graph.add_edge(src, dst, bandwidth=bandwidth, latency=latency, **data)

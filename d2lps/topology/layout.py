@@ -1,17 +1,16 @@
 """Where each node of a topology stands in its picture, so that it shows what kind of network it is."""
 
-import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import networkx as nx
-import numpy as np
 
 MOST = 80  # nodes in a picture; more cannot be told apart
 
 Places = dict[Hashable, tuple[float, float]]
-Bends = dict[tuple[Hashable, Hashable], float]
+_SQUARE: dict[str, Any] = {"scale": 0.44, "center": (0.5, 0.5)}  # for the layouts of networkx
 
 
 @dataclass
@@ -21,7 +20,6 @@ class Layout:
     positions: Places
     aspect: float = 1.0
     bars: dict[Hashable, float] = field(default_factory=dict)  # switches as wide as what hangs below them: their widths
-    bends: Bends = field(default_factory=dict)  # links that go round something, by how much
     boxes: dict[str, list[Hashable]] = field(default_factory=dict)  # what stands in one rack, pod or machine
 
 
@@ -37,90 +35,68 @@ def layout(graph: nx.DiGraph) -> Layout:
     apart = {(round(x, 3), round(y, 3)) for node, (x, y) in found.positions.items() if node in graph}
     if len(apart) < len(graph):
         found = _free(graph)
-    found.positions = {node: found.positions[node] for node in graph}
-    return found
+    return replace(found, positions={node: found.positions[node] for node in graph})
 
 
 def _free(graph: nx.DiGraph) -> Layout:
     joined = graph.to_undirected()
     parts = [next(iter(part)) for part in nx.connected_components(joined)]
     joined.add_edges_from(pairwise(parts))  # parts that nothing joins would flee from one another
-    placed = nx.spring_layout(joined, seed=0, iterations=200, weight=None)
-    points = np.array(list(placed.values()), dtype=float)
-    span = np.ptp(points, axis=0)
-    shares = np.divide(0.88 * (points - points.min(axis=0)), span, out=np.full(points.shape, 0.44), where=span > 0)
-    return Layout(dict(zip(placed, map(tuple, (0.06 + shares).tolist()), strict=True)), 0.8)
-
-
-def _of_kind(graph: nx.DiGraph, wanted: str) -> list[Hashable]:
-    return [node for node, kind in graph.nodes(data="kind") if kind == wanted]
+    placed = nx.spring_layout(joined, seed=0, iterations=200, weight=None, **_SQUARE)
+    return Layout({node: (float(x), float(y)) for node, (x, y) in placed.items()}, 0.8)
 
 
 def _circle(graph: nx.DiGraph) -> Layout:
     """The devices clockwise, from the top, and in their middle the switch, if there is one."""
-    devices = _of_kind(graph, "device")
-    turns = {node: 2 * math.pi * index / len(devices) for index, node in enumerate(devices)}
-    around = {node: (0.5 + 0.44 * math.sin(turn), 0.5 + 0.44 * math.cos(turn)) for node, turn in turns.items()}
-    return Layout(around | dict.fromkeys(_of_kind(graph, "switch"), (0.5, 0.5)))
+    devices = [node for node, kind in graph.nodes(data="kind") if kind == "device"]
+    around = nx.circular_layout(devices, **_SQUARE)  # counterclockwise, from the right
+    return Layout({node: (0.5, 0.5) for node in graph} | {node: (float(y), float(x)) for node, (x, y) in around.items()})
 
 
 # ---- a network in tiers -----------------------------------------------------------------------------------------------
 
+# How high a picture is, and what the parts are called that only the top tier joins.
 _TIERS = {"pcie_tree": (0.35, ""), "nvswitch": (0.3, ""), "spine_leaf": (0.5, "rack"), "fat_tree": (0.55, "pod")}
 
 
 def _tiers(graph: nx.DiGraph) -> Layout:
-    """Devices and hosts at the bottom, each switch over the middle of what hangs below it."""
-    aspect, group = _TIERS[graph.graph["preset"]]
-    devices, hosts = _of_kind(graph, "device"), _of_kind(graph, "host")
-    tiers = list(nx.bfs_layers(graph, devices + hosts))
-    groups = _apart(graph, tiers[-1]) if group else [devices, hosts]
-    positions = _row([[node for node in nodes if node in tiers[0]] for nodes in groups])
-    found = Layout(positions, aspect, boxes={f"{group} {index}": nodes for index, nodes in enumerate(groups) if group})
-    below = {leaf: {leaf} for leaf in tiers[0]}
-    for height, (lower, tier) in enumerate(pairwise(tiers), 1):
-        for switch in tier:
-            below[switch] = set().union(*(below[node] for node in lower if graph.has_edge(node, switch)))
-        for switch in tier:
-            alike = [other for other in tier if below[other] == below[switch]]  # they share the room above these leaves
-            xs = [positions[leaf][0] for leaf in below[switch]]
-            span, middle = max(xs) - min(xs), (max(xs) + min(xs)) / 2
-            room = span * len(xs) / (len(xs) - 1) if span else 0.5
-            across = (alike.index(switch) + 0.5) / len(alike) - 0.5  # from -1/2 to 1/2
-            positions[switch] = middle + room * across, 0.08 + 0.84 * height / (len(tiers) - 1)
-            if not group:
-                found.bars[switch] = span + 0.1
+    """Devices and hosts at the bottom, tiers of switches above; what only the top tier joins is a column below it."""
+    aspect, part = _TIERS[graph.graph["preset"]]
+    tiers = list(nx.bfs_layers(graph, [node for node, kind in graph.nodes(data="kind") if kind != "switch"]))
+    if len(tiers) < 2:
+        return _free(graph)
+    below = graph.copy()
+    below.remove_nodes_from(tiers[-1])
+    columns = list(nx.weakly_connected_components(below))
+    found = Layout({}, aspect)
+    for height, tier in enumerate(tiers):
+        groups = columns if height < len(tiers) - 1 else [set(tier)]
+        for index, group in enumerate(groups):
+            row = [node for node in graph if node in group.intersection(tier)]
+            for place, node in enumerate(row):
+                across = 0.05 + 0.9 * (place + 0.5) / len(row)
+                found.positions[node] = (index + across) / len(groups), 0.08 + 0.84 * height / (len(tiers) - 1)
+    if part:
+        found.boxes = {f"{part} {index}": [node for node in graph if node in column] for index, column in enumerate(columns)}
+    else:
+        found.bars = dict.fromkeys(tiers[-1], 1.0)
     return found
-
-
-def _apart(graph: nx.DiGraph, top: list[Hashable]) -> list[list[Hashable]]:
-    """What only the top tier joins: racks, or pods."""
-    lower = graph.copy()
-    lower.remove_nodes_from(top)
-    return [[node for node in lower if node in part] for part in nx.weakly_connected_components(lower)]
-
-
-def _row(groups: Sequence[list[Hashable]]) -> Places:
-    """Evenly from left to right, with a gap between two groups."""
-    at = [(node, 0.7 * gap) for gap, group in enumerate(filter(None, groups)) for node in group]
-    width = len(at) + at[-1][1]
-    return {node: (0.04 + 0.92 * (index + 0.5 + gap) / width, 0.08) for index, (node, gap) in enumerate(at)}
 
 
 # ---- a DGX-1 ----------------------------------------------------------------------------------------------------------
 
-# Two quads, mirrored: the links between them are straight for the inner four, and go round for the outer.
+# A cube, seen from above: gpu0, 4, 6 and 2 are the corners of its top, gpu1, 5, 7 and 3 those below them.
 _DGX1_ROWS = {
-    0.8: {"pcie0": 0.12, "gpu0": 0.29, "gpu1": 0.43, "gpu5": 0.57, "gpu4": 0.71, "pcie2": 0.88},
-    0.34: {"pcie1": 0.16, "gpu2": 0.29, "gpu3": 0.43, "gpu7": 0.57, "gpu6": 0.71, "pcie3": 0.84},
-    0.06: {"cpu0": 0.05, "cpu1": 0.95},
+    0.92: {"pcie0": 0.06, "gpu0": 0.26, "gpu4": 0.74, "pcie2": 0.94},
+    0.69: {"gpu1": 0.43, "gpu5": 0.57},
+    0.52: {"cpu0": 0.0, "cpu1": 1.0},
+    0.31: {"gpu3": 0.36, "gpu7": 0.64},
+    0.08: {"pcie1": 0.03, "gpu2": 0.19, "gpu6": 0.81, "pcie3": 0.97},
 }
-_DGX1_BENDS: Bends = {("gpu0", "gpu4"): 0.1, ("gpu2", "gpu6"): -0.1, ("gpu1", "pcie0"): 0.06, ("gpu5", "pcie2"): 0.06}
-_DGX1_BENDS |= {("gpu3", "pcie1"): -0.06, ("gpu7", "pcie3"): -0.06}
 
 
 def _dgx1(_: nx.DiGraph) -> Layout:
-    return Layout({node: (x, y) for y, row in _DGX1_ROWS.items() for node, x in row.items()}, 0.6, bends=_DGX1_BENDS)
+    return Layout({node: (x, y) for y, row in _DGX1_ROWS.items() for node, x in row.items()}, 0.6)
 
 
 # ---- many machines ----------------------------------------------------------------------------------------------------
@@ -129,20 +105,16 @@ def _dgx1(_: nx.DiGraph) -> Layout:
 def _multi_node(graph: nx.DiGraph) -> Layout:
     """Machines side by side under the network, to which their devices turn."""
     inner = layout(graph.graph["machine"])
+    places = inner.positions | {"nic": (0.5, 1.12)}
     if inner.bars:  # upside down: what hangs below its switch faces the network
-        inner.positions = {node: (x, 1 - y) for node, (x, y) in inner.positions.items()}
-    elif inner.bends:  # a DGX-1: half of it out of the way of the other half's links to the network
-        for gpu in {"gpu2", "gpu3", "gpu6", "gpu7"} & inner.positions.keys():
-            inner.positions[gpu] = inner.positions[gpu][0] - 0.065, inner.positions[gpu][1]
+        places |= {node: (x, 1 - y) for node, (x, y) in inner.positions.items()}
     machines = list(dict.fromkeys(str(node).partition("/")[0] for node in graph if "/" in str(node)))
     width = 1 / max(len(machines), 1)
     found = Layout({"network": (0.5, 0.95)}, max(0.36, 0.2 + 0.95 * inner.aspect * width), {"network": 0.96})
     for index, machine in enumerate(machines):
-        for name, (x, y) in inner.positions.items():
+        for name, (x, y) in places.items():
             found.positions[f"{machine}/{name}"] = width * (index + 0.06 + 0.88 * x), 0.04 + 0.68 * y
-        found.positions[f"{machine}/nic"] = width * (index + 0.5), 0.8
         found.bars |= {f"{machine}/{name}": 0.88 * width * wide for name, wide in inner.bars.items()}
-        found.bends |= {(f"{machine}/{u}", f"{machine}/{v}"): 0.88 * width * bend for (u, v), bend in inner.bends.items()}
         found.boxes[machine] = [node for node in graph if str(node).startswith(f"{machine}/")]
     return found
 

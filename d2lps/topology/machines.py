@@ -33,9 +33,7 @@ def _star(preset: str, switch: str, n: int, bandwidth: float, latency: float, de
     check_count("n", n)
     graph = with_devices(preset, n, device)
     graph.add_nodes_from(hosts, kind="host", forwards=False)
-    leaves = list(graph)
-    graph.add_node(switch, kind="switch")
-    for leaf in leaves:
+    for leaf in list(graph):
         connect(graph, leaf, switch, bandwidth, latency)
     return graph
 
@@ -86,7 +84,6 @@ def dgx1(
     # Four GPUs to a CPU socket, two and two behind a PCIe switch; the sockets are joined by one UPI/QPI link.
     for switch in range(4):
         graph.add_node(f"cpu{switch // 2}", kind="host")
-        graph.add_node(f"pcie{switch}", kind="switch")
         for end in (f"cpu{switch // 2}", f"gpu{2 * switch}", f"gpu{2 * switch + 1}"):
             connect(graph, end, f"pcie{switch}", pcie, PCIE_HOP / 2)
     connect(graph, "cpu0", "cpu1", pcie, PCIE_HOP / 2)

@@ -145,35 +145,34 @@ class Explorer extends Widget {
     return { x: clamp(this.at[other].x, x - half, x + half), y };
   }
 
-  // Start, control point and end of a link, `shift` pixels to the right of its direction.
-  curve(src, dst, bend, shift) {
-    const start = this.meet(src, dst), end = this.meet(dst, src), control = mix(start, end, 0.5), length = Math.hypot(end.x - start.x, end.y - start.y) || 1;
+  // Start and end of a link, `shift` pixels to the right of its direction.
+  line(src, dst, shift) {
+    const start = this.meet(src, dst), end = this.meet(dst, src), length = Math.hypot(end.x - start.x, end.y - start.y) || 1;
     const dx = (-(end.y - start.y) / length) * shift, dy = ((end.x - start.x) / length) * shift;
-    control.y -= 2 * bend * this.scale.y;
-    return [start, control, end].map((p) => ({ x: p.x + dx, y: p.y + dy }));
+    return [start, end].map((p) => ({ x: p.x + dx, y: p.y + dy }));
   }
 
-  path([start, control, end]) {
-    return `M${start.x.toFixed(1)} ${start.y.toFixed(1)}Q${control.x.toFixed(1)} ${control.y.toFixed(1)} ${end.x.toFixed(1)} ${end.y.toFixed(1)}`;
+  path([start, end]) {
+    return `M${start.x.toFixed(1)} ${start.y.toFixed(1)}L${end.x.toFixed(1)} ${end.y.toFixed(1)}`;
   }
 
   thick(bandwidth) {
     return Math.max(1.2, Math.min(WIDEST, this.half * 0.36) * Math.sqrt(bandwidth / this.fastest));
   }
 
-  cable({ ends: [a, b], links, bend, bandwidth }, k) {
-    const middle = this.curve(a, b, bend, 0), thick = this.thick(bandwidth), gone = k === this.removed;
+  cable({ ends: [a, b], links, bandwidth }, k) {
+    const middle = this.line(a, b, 0), thick = this.thick(bandwidth), gone = k === this.removed;
     const group = svg("g", { class: "cable", "data-cable": k, role: "button", tabindex: k === this.focus ? 0 : -1, "aria-label": this.describe(k), "aria-pressed": gone });
     group.append(svg("path", { class: "reach", d: this.path(middle) }));
     if (gone) {
-      const { x, y } = mix(mix(middle[0], middle[1], 0.5), mix(middle[1], middle[2], 0.5), 0.5);
+      const { x, y } = mix(...middle, 0.5);
       group.append(svg("path", { class: "gone", d: this.path(middle) }), svg("path", { class: "cross", d: `M${x - 6} ${y - 6}l12 12m0 -12l-12 12` }));
     } else {
       [[a, b], [b, a]].forEach(([src, dst], way) => {
         const load = links[way] < 0 ? undefined : this.run.load?.[links[way]] ?? 0;
         if (load === undefined) return;
         const stroke = load ? `color-mix(in oklab, var(--hot) ${load / 10}%, var(--cold))` : "var(--idle)";
-        const line = this.curve(src, dst, bend, thick / 2 + 0.6);
+        const line = this.line(src, dst, thick / 2 + 0.6);
         if (load && this.half > 8) group.append(this.tip("head", line, thick * 1.5, `fill: ${stroke}`));
         group.append(svg("path", { class: "lane", d: this.path(line), style: `stroke: ${stroke}; stroke-width: ${load ? thick : Math.min(thick, 1.2)}` }));
       });
@@ -186,8 +185,8 @@ class Explorer extends Widget {
   }
 
   // An arrowhead behind the middle of a line.
-  tip(name, [start, control, end], size, style = "") {
-    const p = mix(start, control, 0.6), q = mix(control, end, 0.6), { x, y } = mix(p, q, 0.6), angle = (Math.atan2(q.y - p.y, q.x - p.x) * 180) / Math.PI;
+  tip(name, [start, end], size, style = "") {
+    const { x, y } = mix(start, end, 0.6), angle = (Math.atan2(end.y - start.y, end.x - start.x) * 180) / Math.PI;
     return svg("path", { class: name, style, d: `M${size} 0L${-size * 0.8} ${size * 0.8}V${-size * 0.8}Z`, transform: `translate(${x} ${y}) rotate(${angle})` });
   }
 
@@ -197,7 +196,7 @@ class Explorer extends Widget {
     const { way, machine } = this;
     return (way ?? []).slice(1).map((dst, step) => {
       const src = way[step], cable = machine.cables.find(({ ends }) => ends.includes(src) && ends.includes(dst)), thick = this.thick(cable.bandwidth);
-      const line = this.curve(src, dst, cable.bend, thick / 2 + 0.6);
+      const line = this.line(src, dst, thick / 2 + 0.6);
       this.tips.push(this.tip("tip", line, clamp(this.half * 0.6, 5, 8)));
       return svg("path", { class: "way", d: this.path(line), "stroke-width": thick + 9 });
     });

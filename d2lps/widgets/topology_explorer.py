@@ -132,7 +132,6 @@ def _picture(topology: Topology, cables: Sequence[tuple[Any, Any]]) -> dict[str,
         drawn["nodes"].append({"name": str(node), "kind": topology.graph.nodes[node]["kind"], **place, **bar})
     for cable in cables:
         ways = [topology.links.index(link) if link in topology.links else -1 for link in (cable, cable[::-1])]
-        bend = found.bends.get(cable, found.bends.get(cable[::-1], 0.0))
         speed = {"bandwidth": topology.bandwidth[ways[0]], "latency": topology.latency[ways[0]]}
-        drawn["cables"].append({"ends": [number(node) for node in cable], "links": ways, "bend": bend, **speed})
+        drawn["cables"].append({"ends": [number(node) for node in cable], "links": ways, **speed})
     return drawn

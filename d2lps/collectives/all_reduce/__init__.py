@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from d2lps.collectives.all_reduce.auto import Given, pick
 from d2lps.collectives.all_reduce.blockwise import blockwise
 from d2lps.collectives.all_reduce.double_tree import double_tree
 from d2lps.collectives.all_reduce.halving_doubling import halving_doubling
 from d2lps.collectives.all_reduce.hierarchical import hierarchical
+from d2lps.collectives.all_reduce.placement import Given, pick
 from d2lps.collectives.all_reduce.rings import ring, two_rings
 from d2lps.collectives.all_reduce.rooted import flat, tree
 from d2lps.collectives.arguments import check_tensor, collective, divide

@@ -75,20 +75,19 @@ def _top(low: int, high: int) -> int:
 
 
 class Seat(NamedTuple):
-    """Where a rank sits in a tree, the part of its data that goes through that tree, and room for what children send."""
+    """Where a rank sits in a tree, and the part of its data that goes through that tree."""
 
     depth: int
     parents: list[int]  # the one above, or none
-    children: list[int]
+    children: list[tuple[Tensor, int]]  # with room for what each sends
     chunks: Sequence[Tensor]
-    rooms: list[Tensor]
 
     @classmethod
     def of(cls, rank: int, order: Sequence[int], chunks: Sequence[Tensor]) -> "Seat":
         depth, parent, children = family(order.index(rank), len(order))
         parents = [] if parent is None else [order[parent]]
-        rooms = [chunks[0].new_empty(chunks[0].shape) for _ in children]  # the first chunk is never smaller than another
-        return cls(depth, parents, [order[child] for child in children], chunks, rooms)
+        # The first chunk is never smaller than another.
+        return cls(depth, parents, [(chunks[0].new_empty(chunks[0].shape), order[child]) for child in children], chunks)
 
     def chunk(self, turn: int) -> Sequence[Tensor]:
         """The one chunk whose turn it is; none before the first and after the last."""
@@ -102,16 +101,14 @@ class Seat(NamedTuple):
 
 def _up(comm: Communicator, trees: list[Seat], turn: int, op: ReduceOp) -> None:
     sends = [(chunk, parent) for tree in trees for chunk in tree.chunk(turn + tree.depth) for parent in tree.parents]
-    sums = []
-    for tree in trees:
-        for chunk in tree.chunk(turn + tree.depth + 1):
-            sums += [(chunk, room[: chunk.numel()], child) for room, child in zip(tree.rooms, tree.children, strict=True)]
-    comm.exchange(sends, [(incoming, child) for _, incoming, child in sums])
-    for chunk, incoming, _ in sums:
+    sums = [(chunk, child) for tree in trees for chunk in tree.chunk(turn + tree.depth + 1) for child in tree.children]
+    receives = [(room[: chunk.numel()], child) for chunk, (room, child) in sums]
+    comm.exchange(sends, receives)
+    for (chunk, _), (incoming, _) in zip(sums, receives, strict=True):
         comm.combine(chunk, incoming, op)
 
 
 def _down(comm: Communicator, trees: list[Seat], turn: int) -> None:
-    sends = [(chunk, child) for tree in trees for chunk in tree.chunk(turn - tree.depth) for child in tree.children]
+    sends = [(chunk, child) for tree in trees for chunk in tree.chunk(turn - tree.depth) for _, child in tree.children]
     receives = [(chunk, parent) for tree in trees for chunk in tree.chunk(turn - tree.depth + 1) for parent in tree.parents]
     comm.exchange(sends, receives)
