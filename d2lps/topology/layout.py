@@ -113,8 +113,8 @@ def _multi_node(graph: nx.DiGraph) -> Layout:
     found = Layout({"network": (0.5, 0.95)}, max(0.36, 0.2 + 0.95 * inner.aspect * width), {"network": 0.96})
     for index, machine in enumerate(machines):
         for name, (x, y) in places.items():
-            found.positions[f"{machine}/{name}"] = width * (index + 0.06 + 0.88 * x), 0.04 + 0.68 * y
-        found.bars |= {f"{machine}/{name}": 0.88 * width * wide for name, wide in inner.bars.items()}
+            found.positions[f"{machine}/{name}"] = width * (index + 0.1 + 0.8 * x), 0.04 + 0.68 * y
+        found.bars |= {f"{machine}/{name}": 0.8 * width * wide for name, wide in inner.bars.items()}
         found.boxes[machine] = [node for node in graph if str(node).startswith(f"{machine}/")]
     return found
 
