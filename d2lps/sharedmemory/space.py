@@ -31,8 +31,8 @@ class Space:
 
     def __init__(self, descriptor: int, memory: mmap.mmap, begin: int, end: int) -> None:
         self.descriptor, self.memory = descriptor, memory
-        self._holes = [(begin, end)]
-        self._given: list[tuple[int, int]] = []
+        self.taken: dict[int, int] = {}  # from which offset on, and how many bytes
+        self._holes, self._given = [(begin, end)], list[tuple[int, int]]()
         self._lock = threading.Lock()  # a rank may have several threads
 
     def take(self, nbytes: int) -> int:
@@ -51,27 +51,27 @@ class Space:
             except OSError as error:
                 raise MemoryError(f"{size:,} bytes of shared memory are needed: {error.strerror}") from None
             self._holes[index] = (begin + size, end)
+            self.taken[begin] = size
         return begin
 
     def free(self, nbytes: int) -> int:
         """How many bytes may be taken, as far as that matters to one who wants `nbytes`: to look takes 0.1 ms."""
         return available() if nbytes > _SMALL else 1 << 62
 
-    def give(self, begin: int, nbytes: int) -> None:
+    def give(self, begin: int) -> None:
         """Hand back what was taken; its pages are the machine's again at once. May come whenever garbage is collected."""
-        size = pages(nbytes)
+        size = self.taken.pop(begin)
         self.memory.madvise(_REMOVE, begin, size)
         self._given.append((begin, begin + size))  # the list of holes may be in somebody's hands just now
 
     def _merge(self) -> None:
         """Put what came back since beside the holes that it touches."""
         given, self._given = self._given, []
-        if given:
-            holes, self._holes = self._holes + given, []
-            for begin, end in sorted(holes):
-                if self._holes and self._holes[-1][1] == begin:
-                    begin = self._holes.pop()[0]
-                self._holes.append((begin, end))
+        holes, self._holes = sorted(self._holes + given), []
+        for begin, end in holes:
+            if self._holes and self._holes[-1][1] == begin:
+                begin = self._holes.pop()[0]
+            self._holes.append((begin, end))
 
 
 class Pool:
@@ -79,9 +79,7 @@ class Pool:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self._idle: defaultdict[int, list[int]] = defaultdict(list)
-        self._size: dict[int, int] = {}
-        self._used: list[tuple[int, Callable[[], bool]]] = []  # what was given back, and whether nobody uses it any more
+        self._given: defaultdict[int, list[tuple[int, Callable[[], bool]]]] = defaultdict(list)  # by size
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int:
@@ -89,26 +87,18 @@ class Pool:
         step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))  # few sizes, so that a piece is used again
         size = -(-nbytes // step) * step
         with self._lock:
-            if not self._idle[size]:
-                used, self._used = self._used, []
-                for begin, unused in used:
-                    self._put(begin, unused)
-            if self._idle[size]:
-                return self._idle[size].pop()  # the last that came back is still in the processor's cache
-            begin = self.space.take(size)
-            self._size[begin] = size
-            return begin
+            given = self._given[size]
+            for at in reversed(range(len(given))):  # the last that came back is still in the processor's cache
+                begin, unused = given[at]
+                if unused():
+                    del given[at]
+                    return begin
+        return self.space.take(size)
 
     def give(self, begin: int, unused: Callable[[], bool] = lambda: True) -> None:
         """Hand a piece back; others may use it until `unused()`."""
         with self._lock:
-            self._put(begin, unused)
-
-    def _put(self, begin: int, unused: Callable[[], bool]) -> None:
-        if unused():
-            self._idle[self._size[begin]].append(begin)
-        else:
-            self._used.append((begin, unused))
+            self._given[self.space.taken[begin]].append((begin, unused))
 
 
 def pages(nbytes: int) -> int:

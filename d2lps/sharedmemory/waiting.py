@@ -21,8 +21,7 @@ from d2lps.comm.status import IN_VAIN
 from d2lps.sharedmemory import linux
 from d2lps.sharedmemory.arena import LINE, Arena
 
-_BELL, _SLEEPS_FOR, _PROCESS, _END, _CULPRIT = range(5)  # the words of a desk
-_AWAKE, _ANYONE = 0, 1  # what a sleeper says; from 2 on it is the only rank that may wake it, + 2
+_BELL, _SLEEPERS, _PROCESS, _END, _CULPRIT = range(5)  # the words of a desk
 _HERE, _LEFT, _FAILED = range(3)  # how a rank has ended, as it says itself
 _YIELDS = 20  # how often a core is offered before sleep, a microsecond each if nobody takes it
 _FIRST_SLEEP, _SLEEP = 0.002, 0.1  # seconds; after the first, a note says what the rank waits for; after each, who is gone?
@@ -47,59 +46,47 @@ class Waiting:
     """How one rank waits for others and wakes them. numbers: what the ranks are called in messages; timeout: of one wait."""
 
     def __init__(self, arena: Arena, timeout: float, numbers: Sequence[int]) -> None:
-        self.words, self.rank, self.timeout, self.numbers = arena.words, arena.rank, timeout, numbers or range(arena.ranks)
-        self._desk = [(arena.layout.desks + rank * LINE) // 8 for rank in range(arena.ranks)]
-        self._sleeps_for = [desk + _SLEEPS_FOR for desk in self._desk]
-        self._addresses = [ctypes.c_void_p(arena.base + 8 * (desk + _BELL)) for desk in self._desk]
-        self._wakings, self._sleepers = itertools.count(), 0
+        self.timeout, self.numbers, self.me = timeout, numbers or range(arena.ranks), arena.rank
+        self._desks, self._mine = arena.desks, arena.desks[arena.rank]
+        self._bells = [ctypes.c_void_p(arena.base + rank * LINE + 8 * _BELL) for rank in range(arena.ranks)]
+        self._wakings = itertools.count()
         self._lock = threading.Lock()  # a rank may have several threads, each with a wait and a note of its own
         self.note = _Note()
         self._patience = _YIELDS if arena.ranks > len(os.sched_getaffinity(0)) else 4 * _YIELDS
-        self._write(_PROCESS, os.getpid())
-        weakref.finalize(self, _end, self.words, self._desk[self.rank])  # with the last reference, or the interpreter
-
-    def _read(self, rank: int, what: int) -> int:
-        return self.words[self._desk[rank] + what]
-
-    def _write(self, what: int, value: int) -> None:
-        self.words[self._desk[self.rank] + what] = value
+        self._mine[_PROCESS] = os.getpid()
+        weakref.finalize(self, _end, self._mine)  # with the last reference, or the interpreter
 
     # ---- the one who has something to tell ------------------------------------------------------------------------
 
-    def wake(self, ranks: Iterable[int], come: bool = False) -> None:
-        """Wake those that sleep until anyone has news, or until this rank has come."""
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Let those look that sleep."""
         linux.full_fence()  # what they will look for is there before we look whether they sleep
-        may_wake = (_ANYONE, self.rank + 2) if come else (_ANYONE,)
         for rank in ranks:
-            if self.words[self._sleeps_for[rank]] in may_wake:
-                self._ring(rank)
+            if self._desks[rank][_SLEEPERS]:
+                # Any rank may write a bell, without a lock: it only must not be the number that a sleeper has seen.
+                self._desks[rank][_BELL] = self.me << 20 | next(self._wakings) % (1 << 20)
+                linux.wake(self._bells[rank])
 
     def leave(self, failed: bool) -> None:
         """Say that this rank will do nothing for the others any more; if it has failed, who waits for it fails too, at once."""
-        if self._read(self.rank, _END) == _HERE:
-            self._write(_END, _FAILED if failed else _LEFT)
-        linux.full_fence()
-        for rank in range(len(self._desk)):
-            self._ring(rank)
-
-    def _ring(self, rank: int) -> None:
-        # Any rank may write a bell, without a lock: what counts is that the number is never the one that a sleeper has seen.
-        self.words[self._desk[rank] + _BELL] = self.rank << 20 | next(self._wakings) % (1 << 20)
-        linux.wake(self._addresses[rank])
+        if self._mine[_END] == _HERE:
+            self._mine[_END] = _FAILED if failed else _LEFT
+        self.wake(range(len(self._desks)))
 
     # ---- the one who waits ----------------------------------------------------------------------------------------
 
-    def wait(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], only: int | None = None) -> None:
-        """Return when `ready()`; an error if one of the ranks that are `awaited()` is gone. only: who alone can change it."""
+    def wait(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
+        """Return when `ready()`; an error if one of the ranks that are `awaited()` is gone."""
         for _ in range(self._patience):  # even where every rank could have a core, the awaited one may lack it just now
             if ready():
                 return
             os.sched_yield()
         started, slow = time.monotonic(), False
-        self._sleep_for(1, only)
+        with self._lock:
+            self._mine[_SLEEPERS] += 1
         try:
             while True:
-                seen = self._read(self.rank, _BELL)
+                seen = self._mine[_BELL]
                 linux.full_fence()  # the desk says that we wait before we look for the last time
                 if ready():
                     return
@@ -109,46 +96,38 @@ class Waiting:
                     slow = True
                     self._look_for_the_gone(ready, awaited)
                 if waited > self.timeout:
-                    raise RankHung(f"rank {self.numbers[self.rank]} has waited for more than timeout={self.timeout:g} s")
-                linux.wait(self._addresses[self.rank], seen, _SLEEP if slow else _FIRST_SLEEP)
+                    raise RankHung(f"rank {self.numbers[self.me]} has waited for more than timeout={self.timeout:g} s")
+                linux.wait(self._bells[self.me], seen, _SLEEP if slow else _FIRST_SLEEP)
         finally:
-            self._sleep_for(-1, None)
+            with self._lock:
+                self._mine[_SLEEPERS] -= 1
 
     def wait_in_vain(self, *awaited: int) -> None:
         """An error, as soon as it is known why one of them will not come; or until somebody who watches ends it."""
         self.wait(lambda: False, lambda: awaited)
 
-    def _sleep_for(self, change: int, only: int | None) -> None:
-        """Say on this rank's desk who may wake it, when one of its threads more, or one less, is waiting."""
-        with self._lock:
-            self._sleepers += change
-            only = only if self._sleepers == 1 else None
-            self._write(_SLEEPS_FOR, _AWAKE if not self._sleepers else _ANYONE if only is None else only + 2)
-
     # ---- those who will never come --------------------------------------------------------------------------------
 
     def _look_for_the_gone(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank is gone that this one waits for, and has not done its part before it went."""
-        gone = [rank for rank in awaited() if self._is_gone(rank)]
+        gone = [rank for rank in awaited() if self._is_gone(self._desks[rank])]
         if not gone or ready():
             return
-        rank = self._read(gone[0], _CULPRIT) - 1  # one that went for want of another: that is to be told
+        rank = self._desks[gone[0]][_CULPRIT] - 1  # one that went for want of another: that is to be told
         rank = rank if rank >= 0 else gone[0]
-        how = self._read(rank, _END)
+        how = self._desks[rank][_END]
         if how == _LEFT and self.note.leave(IN_VAIN):
             return
-        self._write(_CULPRIT, rank + 1)
-        told = f"rank {self.numbers[rank]} {_ENDINGS[how]}, while rank {self.numbers[self.rank]} was waiting"
+        self._mine[_CULPRIT] = rank + 1
+        told = f"rank {self.numbers[rank]} {_ENDINGS[how]}, while rank {self.numbers[self.me]} was waiting"
         raise RankFailed(told) if how == _FAILED else RankDied(told)
 
-    def _is_gone(self, rank: int) -> bool:
-        process = self._read(rank, _PROCESS)
-        if rank == self.rank or not process:  # it has not begun yet
-            return False
-        return self._read(rank, _END) != _HERE or not linux.is_alive(process)
+    def _is_gone(self, desk: memoryview) -> bool:
+        begun = desk[_PROCESS] != 0
+        return begun and (desk[_END] != _HERE or not linux.is_alive(desk[_PROCESS]))
 
 
-def _end(words: memoryview, desk: int) -> None:
+def _end(desk: memoryview) -> None:
     """The mark of a rank that ends by itself; a process that it has forked is not the rank."""
-    if words[desk + _PROCESS] == os.getpid() and words[desk + _END] == _HERE:
-        words[desk + _END] = _LEFT
+    if desk[_PROCESS] == os.getpid() and desk[_END] == _HERE:
+        desk[_END] = _LEFT
