@@ -75,7 +75,7 @@ def _in_place(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Hea
 def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -> None:
     """Three meetings for each 4 MB, and nobody waits for the third; each rank copies (p - 1)/p n bytes in, and as many out."""
     arena, block = meeting.arena, blocks(tensor, len(meeting.members))
-    offset, mine = arena.pool.take(PIECE), block[meeting.rank]
+    offset, mine = arena.space.take(PIECE), block[meeting.rank]
     room = arena.tensor(offset, tensor.dtype, tensor.numel())
     for rank in meeting.others:  # what they will add up
         room[block[rank]].copy_(tensor[block[rank]])
@@ -86,7 +86,7 @@ def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -
     for rank in meeting.others:
         tensor[block[rank]].copy_(copies[rank][block[rank]])
     meeting.come()
-    arena.pool.give(offset, unused=partial(meeting.is_over, meeting.count))
+    arena.space.keep(offset, unused=partial(meeting.is_over, meeting.count))
 
 
 def _by_reading(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from d2lps.comm.memory import of_this_machine
 from d2lps.sharedmemory import linux
-from d2lps.sharedmemory.space import Pool, Space, pages
+from d2lps.sharedmemory.space import Space, pages
 
 STATEMENT = 1024  # bytes: what a rank says at a meeting
 _MOST_SLOT = 1 << 16  # bytes of a small tensor that it brings along; less where there are many ranks
@@ -77,15 +77,13 @@ class Arena:
         self.bytes = memoryview(self.memory)
         self.words = self.bytes.cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.desks = self._rows(0, LINE)
-        self.posted = self._rows(self.layout.posted, 8 * ranks)
         begin = self.layout.spaces + rank * self.layout.space
         self.space = Space(descriptor, self.memory, begin, begin + self.layout.space)
-        self.pool = Pool(self.space)
 
-    def _rows(self, begin: int, nbytes: int) -> list[memoryview]:
-        """For each rank so many bytes, as words."""
-        return [self.words[at // 8 : (at + nbytes) // 8] for at in range(begin, begin + self.ranks * nbytes, nbytes)]
+    def columns(self, begin: int, ranks: int, words: int) -> list[memoryview]:
+        """The first words of the lines that ranks have from `begin` on: all that stand first, all that stand second, ..."""
+        lines = self.words[begin // 8 : (begin + ranks * LINE) // 8]
+        return [lines[word :: LINE // 8] for word in range(words)]
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Where a tensor lies in the file; -1 if it does not."""

@@ -35,21 +35,21 @@ class Mailbox:
         self._arrived: defaultdict[Key, deque[int]] = defaultdict(deque)  # slips
         self._moving: list[Message] = []  # bytes are still to be copied
         self._lock = threading.Lock()  # a rank may have several threads
+        first = self.arena.layout.posted // 8
+        self._posted = [self.arena.words[first + dst * ranks : first + (dst + 1) * ranks] for dst in range(ranks)]
         self._heard = [0] * ranks  # what they said when this rank looked last
 
-    def send(self, tensor: torch.Tensor, dst: int, group: int, tag: int) -> Message:
-        message = Message(self.arena, tensor, dst, tag, sends=True)
+    def post(self, sends: bool, tensor: torch.Tensor, peer: int, group: int, tag: int) -> Message:
+        """Begin to send or receive a flat tensor."""
+        message, key = Message(self.arena, tensor, peer, tag, sends), (group, peer, tag)
         with self._lock:
-            self._announce(dst, message.lay_out(group))
-            if message.moves():
-                self._moving.append(message)
-        return message
-
-    def receive(self, tensor: torch.Tensor, src: int, group: int, tag: int) -> Message:
-        message, key = Message(self.arena, tensor, src, tag, sends=False), (group, src, tag)
-        with self._lock:
-            self._expected[key].append(message)
-            self._match(key)
+            if sends:
+                self._announce(peer, message.lay_out(group))
+                if message.moves():
+                    self._moving.append(message)
+            else:
+                self._expected[key].append(message)
+                self._match(key)
         return message
 
     def wait(self, message: Message) -> None:
@@ -57,7 +57,7 @@ class Mailbox:
         if not self.is_done(message):
             self.waiting.wait(lambda: self.is_done(message), lambda: [message.peer])
         if message.sends:
-            self.arena.pool.give(message.slip)
+            self.arena.space.keep(message.slip)
         if message.theirs != message.mine:
             raise mismatch(message.sends, self.rank, message.peer, message.tag, spell(message.mine), spell(message.theirs))
 
@@ -68,7 +68,7 @@ class Mailbox:
     def progress(self) -> None:
         """Look for what has been announced, and copy what can be copied."""
         with self._lock:
-            if (row := self.arena.posted[self.rank].tolist()) != self._heard:
+            if (row := self._posted[self.rank].tolist()) != self._heard:
                 for src, word in enumerate(row):
                     if word != self._heard[src]:
                         self._look(src, word)
@@ -90,11 +90,10 @@ class Mailbox:
     # ---- what ranks tell one another -------------------------------------------------------------------------------
 
     def _announce(self, dst: int, slip: int) -> None:
-        posted = self.arena.posted[dst]
-        count, page = divmod(posted[self.rank], _PAGES)
+        count, page = divmod(self._posted[dst][self.rank], _PAGES)
         self.arena.words[slip // 8 + BEFORE] = page * PAGE
         linux.ordering_fence()
-        posted[self.rank] = (count + 1) % _COUNTS * _PAGES + slip // PAGE
+        self._posted[dst][self.rank] = (count + 1) % _COUNTS * _PAGES + slip // PAGE
         self.waiting.wake([dst])
 
     def _look(self, src: int, word: int) -> None:

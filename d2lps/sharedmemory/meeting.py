@@ -37,7 +37,7 @@ class Meeting:
         )
         self.count = 0  # of the meetings so far
         self.unreadable: str | None = None  # why no rank reads another one's memory; not known before the first try
-        self._came, gone = _lines(arena, begin, len(members))
+        self._came, gone = arena.columns(begin, len(members), 2)
         weakref.finalize(self, gone.__setitem__, rank, 1).atexit = False  # until this is garbage, the member is there
 
     def exchange(self, call: str, mine: bytes = b"") -> list[bytes]:
@@ -99,14 +99,8 @@ class Meeting:
 
 def new_place(arena: Arena, members: int) -> int:
     """Where a group of so many can meet: a piece of this rank's space, until the last of them has gone."""
-    begin = arena.pool.take(Place(members).size)
+    begin = arena.space.take(Place(members).size)
     arena.memory[begin : begin + members * LINE] = bytes(members * LINE)
-    _, gone = _lines(arena, begin, members)
-    arena.pool.give(begin, unused=lambda: all(gone))
+    _, gone = arena.columns(begin, members, 2)
+    arena.space.keep(begin, unused=lambda: all(gone))
     return begin
-
-
-def _lines(arena: Arena, begin: int, members: int) -> tuple[memoryview, memoryview]:
-    """What stands in the members' lines: to how many meetings each has come, and whether it will never look here again."""
-    words = arena.words[begin // 8 : (begin + members * LINE) // 8]
-    return words[:: LINE // 8], words[1 :: LINE // 8]

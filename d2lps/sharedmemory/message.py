@@ -15,6 +15,7 @@ import torch
 from d2lps.comm.rank import describe
 from d2lps.sharedmemory import linux
 from d2lps.sharedmemory.arena import LINE, Arena
+from d2lps.sharedmemory.space import roomy
 
 _PIECE = 1 << 18  # bytes that are copied before the other end is told
 _ROOM = 4 * _PIECE  # bytes of a message that lie beside its slip at one time
@@ -41,11 +42,11 @@ class Message:
         """Write the sender's slip, with as much of the tensor as there is room for beside it; the slip's offset."""
         begin = self.arena.offset_of(self.tensor)
         if begin >= 0:
-            self.slip = self.arena.pool.take(2 * LINE)
+            self.slip = self.arena.space.take(2 * LINE)
             self.held = self.count = self.nbytes  # all is there already
         else:
             self.held = min(self.nbytes, _ROOM)
-            self.slip = self.arena.pool.take(2 * LINE + self.held)
+            self.slip = self.arena.space.take(roomy(2 * LINE + self.held))
             begin = self.slip + 2 * LINE
         _SLIP.pack_into(self.arena.memory, self.slip, group, self.tag, self.mine, begin, self.held, self.count, _NOT_YET, 0)
         self._open(self.slip)

@@ -31,16 +31,23 @@ class Space:
 
     def __init__(self, descriptor: int, memory: mmap.mmap, begin: int, end: int) -> None:
         self.descriptor, self.memory = descriptor, memory
-        self.taken: dict[int, int] = {}  # from which offset on, and how many bytes
+        self._taken: dict[int, int] = {}  # from which offset on, and how many bytes
+        self._kept: defaultdict[int, list[tuple[int, Callable[[], bool]]]] = defaultdict(list)  # by size
         self._holes, self._given = [(begin, end)], list[tuple[int, int]]()
         self._lock = threading.Lock()  # a rank may have several threads
 
     def take(self, nbytes: int) -> int:
-        """The offset of `nbytes` with real memory behind them; MemoryError, with the bytes, where there is not enough."""
+        """The offset of `nbytes` with real memory behind them; MemoryError, with the bytes, where there is not enough.
+
+        They hold whatever they held.
+        """
         size = pages(nbytes)
-        if size > (free := self.free(nbytes)):
-            raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; {free:,} are left")
         with self._lock:
+            kept = self._kept[size]  # the last that came back is still in the processor's cache
+            if (last := next((at for at in reversed(range(len(kept))) if kept[at][1]()), -1)) >= 0:
+                return kept.pop(last)[0]
+            if size > (free := self.free(nbytes)):
+                raise MemoryError(f"{nbytes:,} bytes of shared memory are needed; {free:,} are left")
             self._merge()
             index = next((index for index, (begin, end) in enumerate(self._holes) if end - begin >= size), -1)
             if index < 0:
@@ -51,7 +58,7 @@ class Space:
             except OSError as error:
                 raise MemoryError(f"{size:,} bytes of shared memory are needed: {error.strerror}") from None
             self._holes[index] = (begin + size, end)
-            self.taken[begin] = size
+            self._taken[begin] = size
         return begin
 
     def free(self, nbytes: int) -> int:
@@ -60,9 +67,17 @@ class Space:
 
     def give(self, begin: int) -> None:
         """Hand back what was taken; its pages are the machine's again at once. May come whenever garbage is collected."""
-        size = self.taken.pop(begin)
+        size = self._taken.pop(begin)
         self.memory.madvise(_REMOVE, begin, size)
         self._given.append((begin, begin + size))  # the list of holes may be in somebody's hands just now
+
+    def keep(self, begin: int, unused: Callable[[], bool] = lambda: True) -> None:
+        """Hand back what somebody will soon want again, as `roomy`: to take new pages costs more than a message.
+
+        Others may still use it, until `unused()`.
+        """
+        with self._lock:
+            self._kept[self._taken[begin]].append((begin, unused))
 
     def _merge(self) -> None:
         """Put what came back since beside the holes that it touches."""
@@ -74,36 +89,15 @@ class Space:
             self._holes.append((begin, end))
 
 
-class Pool:
-    """Pieces of a space, kept for whoever wants as much next: to take new pages from the machine costs more than a message."""
-
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self._given: defaultdict[int, list[tuple[int, Callable[[], bool]]]] = defaultdict(list)  # by size
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> int:
-        """The offset of a piece of at least so many bytes, which hold whatever they held."""
-        step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))  # few sizes, so that a piece is used again
-        size = -(-nbytes // step) * step
-        with self._lock:
-            given = self._given[size]
-            for at in reversed(range(len(given))):  # the last that came back is still in the processor's cache
-                begin, unused = given[at]
-                if unused():
-                    del given[at]
-                    return begin
-        return self.space.take(size)
-
-    def give(self, begin: int, unused: Callable[[], bool] = lambda: True) -> None:
-        """Hand a piece back; others may use it until `unused()`."""
-        with self._lock:
-            self._given[self.space.taken[begin]].append((begin, unused))
-
-
 def pages(nbytes: int) -> int:
     """`pages(5000) == 8192`."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def roomy(nbytes: int) -> int:
+    """At least so many bytes, and a few more: there are few such sizes, so that what was kept is used again."""
+    step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
 
 
 def available() -> int:

@@ -9,7 +9,6 @@ that has nothing more to do says so on its desk, and breaks nobody; who needs so
 """
 
 import ctypes
-import itertools
 import os
 import threading
 import time
@@ -21,8 +20,7 @@ from d2lps.comm.status import IN_VAIN
 from d2lps.sharedmemory import linux
 from d2lps.sharedmemory.arena import LINE, Arena
 
-_BELL, _SLEEPERS, _PROCESS, _END, _CULPRIT = range(5)  # the words of a desk
-_HERE, _LEFT, _FAILED = range(3)  # how a rank has ended, as it says itself
+_HERE, _LEFT, _FAILED = range(3)  # how a rank has ended, as it says on its desk
 _YIELDS = 20  # how often a core is offered before sleep, a microsecond each if nobody takes it
 _FIRST_SLEEP, _SLEEP = 0.002, 0.1  # seconds; after the first, a note says what the rank waits for; after each, who is gone?
 _ENDINGS = {_HERE: "has died", _LEFT: "has left", _FAILED: "has failed, which tells why itself"}
@@ -47,14 +45,13 @@ class Waiting:
 
     def __init__(self, arena: Arena, timeout: float, numbers: Sequence[int]) -> None:
         self.timeout, self.numbers, self.me = timeout, numbers or range(arena.ranks), arena.rank
-        self._desks, self._mine = arena.desks, arena.desks[arena.rank]
-        self._bells = [ctypes.c_void_p(arena.base + rank * LINE + 8 * _BELL) for rank in range(arena.ranks)]
-        self._wakings = itertools.count()
+        self._bell, self._sleepers, self._process, self._end, self._culprit = arena.columns(0, arena.ranks, 5)
+        self._addresses = [ctypes.c_void_p(arena.base + rank * LINE) for rank in range(arena.ranks)]  # of the bells
         self._lock = threading.Lock()  # a rank may have several threads, each with a wait and a note of its own
         self.note = _Note()
         self._patience = _YIELDS if arena.ranks > len(os.sched_getaffinity(0)) else 4 * _YIELDS
-        self._mine[_PROCESS] = os.getpid()
-        weakref.finalize(self, _end, self._mine)  # with the last reference, or the interpreter
+        self._process[self.me] = os.getpid()
+        weakref.finalize(self, _leave, self._process, self._end, self.me)  # with the last reference, or the interpreter
 
     # ---- the one who has something to tell ------------------------------------------------------------------------
 
@@ -62,16 +59,15 @@ class Waiting:
         """Let those look that sleep."""
         linux.full_fence()  # what they will look for is there before we look whether they sleep
         for rank in ranks:
-            if self._desks[rank][_SLEEPERS]:
-                # Any rank may write a bell, without a lock: it only must not be the number that a sleeper has seen.
-                self._desks[rank][_BELL] = self.me << 20 | next(self._wakings) % (1 << 20)
-                linux.wake(self._bells[rank])
+            if self._sleepers[rank]:
+                self._bell[rank] = time.monotonic_ns()  # any number that a sleeper has not seen yet: nothing to lock
+                linux.wake(self._addresses[rank])
 
     def leave(self, failed: bool) -> None:
         """Say that this rank will do nothing for the others any more; if it has failed, who waits for it fails too, at once."""
-        if self._mine[_END] == _HERE:
-            self._mine[_END] = _FAILED if failed else _LEFT
-        self.wake(range(len(self._desks)))
+        if self._end[self.me] == _HERE:
+            self._end[self.me] = _FAILED if failed else _LEFT
+        self.wake(range(len(self._end)))
 
     # ---- the one who waits ----------------------------------------------------------------------------------------
 
@@ -83,10 +79,10 @@ class Waiting:
             os.sched_yield()
         started, slow = time.monotonic(), False
         with self._lock:
-            self._mine[_SLEEPERS] += 1
+            self._sleepers[self.me] += 1
         try:
             while True:
-                seen = self._mine[_BELL]
+                seen = self._bell[self.me]
                 linux.full_fence()  # the desk says that we wait before we look for the last time
                 if ready():
                     return
@@ -97,10 +93,10 @@ class Waiting:
                     self._look_for_the_gone(ready, awaited)
                 if waited > self.timeout:
                     raise RankHung(f"rank {self.numbers[self.me]} has waited for more than timeout={self.timeout:g} s")
-                linux.wait(self._bells[self.me], seen, _SLEEP if slow else _FIRST_SLEEP)
+                linux.wait(self._addresses[self.me], seen, _SLEEP if slow else _FIRST_SLEEP)
         finally:
             with self._lock:
-                self._mine[_SLEEPERS] -= 1
+                self._sleepers[self.me] -= 1
 
     def wait_in_vain(self, *awaited: int) -> None:
         """An error, as soon as it is known why one of them will not come; or until somebody who watches ends it."""
@@ -110,24 +106,24 @@ class Waiting:
 
     def _look_for_the_gone(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank is gone that this one waits for, and has not done its part before it went."""
-        gone = [rank for rank in awaited() if self._is_gone(self._desks[rank])]
+        gone = [rank for rank in awaited() if self._is_gone(rank)]
         if not gone or ready():
             return
-        rank = self._desks[gone[0]][_CULPRIT] - 1  # one that went for want of another: that is to be told
+        rank = self._culprit[gone[0]] - 1  # one that went for want of another: that is to be told
         rank = rank if rank >= 0 else gone[0]
-        how = self._desks[rank][_END]
+        how = self._end[rank]
         if how == _LEFT and self.note.leave(IN_VAIN):
             return
-        self._mine[_CULPRIT] = rank + 1
+        self._culprit[self.me] = rank + 1
         told = f"rank {self.numbers[rank]} {_ENDINGS[how]}, while rank {self.numbers[self.me]} was waiting"
         raise RankFailed(told) if how == _FAILED else RankDied(told)
 
-    def _is_gone(self, desk: memoryview) -> bool:
-        begun = desk[_PROCESS] != 0
-        return begun and (desk[_END] != _HERE or not linux.is_alive(desk[_PROCESS]))
+    def _is_gone(self, rank: int) -> bool:
+        begun = self._process[rank] != 0
+        return begun and (self._end[rank] != _HERE or not linux.is_alive(self._process[rank]))
 
 
-def _end(desk: memoryview) -> None:
+def _leave(process: memoryview, end: memoryview, rank: int) -> None:
     """The mark of a rank that ends by itself; a process that it has forked is not the rank."""
-    if desk[_PROCESS] == os.getpid() and desk[_END] == _HERE:
-        desk[_END] = _LEFT
+    if process[rank] == os.getpid() and end[rank] == _HERE:
+        end[rank] = _LEFT
