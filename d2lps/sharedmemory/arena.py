@@ -11,6 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from d2lps.sharedmemory.space import Space, pages
 
 STATEMENT = 1024  # bytes: what a rank says at a meeting
 _MOST_SLOT = 1 << 16  # bytes of a small tensor that it brings along; less where there are many ranks
+_REMEMBERED = 1024  # views of the memory
 LINE = 64  # bytes that a processor moves at once: words that different ranks write lie in different lines
 
 
@@ -77,6 +79,8 @@ class Arena:
         self.bytes = memoryview(self.memory)
         self.words = self.bytes.cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        # What lies at an offset as a flat tensor, without owning it; to make such a view takes longer than to add up a small one.
+        self.tensor = lru_cache(_REMEMBERED)(partial(torch.frombuffer, self.bytes))
         begin = self.layout.spaces + rank * self.layout.space
         self.space = Space(descriptor, self.memory, begin, begin + self.layout.space)
 
@@ -90,16 +94,10 @@ class Arena:
         offset = tensor.data_ptr() - self.base
         return offset if 0 <= offset < self.layout.end and tensor.device.type == "cpu" else -1
 
-    def tensor(self, offset: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-        """What lies at an offset as a flat tensor, without owning it."""
-        return torch.frombuffer(self.bytes, dtype=dtype, count=length, offset=offset)
-
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor in this rank's space, which goes back when the last view of it has gone."""
         nbytes = bytes_of(shape, dtype)
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype)
-        offset = self.space.take(nbytes)
+        offset = self.space.take(nbytes or 1)
         owner = np.frombuffer(self.bytes, np.uint8, nbytes, offset)
         weakref.finalize(owner, self.space.give, offset).atexit = False
         return torch.from_numpy(owner).view(dtype).view(shape)

@@ -56,19 +56,16 @@ _nobody = ctypes.c_void_p(ctypes.addressof(_word))
 _ordered = platform.machine() == "x86_64"
 
 
-def full_fence() -> None:
-    """What was stored before this is seen by others before anything is loaded after it."""
-    if _ordered:
-        with _lock:
-            pass
-    else:
-        wake(_nobody)
+def fence(full: bool = False) -> None:
+    """What was stored before this is seen before what is stored after it; likewise for loads. Free on x86.
 
-
-def ordering_fence() -> None:
-    """What was stored before this is seen before what is stored after it; likewise for loads. Free on x86."""
+    full: also, what was stored before this is seen by others before anything is loaded after it.
+    """
     if not _ordered:
         wake(_nobody)
+    elif full:
+        with _lock:
+            pass
 
 
 # ---- other processes --------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Mailbox:
     def wait(self, message: Message) -> None:
         """Return when a message is complete; Mismatch if its ends disagree."""
         if not self.is_done(message):
-            self.waiting.wait(lambda: self.is_done(message), lambda: [message.peer])
+            self.waiting.wait(lambda: [] if self.is_done(message) else [message.peer])
         if message.sends:
             self.arena.space.keep(message.slip)
         if message.theirs != message.mine:
@@ -92,13 +92,13 @@ class Mailbox:
     def _announce(self, dst: int, slip: int) -> None:
         count, page = divmod(self._posted[dst][self.rank], _PAGES)
         self.arena.words[slip // 8 + BEFORE] = page * PAGE
-        linux.ordering_fence()
+        linux.fence()
         self._posted[dst][self.rank] = (count + 1) % _COUNTS * _PAGES + slip // PAGE
         self.waiting.wake([dst])
 
     def _look(self, src: int, word: int) -> None:
         """Take up what one rank has announced since this one looked last, from the last back to the first."""
-        linux.ordering_fence()
+        linux.fence()
         words, (count, page) = self.arena.words, divmod(word, _PAGES)
         slips = [page * PAGE]
         while len(slips) < (count - self._heard[src] // _PAGES) % _COUNTS:

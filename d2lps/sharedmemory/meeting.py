@@ -8,7 +8,6 @@ have come to the next, and so have heard this one.
 import struct
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
@@ -18,7 +17,6 @@ from d2lps.sharedmemory.arena import LINE, STATEMENT, Arena, Place
 from d2lps.sharedmemory.mailbox import Mailbox
 
 _CALL = 128  # bytes of a statement: what all ranks must say alike; the others are the rank's own
-_REMEMBERED = 64  # kinds of small tensors; to make such views takes longer than to add them up
 
 
 class Meeting:
@@ -27,25 +25,20 @@ class Meeting:
     def __init__(self, mailbox: Mailbox, members: Sequence[int], rank: int, begin: int) -> None:
         self.mailbox, self.waiting, self.arena = mailbox, mailbox.waiting, mailbox.arena
         self.memory, self.members, self.rank = self.arena.memory, list(members), rank
-        arena, place, ranks = self.arena, Place(len(members)), range(len(members))
+        place, ranks = Place(len(members)), range(len(members))
         self.slot, self.others = place.slot, [other for other in ranks if other != rank]
         first = begin + len(members) * LINE
-        self._seats = seats = [[first + (2 * other + turn) * place.seat for other in ranks] for turn in range(2)]
-        # Where each rank puts a small tensor: not a method, which would keep the meeting from becoming garbage.
-        self._slots = lru_cache(_REMEMBERED)(
-            lambda turn, dtype, length: [arena.tensor(seat + STATEMENT, dtype, length) for seat in seats[turn]]
-        )
+        self._seats = [[first + (2 * other + turn) * place.seat for other in ranks] for turn in range(2)]
         self.count = 0  # of the meetings so far
         self.unreadable: str | None = None  # why no rank reads another one's memory; not known before the first try
-        self._came, gone = arena.columns(begin, len(members), 2)
+        self._came, gone = self.arena.columns(begin, len(members), 2)
         weakref.finalize(self, gone.__setitem__, rank, 1).atexit = False  # until this is garbage, the member is there
 
     def exchange(self, call: str, mine: bytes = b"") -> list[bytes]:
         """Say what is called, which must be alike on all ranks, and something of one's own; what each rank said, as long."""
         self.complete()  # the last one, if this rank has not waited for its end
-        said = call.encode().ljust(_CALL)
         seats, length = self._seats[(self.count + 1) % 2], _CALL + len(mine)
-        self.memory[seats[self.rank] : seats[self.rank] + length] = said + mine
+        self.memory[seats[self.rank] : seats[self.rank] + length] = call.encode().ljust(_CALL) + mine
         self.meet()
         heard = [self.memory[seat : seat + length] for seat in seats]
         if len({words[:_CALL] for words in heard}) > 1:
@@ -68,23 +61,20 @@ class Meeting:
     def come(self) -> None:
         """Be there, without waiting for the others; the last one wakes them."""
         self.count += 1
-        linux.ordering_fence()
+        linux.fence()
         self._came[self.rank] = self.count
-        linux.full_fence()  # of two that come at the same time, one at least sees both
+        linux.fence(full=True)  # of two that come at the same time, one at least sees both
         if self.is_over(self.count):
             self.waiting.wake([self.members[other] for other in self.others])
 
     def complete(self) -> None:
         """Return when all have come."""
         if not self.is_over(self.count):
-            self.waiting.wait(self._look, self._missing)
-        linux.ordering_fence()
-
-    def _look(self) -> bool:
-        self.mailbox.progress()
-        return self.is_over(self.count)
+            self.waiting.wait(self._missing)
+        linux.fence()
 
     def _missing(self) -> list[int]:
+        self.mailbox.progress()
         return [member for member, came in zip(self.members, self._came, strict=True) if came < self.count]
 
     def is_over(self, number: int) -> bool:
@@ -94,7 +84,8 @@ class Meeting:
     def slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         """Where each rank puts a small tensor before the next meeting, to be read after it."""
         self.complete()
-        return self._slots((self.count + 1) % 2, dtype, length)
+        seats = self._seats[(self.count + 1) % 2]
+        return [self.arena.tensor(dtype=dtype, count=length, offset=seat + STATEMENT) for seat in seats]
 
 
 def new_place(arena: Arena, members: int) -> int:

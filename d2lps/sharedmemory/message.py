@@ -57,7 +57,7 @@ class Message:
         """This is the message that the receiver has waited for: say what was expected."""
         self._open(slip)
         self.held, self.theirs = self._words[_HELD], self._words[_SENT]
-        linux.ordering_fence()
+        linux.fence()
         self._words[_EXPECTED] = self.mine
 
     def _open(self, slip: int) -> None:
@@ -71,7 +71,7 @@ class Message:
             here, there = self.pointer + self.count, self.room + self.count % self.held
             ctypes.memmove(*((there, here) if self.sends else (here, there)), nbytes)
             self.count += nbytes
-            linux.ordering_fence()
+            linux.fence()
             self._words[_LAID if self.sends else _TAKEN] = self.count
         return self.count > before
 
@@ -79,7 +79,7 @@ class Message:
         """How many bytes can be copied: a piece, or what is left of the message, or none."""
         piece = min(_PIECE, self.nbytes - self.count) if self.moves() else 0
         end = self._words[_TAKEN] + self.held if self.sends else self._words[_LAID]
-        linux.ordering_fence()
+        linux.fence()
         return piece if self.count + piece <= end else 0
 
     def moves(self) -> bool:

@@ -9,16 +9,15 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PAGE = 4096
 _SMALL = 1 << 20  # not worth a look at the machine's memory
 _REMOVE = getattr(mmap, "MADV_REMOVE", 9)
 _GROUPS = Path("/sys/fs/cgroup")
-_CONTAINERS = [  # limit, and how much of it is used
-    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
-    (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
-]
+# A container's limit, and how much of it is used: in the second version of control groups, and in the first.
+_LIMITS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
 
 
 class Space:
@@ -43,7 +42,7 @@ class Space:
         """
         size = pages(nbytes)
         with self._lock:
-            kept = self._kept[size]  # the last that came back is still in the processor's cache
+            kept = self._kept.get(size, [])  # the last that came back is still in the processor's cache
             if (last := next((at for at in reversed(range(len(kept))) if kept[at][1]()), -1)) >= 0:
                 return kept.pop(last)[0]
             if size > (free := self.free(nbytes)):
@@ -104,9 +103,7 @@ def available() -> int:
     """The bytes that this process may still use: the machine's, or what is left of a container's limit."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    for limit, used in _CONTAINERS:
-        try:
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
+    for limit, used in _LIMITS.items():
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            free = min(free, int((_GROUPS / limit).read_text()) - int((_GROUPS / used).read_text()))
     return max(free, 0)

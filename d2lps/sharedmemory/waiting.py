@@ -2,7 +2,7 @@
 
 Two ranks on two cores see each other's writes within a microsecond, so a moment of looking is worth its while; and where
 ranks outnumber cores, offering the core lets the very rank run that is waited for. But only for a moment: a rank that waits
-long sleeps, and burns nothing. A sleeper says so on its desk, and for whom it waits, so that nobody wakes it in vain.
+long sleeps, and burns nothing. A sleeper says so on its desk: to wake one who is awake would cost a call of the kernel.
 
 A long wait also looks for those who will never come, but only among the ranks that it waits for. Leaving is not dying: a rank
 that has nothing more to do says so on its desk, and breaks nobody; who needs something of it still learns that it has left.
@@ -51,13 +51,13 @@ class Waiting:
         self.note = _Note()
         self._patience = _YIELDS if arena.ranks > len(os.sched_getaffinity(0)) else 4 * _YIELDS
         self._process[self.me] = os.getpid()
-        weakref.finalize(self, _leave, self._process, self._end, self.me)  # with the last reference, or the interpreter
+        weakref.finalize(self, _mark, self._process, self._end, self.me, _LEFT)  # with the last reference, or the interpreter
 
     # ---- the one who has something to tell ------------------------------------------------------------------------
 
     def wake(self, ranks: Iterable[int]) -> None:
         """Let those look that sleep."""
-        linux.full_fence()  # what they will look for is there before we look whether they sleep
+        linux.fence(full=True)  # what they will look for is there before we look whether they sleep
         for rank in ranks:
             if self._sleepers[rank]:
                 self._bell[rank] = time.monotonic_ns()  # any number that a sleeper has not seen yet: nothing to lock
@@ -65,16 +65,15 @@ class Waiting:
 
     def leave(self, failed: bool) -> None:
         """Say that this rank will do nothing for the others any more; if it has failed, who waits for it fails too, at once."""
-        if self._end[self.me] == _HERE:
-            self._end[self.me] = _FAILED if failed else _LEFT
+        _mark(self._process, self._end, self.me, _FAILED if failed else _LEFT)
         self.wake(range(len(self._end)))
 
     # ---- the one who waits ----------------------------------------------------------------------------------------
 
-    def wait(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
-        """Return when `ready()`; an error if one of the ranks that are `awaited()` is gone."""
+    def wait(self, awaited: Callable[[], Sequence[int]]) -> None:
+        """Return when no rank is `awaited()` any more; an error if one that is has gone."""
         for _ in range(self._patience):  # even where every rank could have a core, the awaited one may lack it just now
-            if ready():
+            if not awaited():
                 return
             os.sched_yield()
         started, slow = time.monotonic(), False
@@ -83,14 +82,14 @@ class Waiting:
         try:
             while True:
                 seen = self._bell[self.me]
-                linux.full_fence()  # the desk says that we wait before we look for the last time
-                if ready():
+                linux.fence(full=True)  # the desk says that we wait before we look for the last time
+                if not awaited():
                     return
                 if (waited := time.monotonic() - started) > _FIRST_SLEEP:
                     if not slow:
                         self.note.leave()
                     slow = True
-                    self._look_for_the_gone(ready, awaited)
+                    self._look_for_the_gone(awaited)
                 if waited > self.timeout:
                     raise RankHung(f"rank {self.numbers[self.me]} has waited for more than timeout={self.timeout:g} s")
                 linux.wait(self._addresses[self.me], seen, _SLEEP if slow else _FIRST_SLEEP)
@@ -100,14 +99,14 @@ class Waiting:
 
     def wait_in_vain(self, *awaited: int) -> None:
         """An error, as soon as it is known why one of them will not come; or until somebody who watches ends it."""
-        self.wait(lambda: False, lambda: awaited)
+        self.wait(lambda: awaited or [self.me])
 
     # ---- those who will never come --------------------------------------------------------------------------------
 
-    def _look_for_the_gone(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
+    def _look_for_the_gone(self, awaited: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank is gone that this one waits for, and has not done its part before it went."""
         gone = [rank for rank in awaited() if self._is_gone(rank)]
-        if not gone or ready():
+        if not gone or gone[0] not in awaited():
             return
         rank = self._culprit[gone[0]] - 1  # one that went for want of another: that is to be told
         rank = rank if rank >= 0 else gone[0]
@@ -119,11 +118,10 @@ class Waiting:
         raise RankFailed(told) if how == _FAILED else RankDied(told)
 
     def _is_gone(self, rank: int) -> bool:
-        begun = self._process[rank] != 0
-        return begun and (self._end[rank] != _HERE or not linux.is_alive(self._process[rank]))
+        return self._process[rank] != 0 and (self._end[rank] != _HERE or not linux.is_alive(self._process[rank]))
 
 
-def _leave(process: memoryview, end: memoryview, rank: int) -> None:
-    """The mark of a rank that ends by itself; a process that it has forked is not the rank."""
+def _mark(process: memoryview, end: memoryview, rank: int, how: int) -> None:
+    """Say that a rank ends by itself, and how; a process that it has forked is not the rank."""
     if process[rank] == os.getpid() and end[rank] == _HERE:
-        end[rank] = _LEFT
+        end[rank] = how
