@@ -2,7 +2,7 @@
 
 The slip lies in the sender's space, and the bytes beside it. A tensor that lies in the shared file itself stays where it
 is: the receiver copies it from there. Of another one the sender lays out a copy beside the slip, all of it if it is small;
-a big one piece by piece, round and round in a room of 1 MB, while the receiver takes out what is there. The receiver writes
+a big one part by part, round and round in a room of 1 MB, while the receiver takes out what is there. The receiver writes
 down what it expects, and how much it has taken: if that is all, or something else is expected, the slip is the sender's
 again. Each word of a slip has one writer: nothing to lock.
 """
@@ -17,8 +17,7 @@ from d2lps.sharedmemory import linux
 from d2lps.sharedmemory.arena import LINE, Arena
 from d2lps.sharedmemory.space import roomy
 
-_PIECE = 1 << 18  # bytes that are copied before the other end is told
-_ROOM = 4 * _PIECE  # bytes of a message that lie beside its slip at one time
+_ROOM = 1 << 20  # bytes of a message that lie beside its slip at one time
 GROUP, TAG, _SENT, _BEGIN, _HELD, _LAID, BEFORE = range(7)  # the sender's words; BEFORE: the slip announced before this one
 _EXPECTED, _TAKEN = range(8, 10)  # the receiver's, in a line of their own
 _SLIP = struct.Struct("<6q16x2q")
@@ -76,11 +75,12 @@ class Message:
         return self.count > before
 
     def _ready(self) -> int:
-        """How many bytes can be copied: a piece, or what is left of the message, or none."""
-        piece = min(_PIECE, self.nbytes - self.count) if self.moves() else 0
-        end = self._words[_TAKEN] + self.held if self.sends else self._words[_LAID]
+        """How many bytes can be copied at one go: up to what has been laid out, or taken, and up to the room's end."""
+        if not self.moves():
+            return 0
+        end = min(self._words[_TAKEN] + self.held, self.nbytes) if self.sends else self._words[_LAID]
         linux.fence()
-        return piece if self.count + piece <= end else 0
+        return min(end - self.count, self.held - self.count % self.held)
 
     def moves(self) -> bool:
         """Whether bytes are still to be copied: neither when all have been, nor when the other end has something else."""
