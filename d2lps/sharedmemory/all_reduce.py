@@ -63,8 +63,7 @@ def _small(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) ->
 def _in_place(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:
     """Two meetings, before and after; each rank reads n bytes and writes n bytes, in n / (p * 128 KB) rounds."""
     mine, length = blocks(tensor, len(heard))[meeting.rank], CACHE // tensor.element_size()
-    there = partial(meeting.arena.tensor, dtype=tensor.dtype, count=tensor.numel())
-    whole = [there(offset=offset) for offset, _, _ in heard]
+    whole = [meeting.arena.tensor(offset, tensor.dtype, tensor.numel()) for offset, _, _ in heard]
     room = torch.empty_like(tensor[mine][:length])
     for parts in zip(*(each[mine].split(length) for each in whole), strict=True):
         total = reduce(partial(kernel, out=room[: parts[0].numel()]), parts)
@@ -77,11 +76,10 @@ def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -
     """Three meetings for each 4 MB, and nobody waits for the third; each rank copies (p - 1)/p n bytes in, and as many out."""
     arena, block = meeting.arena, blocks(tensor, len(meeting.members))
     offset, mine = arena.space.take(PIECE), block[meeting.rank]
-    there = partial(arena.tensor, dtype=tensor.dtype, count=tensor.numel())
-    room = there(offset=offset)
+    room = arena.tensor(offset, tensor.dtype, tensor.numel())
     for rank in meeting.others:  # what they will add up
         room[block[rank]].copy_(tensor[block[rank]])
-    copies = [there(offset=theirs) for (theirs,) in meeting.exchange_numbers(call, offset)]
+    copies = [arena.tensor(theirs, tensor.dtype, tensor.numel()) for (theirs,) in meeting.exchange_numbers(call, offset)]
     parts = [tensor[mine] if rank == meeting.rank else copy[mine] for rank, copy in enumerate(copies)]
     tensor[mine].copy_(reduce(partial(kernel, out=room[mine]), parts))
     meeting.meet()

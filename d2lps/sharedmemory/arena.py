@@ -79,8 +79,7 @@ class Arena:
         self.bytes = memoryview(self.memory)
         self.words = self.bytes.cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        # What lies at an offset as a flat tensor, without owning it; to make such a view takes longer than to add up a small one.
-        self.tensor = lru_cache(_REMEMBERED)(partial(torch.frombuffer, self.bytes))
+        self.tensor = lru_cache(_REMEMBERED)(partial(_view, self.bytes))  # to make one takes longer than to add up a small one
         begin = self.layout.spaces + rank * self.layout.space
         self.space = Space(descriptor, self.memory, begin, begin + self.layout.space)
 
@@ -101,6 +100,11 @@ class Arena:
         owner = np.frombuffer(self.bytes, np.uint8, nbytes, offset)
         weakref.finalize(owner, self.space.give, offset).atexit = False
         return torch.from_numpy(owner).view(dtype).view(shape)
+
+
+def _view(memory: memoryview, offset: int, dtype: torch.dtype, length: int) -> torch.Tensor:
+    """What lies at an offset as a flat tensor, without owning it."""
+    return torch.frombuffer(memory, dtype=dtype, count=length, offset=offset)
 
 
 def bytes_of(shape: int | Sequence[int], dtype: torch.dtype) -> int:

@@ -75,7 +75,7 @@ class Meeting:
 
     def _missing(self) -> list[int]:
         self.mailbox.progress()
-        return [member for member, came in zip(self.members, self._came, strict=True) if came < self.count]
+        return [self.members[other] for other in self.others if self._came[other] < self.count]
 
     def is_over(self, number: int) -> bool:
         """Whether all have come to the meeting of that number."""
@@ -84,8 +84,7 @@ class Meeting:
     def slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         """Where each rank puts a small tensor before the next meeting, to be read after it."""
         self.complete()
-        seats = self._seats[(self.count + 1) % 2]
-        return [self.arena.tensor(dtype=dtype, count=length, offset=seat + STATEMENT) for seat in seats]
+        return [self.arena.tensor(seat + STATEMENT, dtype, length) for seat in self._seats[(self.count + 1) % 2]]
 
 
 def new_place(arena: Arena, members: int) -> int:
