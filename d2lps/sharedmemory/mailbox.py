@@ -55,7 +55,7 @@ class Mailbox:
     def wait(self, message: Message) -> None:
         """Return when a message is complete; Mismatch if its ends disagree."""
         if not self.is_done(message):
-            self.waiting.wait(lambda: [] if self.is_done(message) else [message.peer])
+            self.waiting.wait(lambda: self.is_done(message), lambda: [message.peer])
         if message.sends:
             self.arena.space.keep(message.slip)
         if message.theirs != message.mine:

@@ -70,11 +70,14 @@ class Meeting:
     def complete(self) -> None:
         """Return when all have come."""
         if not self.is_over(self.count):
-            self.waiting.wait(self._missing)
+            self.waiting.wait(self._look, self._missing)
         linux.fence()
 
-    def _missing(self) -> list[int]:
+    def _look(self) -> bool:
         self.mailbox.progress()
+        return self.is_over(self.count)
+
+    def _missing(self) -> list[int]:
         return [self.members[other] for other in self.others if self._came[other] < self.count]
 
     def is_over(self, number: int) -> bool:

@@ -70,10 +70,10 @@ class Waiting:
 
     # ---- the one who waits ----------------------------------------------------------------------------------------
 
-    def wait(self, awaited: Callable[[], Sequence[int]]) -> None:
-        """Return when no rank is `awaited()` any more; an error if one that is has gone."""
+    def wait(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
+        """Return when `ready()`; an error if one of the ranks that are `awaited()` is gone."""
         for _ in range(self._patience):  # even where every rank could have a core, the awaited one may lack it just now
-            if not awaited():
+            if ready():
                 return
             os.sched_yield()
         started, slow = time.monotonic(), False
@@ -83,13 +83,13 @@ class Waiting:
             while True:
                 seen = self._bell[self.me]
                 linux.fence(full=True)  # the desk says that we wait before we look for the last time
-                if not awaited():
+                if ready():
                     return
                 if (waited := time.monotonic() - started) > _FIRST_SLEEP:
                     if not slow:
                         self.note.leave()
                     slow = True
-                    self._look_for_the_gone(awaited)
+                    self._look_for_the_gone(ready, awaited)
                 if waited > self.timeout:
                     raise RankHung(f"rank {self.numbers[self.me]} has waited for more than timeout={self.timeout:g} s")
                 linux.wait(self._addresses[self.me], seen, _SLEEP if slow else _FIRST_SLEEP)
@@ -99,14 +99,14 @@ class Waiting:
 
     def wait_in_vain(self, *awaited: int) -> None:
         """An error, as soon as it is known why one of them will not come; or until somebody who watches ends it."""
-        self.wait(lambda: awaited or [self.me])
+        self.wait(lambda: False, lambda: awaited)
 
     # ---- those who will never come --------------------------------------------------------------------------------
 
-    def _look_for_the_gone(self, awaited: Callable[[], Sequence[int]]) -> None:
+    def _look_for_the_gone(self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank is gone that this one waits for, and has not done its part before it went."""
         gone = [rank for rank in awaited() if self._is_gone(rank)]
-        if not gone or gone[0] not in awaited():
+        if not gone or ready():
             return
         rank = self._culprit[gone[0]] - 1  # one that went for want of another: that is to be told
         rank = rank if rank >= 0 else gone[0]
