@@ -6,13 +6,15 @@
     by reading  big ordinary tensors: the same without laying out, where the kernel lets a rank read another one's memory
 
 In every way a rank adds in the order of the ranks, rounding in the tensor's dtype each time: the sum is the same to the bit
-on every rank, and in every run.
+on every rank, and in every run. It is
+
+    reduce(partial(torch.add, out=total), parts)        # total = parts[0] + parts[1] + ...; the total is none of the parts
 """
 
 import errno
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 
@@ -34,7 +36,7 @@ def all_reduce(meeting: Meeting, tensor: torch.Tensor, op: ReduceOp) -> None:
     """The fastest way for this tensor, or these: the ranks' may lie in different kinds of memory."""
     name, nbytes = op_name(op), tensor.nbytes
     call, kernel = f"all_reduce({describe(tensor)}, op={name})", KERNELS[name]
-    if not nbytes:
+    if not nbytes or not meeting.others:  # there is nothing to add, or nobody who would add something
         meeting.exchange(call)
     elif nbytes <= meeting.slot:
         _small(meeting, call, tensor, kernel)
@@ -55,18 +57,16 @@ def _small(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) ->
     slots = meeting.slots(tensor.dtype, tensor.numel())
     slots[meeting.rank].copy_(tensor)
     meeting.exchange(call)
-    _combine(kernel, slots, tensor)
+    reduce(partial(kernel, out=tensor), slots)
 
 
 def _in_place(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:
     """Two meetings, before and after; each rank reads n bytes and writes n bytes, in n / (p * 128 KB) rounds."""
+    mine, length = blocks(tensor, len(heard))[meeting.rank], CACHE // tensor.element_size()
     whole = [meeting.arena.tensor(offset, tensor.dtype, tensor.numel()) for offset, _, _ in heard]
-    begin, end = block(tensor, meeting.rank, len(whole))
-    length = CACHE // tensor.element_size()
-    room = tensor.new_empty(min(length, end - begin))
-    for parts in zip(*(each[begin:end].split(length) for each in whole), strict=True):
-        total = room[: parts[0].numel()]
-        _combine(kernel, parts, total)
+    room = torch.empty_like(tensor[mine][:length])
+    for parts in zip(*(each[mine].split(length) for each in whole), strict=True):
+        total = reduce(partial(kernel, out=room[: parts[0].numel()]), parts)
         for part in parts:
             part.copy_(total)
     meeting.meet()
@@ -74,21 +74,19 @@ def _in_place(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Hea
 
 def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -> None:
     """Three meetings for each 4 MB, and nobody waits for the third; each rank copies (p - 1)/p n bytes in, and as many out."""
-    arena, (begin, end) = meeting.arena, block(tensor, meeting.rank, len(meeting.members))
-    offset = arena.pool.take(PIECE)
-    mine, own = arena.tensor(offset, tensor.dtype, tensor.numel()), tensor[begin:end]
-    mine[:begin].copy_(tensor[:begin])  # what the others will add up: everything but this rank's block
-    mine[end:].copy_(tensor[end:])
+    arena, block = meeting.arena, blocks(tensor, len(meeting.members))
+    offset, mine = arena.space.take(PIECE), block[meeting.rank]
+    room = arena.tensor(offset, tensor.dtype, tensor.numel())
+    for rank in meeting.others:  # what they will add up
+        room[block[rank]].copy_(tensor[block[rank]])
     copies = [arena.tensor(theirs, tensor.dtype, tensor.numel()) for (theirs,) in meeting.exchange_numbers(call, offset)]
-    parts = [own if rank == meeting.rank else copy[begin:end] for rank, copy in enumerate(copies)]
-    _combine(kernel, parts, mine[begin:end])
-    own.copy_(mine[begin:end])
+    parts = [tensor[mine] if rank == meeting.rank else copy[mine] for rank, copy in enumerate(copies)]
+    tensor[mine].copy_(reduce(partial(kernel, out=room[mine]), parts))
     meeting.meet()
     for rank in meeting.others:
-        begin, end = block(tensor, rank, len(copies))
-        tensor[begin:end].copy_(copies[rank][begin:end])
+        tensor[block[rank]].copy_(copies[rank][block[rank]])
     meeting.come()
-    arena.pool.give(offset, unused=partial(meeting.is_over, meeting.count))
+    arena.space.keep(offset, unused=partial(meeting.is_over, meeting.count))
 
 
 def _by_reading(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:
@@ -97,19 +95,17 @@ def _by_reading(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: H
     First its block of all the others' tensors, piece by piece, which it adds up into its own; then the others' sums. Nobody
     writes what another reads in the same half.
     """
-    ranks, length = len(heard), READ // len(heard) // tensor.element_size()
-    begin, end = block(tensor, meeting.rank, ranks)
-    rooms = tensor.new_empty((ranks, min(length, end - begin)))
-    for start in range(begin, end, length):
-        own = tensor[start : min(start + length, end)]
-        parts = [own if rank == meeting.rank else room[: own.numel()] for rank, room in enumerate(rooms)]
+    block, length = blocks(tensor, len(heard)), READ // len(heard) // tensor.element_size()
+    mine = tensor[block[meeting.rank]]
+    total, *rooms = mine.new_empty((len(heard) + 1, min(length, mine.numel())))
+    for piece in mine.split(length):
+        parts = [piece if rank == meeting.rank else room[: piece.numel()] for rank, room in enumerate(rooms)]
         for rank in meeting.others:
-            _fetch(meeting, heard, rank, start, parts[rank])
-        _combine(kernel, parts, own, rooms[meeting.rank, : own.numel()])
+            _fetch(meeting, heard, rank, piece, parts[rank])
+        piece.copy_(reduce(partial(kernel, out=total[: piece.numel()]), parts))
     meeting.meet()
     for rank in meeting.others:
-        begin, end = block(tensor, rank, ranks)
-        _fetch(meeting, heard, rank, begin, tensor[begin:end])
+        _fetch(meeting, heard, rank, tensor[block[rank]], tensor[block[rank]])
     meeting.meet()
 
 
@@ -127,28 +123,19 @@ def _unreadable(meeting: Meeting, call: str, heard: Heard) -> str:
     return meeting.unreadable
 
 
-def _fetch(meeting: Meeting, heard: Heard, rank: int, start: int, into: torch.Tensor) -> None:
-    """Read elements, from number `start` on, of the tensor that a rank has told of."""
-    _, address, process = heard[rank]
+def _fetch(meeting: Meeting, heard: Heard, rank: int, part: torch.Tensor, into: torch.Tensor) -> None:
+    """Read what a rank has where this one has that part of its tensor."""
+    (_, mine, _), (_, address, process) = heard[meeting.rank], heard[rank]
     try:
-        read(process, address + start * into.element_size(), into)
+        read(process, address + part.data_ptr() - mine, into)
     except OSError as error:
         if error.errno not in (errno.ESRCH, errno.EFAULT):
             raise
         meeting.waiting.wait_in_vain(meeting.members[rank])  # it has died, or given up: there is nothing to read any more
 
 
-def _combine(kernel: Kernel, parts: Sequence[torch.Tensor], into: torch.Tensor, room: torch.Tensor | None = None) -> None:
-    """`into = parts[0] + parts[1] + ...`, in this order; if `into` is one of the parts, `room` takes the sum on the way."""
-    total, *rest = parts
-    if not rest:
-        into.copy_(total)
-    for part in rest:
-        total = kernel(total, part, out=into if room is None or part is parts[-1] else room)
-
-
-def block(tensor: torch.Tensor, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements that a rank adds up; blocks begin at whole lines: (32, 64) for rank 1 of 4 and 100 floats."""
-    length, line = tensor.numel(), max(1, LINE // tensor.element_size())
-    size = -(-length // (ranks * line)) * line
-    return min(length, rank * size), min(length, (rank + 1) * size)
+def blocks(tensor: torch.Tensor, ranks: int) -> Sequence[slice]:
+    """The part that each rank adds up; they begin at whole lines: 0:32, 32:64, 64:96, 96:128 for 100 floats and 4 ranks."""
+    line = max(1, LINE // tensor.element_size())
+    size = -(-tensor.numel() // (ranks * line)) * line
+    return [slice(rank * size, (rank + 1) * size) for rank in range(ranks)]

@@ -38,8 +38,6 @@ class SharedMemoryCommunicator(Communicator):
 
         The ranks meet: if there is not enough memory for all, it is a MemoryError on all, before any of it was taken.
         """
-        if self.device.type != "cpu":
-            return super().empty(shape, dtype)
         nbytes = bytes_of(shape, dtype)
         with self.waiting("barrier"):
             heard = self.meeting.exchange_numbers("empty", nbytes, self.arena.space.free(nbytes))
@@ -61,8 +59,7 @@ class SharedMemoryCommunicator(Communicator):
         self.mailbox.waiting.leave(failed)
 
     def _post(self, action: str, staged: torch.Tensor, peer: int, tag: int) -> Work:
-        post = self.mailbox.send if action == "send" else self.mailbox.receive
-        message = post(staged, self.members[peer], self._number, tag)
+        message = self.mailbox.post(action == "send", staged, self.members[peer], self._number, tag)
         return Work(partial(self.mailbox.wait, message), partial(self.mailbox.is_done, message))
 
     def _barrier(self) -> None:

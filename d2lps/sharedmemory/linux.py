@@ -18,7 +18,6 @@ Source: Franke, Russell, Kirkwood 2002; futex(2), process_vm_readv(2), ptrace(2)
 import ctypes
 import os
 import platform
-import sys
 import threading
 from pathlib import Path
 
@@ -26,24 +25,24 @@ import torch
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "loongarch64": 98}  # of the system call
 _FUTEX = ctypes.c_long(_NUMBERS.get(platform.machine(), -1))
-_WAIT, _WAKE, _EVERYONE, _UNUSED = ctypes.c_long(0), ctypes.c_long(1), ctypes.c_long(2**31 - 1), ctypes.c_long(0)
+_WAIT, _WAKE, _EVERYONE = ctypes.c_long(0), ctypes.c_long(1), ctypes.c_long(2**31 - 1)
 _PR_SET_PTRACER = 0x59616D61
 _Pair = ctypes.c_long * 2  # seconds and nanoseconds, or an address and how many bytes
 # The one lets go of the interpreter's lock, so that other threads run while this one sleeps; the other is faster.
 _libc, _passing = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
 
-has_futex = sys.platform == "linux" and platform.machine() in _NUMBERS
+has_futex = platform.machine() in _NUMBERS
 
 
 def wait(address: ctypes.c_void_p, seen: int, seconds: float) -> None:
     """Sleep until woken, for `seconds` at most; not at all if the 32-bit number there is not `seen`. May wake for nothing."""
     span = _Pair(int(seconds), int(seconds % 1 * 1e9))
-    _libc.syscall(_FUTEX, address, _WAIT, ctypes.c_long(seen), span, None, _UNUSED)
+    _libc.syscall(_FUTEX, address, _WAIT, ctypes.c_long(seen), span)
 
 
 def wake(address: ctypes.c_void_p) -> None:
     """Wake all that sleep at this address."""
-    _passing.syscall(_FUTEX, address, _WAKE, _EVERYONE, None, None, _UNUSED)
+    _passing.syscall(_FUTEX, address, _WAKE, _EVERYONE)
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
@@ -57,19 +56,16 @@ _nobody = ctypes.c_void_p(ctypes.addressof(_word))
 _ordered = platform.machine() == "x86_64"
 
 
-def full_fence() -> None:
-    """What was stored before this is seen by others before anything is loaded after it."""
-    if _ordered:
-        with _lock:
-            pass
-    else:
-        wake(_nobody)
+def fence(full: bool = False) -> None:
+    """What was stored before this is seen before what is stored after it; likewise for loads. Free on x86.
 
-
-def ordering_fence() -> None:
-    """What was stored before this is seen before what is stored after it; likewise for loads. Free on x86."""
+    full: also, what was stored before this is seen by others before anything is loaded after it.
+    """
     if not _ordered:
         wake(_nobody)
+    elif full:
+        with _lock:
+            pass
 
 
 # ---- other processes --------------------------------------------------------------------------------------------------

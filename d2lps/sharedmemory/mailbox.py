@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from d2lps.comm.explain import mismatch
-from d2lps.comm.rank import describe
 from d2lps.sharedmemory import linux
 from d2lps.sharedmemory.arena import Arena
-from d2lps.sharedmemory.message import BEFORE, GROUP, TAG, Message, Receiving, Sending
+from d2lps.sharedmemory.message import BEFORE, GROUP, TAG, Message, spell
 from d2lps.sharedmemory.space import PAGE
 from d2lps.sharedmemory.waiting import Waiting
 
@@ -30,44 +29,37 @@ class Mailbox:
     """What one process has in the shared memory, and its messages of all groups that it belongs to."""
 
     def __init__(self, descriptor: int, ranks: int, rank: int, timeout: float = math.inf, numbers: Sequence[int] = ()) -> None:
-        self.arena = Arena(descriptor, ranks, rank)
+        self.arena, self.rank = Arena(descriptor, ranks, rank), rank
         self.waiting = Waiting(self.arena, timeout, numbers)
-        self.words, self.rank, self.ranks = self.arena.words, rank, ranks
-        self._expected: defaultdict[Key, deque[Receiving]] = defaultdict(deque)
+        self._expected: defaultdict[Key, deque[Message]] = defaultdict(deque)
         self._arrived: defaultdict[Key, deque[int]] = defaultdict(deque)  # slips
         self._moving: list[Message] = []  # bytes are still to be copied
-        self._open = 0  # receives that no message has been found for
         self._lock = threading.Lock()  # a rank may have several threads
-        self._posted = self.arena.layout.posted // 8
-        self._row = self.words[self._posted + rank * ranks : self._posted + (rank + 1) * ranks]  # the words that lead here
-        self._seen = bytes(8 * ranks)  # others may have announced something before this rank was here
+        first = self.arena.layout.posted // 8
+        self._posted = [self.arena.words[first + dst * ranks : first + (dst + 1) * ranks] for dst in range(ranks)]
         self._heard = [0] * ranks  # what they said when this rank looked last
 
-    def send(self, tensor: torch.Tensor, dst: int, group: int, tag: int) -> Message:
+    def post(self, sends: bool, tensor: torch.Tensor, peer: int, group: int, tag: int) -> Message:
+        """Begin to send or receive a flat tensor."""
+        message, key = Message(self.arena, tensor, peer, tag, sends), (group, peer, tag)
         with self._lock:
-            message = Sending(self.arena, tensor, dst, group, tag)
-            self._announce(dst, message.slip)
-            if message.moves():
-                self._moving.append(message)
-        return message
-
-    def receive(self, tensor: torch.Tensor, src: int, group: int, tag: int) -> Message:
-        message, key = Receiving(self.arena, tensor, src, tag), (group, src, tag)
-        with self._lock:
-            self._expected[key].append(message)
-            self._open += 1
-            self._match(key)
+            if sends:
+                self._announce(peer, message.lay_out(group))
+                if message.moves():
+                    self._moving.append(message)
+            else:
+                self._expected[key].append(message)
+                self._match(key)
         return message
 
     def wait(self, message: Message) -> None:
         """Return when a message is complete; Mismatch if its ends disagree."""
         if not self.is_done(message):
             self.waiting.wait(lambda: self.is_done(message), lambda: [message.peer])
-        theirs = message.differs()
         if message.sends:
-            self.arena.pool.give(message.slip)
-        if theirs:
-            raise mismatch(message.sends, self.rank, message.peer, message.tag, describe(message.tensor), theirs)
+            self.arena.space.keep(message.slip)
+        if message.theirs != message.mine:
+            raise mismatch(message.sends, self.rank, message.peer, message.tag, spell(message.mine), spell(message.theirs))
 
     def is_done(self, message: Message) -> bool:
         self.progress()
@@ -76,27 +68,21 @@ class Mailbox:
     def progress(self) -> None:
         """Look for what has been announced, and copy what can be copied."""
         with self._lock:
-            if (row := self._row.tobytes()) != self._seen:
-                self._seen = row
-                for src, word in enumerate(self._row.tolist()):
+            if (row := self._posted[self.rank].tolist()) != self._heard:
+                for src, word in enumerate(row):
                     if word != self._heard[src]:
                         self._look(src, word)
             if self._moving:
                 self.waiting.wake([message.peer for message in self._moving if message.advance()])
                 self._moving = [message for message in self._moving if message.moves()]
 
-    def busy(self) -> bool:
-        """Whether a message may come, or go on, that this rank has to do something for."""
-        return bool(self._open or self._moving)
-
     def _match(self, key: Key) -> None:
         """Let announced messages and posted receives meet, in order."""
         expected, arrived = self._expected[key], self._arrived[key]
         while expected and arrived:
             message = expected.popleft()
-            self._open -= 1
             message.take_up(arrived.popleft())
-            if message.advance() or message.done:
+            if message.advance() or message.is_done():
                 self.waiting.wake([message.peer])
             if message.moves():
                 self._moving.append(message)
@@ -104,22 +90,21 @@ class Mailbox:
     # ---- what ranks tell one another -------------------------------------------------------------------------------
 
     def _announce(self, dst: int, slip: int) -> None:
-        at = self._posted + dst * self.ranks + self.rank
-        count, page = divmod(self.words[at], _PAGES)
-        self.words[slip // 8 + BEFORE] = page * PAGE
-        linux.ordering_fence()
-        self.words[at] = (count + 1) % _COUNTS * _PAGES + slip // PAGE
+        count, page = divmod(self._posted[dst][self.rank], _PAGES)
+        self.arena.words[slip // 8 + BEFORE] = page * PAGE
+        linux.fence()
+        self._posted[dst][self.rank] = (count + 1) % _COUNTS * _PAGES + slip // PAGE
         self.waiting.wake([dst])
 
     def _look(self, src: int, word: int) -> None:
         """Take up what one rank has announced since this one looked last, from the last back to the first."""
-        linux.ordering_fence()
-        count, page = divmod(word, _PAGES)
+        linux.fence()
+        words, (count, page) = self.arena.words, divmod(word, _PAGES)
         slips = [page * PAGE]
         while len(slips) < (count - self._heard[src] // _PAGES) % _COUNTS:
-            slips.append(self.words[slips[-1] // 8 + BEFORE])
+            slips.append(words[slips[-1] // 8 + BEFORE])
         self._heard[src] = word
         for slip in reversed(slips):
-            key = (self.words[slip // 8 + GROUP], src, self.words[slip // 8 + TAG])
+            key = (words[slip // 8 + GROUP], src, words[slip // 8 + TAG])
             self._arrived[key].append(slip)
             self._match(key)
