@@ -151,8 +151,7 @@ def _room(signature: str) -> torch.Tensor:
 def store_at(port: int, ranks: int, rank: int, listener: int | None, **options: Any) -> dist.TCPStore:
     """The store at which ranks of one machine meet: at a port of the loopback interface, where rank 0 listens already."""
     here = options | {"wait_for_workers": False, "master_listen_fd": listener if rank == 0 else None}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):  # there, only the older server takes a socket that listens
-        here["use_libuv"] = False
+    here["use_libuv"] = torch.__version__ >= "2.7"  # before, only the older server takes a socket that listens
     return dist.TCPStore("127.0.0.1", port, ranks, rank == 0, **here)
 
 

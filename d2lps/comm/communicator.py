@@ -221,6 +221,7 @@ class Communicator(Rank):
 
     def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a message, and say what its completion entails."""
+        self.touched = True
         staged = stage(tensor, self._wire())
         recorder, nbytes = self.recorder, tensor.numel() * tensor.element_size()
         recorded = recorder.message(action, tensor, self.name, self.members[peer], tag) if recorder else None

@@ -18,7 +18,7 @@ from d2lps.comm import RankDied, RankHung
 from d2lps.comm.explain import describe_status, explain
 from d2lps.comm.status import IN_VAIN, NOT_THE_READERS, SharedBoard, Status
 from d2lps.launch.failure import Failure, raise_in_caller
-from d2lps.launch.forkserver_client import kill_session, preload, start_ranks
+from d2lps.launch.forkserver import kill_session, preload, start_ranks
 from d2lps.launch.rank import Job, Success
 from d2lps.sharedmemory.linux import is_stopped
 
@@ -161,12 +161,10 @@ class Group:
 
     def died(self, rank: int) -> RankDied:
         """The exception for a process that ended by itself: how, where it stood, and its last words."""
-        status, note, errors = self.dead[rank], self.board.read(rank), self.output.errors_of(rank)
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            how = f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
-        else:
-            how = f"ended with exit status {os.WEXITSTATUS(status)} before its function had returned"
+        code, note, errors = os.waitstatus_to_exitcode(self.dead[rank]), self.board.read(rank), self.output.errors_of(rank)
+        how = f"ended with exit status {code} before its function had returned"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
         lines = [f"rank {rank} of {self.job.ranks} {how}"]
         if note is not None:
             lines.append(describe_status(note))
