@@ -31,9 +31,10 @@ class ProcessGroupCommunicator(Communicator):
         self, group: Any, device: torch.device, store: Any, timeout: float, members: Sequence[int] = (), name: str = "world"
     ) -> None:
         super().__init__(members or range(group.size()), group.rank(), name)
-        self.group, self.device, self.store, self.timeout = group, device, store, timeout
+        self.group, self.device, self.timeout = group, device, timeout
         self.node, self.generator = socket.gethostname(), torch.Generator().manual_seed(self.rank)
-        self.backend, self.signatures = group.name(), Signatures(store)
+        self.backend = group.name()
+        self.signatures = Signatures(store, timeout if self.backend == "nccl" else None)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. For that of a function that has ended, the barrier behind which all are done.
@@ -56,7 +57,7 @@ class ProcessGroupCommunicator(Communicator):
         if nccl and not self.debug:
             return posted(staged, 0)
         stream = (action, self.name, self.members[self.rank], self.members[peer], tag)
-        return self.signatures.message(stream, staged, posted, self.timeout if nccl else None)
+        return self.signatures.message(stream, staged, posted)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -89,11 +90,9 @@ class ProcessGroupCommunicator(Communicator):
         options.reduceOp = op  # type: ignore[assignment]
         host = tensor.to(self._wire())
         with self.waiting("native", nbytes=tensor.numel() * tensor.element_size()):
-            self.group.allreduce([host], options).wait()
-            if self.backend == "nccl":
-                torch.cuda.current_stream().synchronize()
-        if host is not tensor:
-            tensor.copy_(host)
+            work = self.group.allreduce([host], options)
+            (_on_stream(work) if self.backend == "nccl" else work).wait()
+        tensor.copy_(host)  # which costs nothing where the two are the same
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -101,15 +100,12 @@ class ProcessGroupCommunicator(Communicator):
         child = copy.copy(self)
         Communicator.__init__(child, [self.members[rank] for rank in ranks], ranks.index(self.rank), name)
         child.group = None
-        if beside:
-            child.store = None  # one of its own: while this start waits there for the other ranks, another one may
         return child
 
     def connect(self) -> None:
         """Make the engine, as every rank of the group does."""
-        if self.store is None:
-            self.store = own_connection(self.signatures.store)
-        store = dist.PrefixStore(f"engine of {self.name}", self.store)
+        # Over a connection of its own: while this one waits there for the other ranks, another may.
+        store = dist.PrefixStore(f"engine of {self.name}", own_connection(self.signatures.store))
         self.group = connect(self.backend, store, self.rank, self.size, self.timeout)
         self._engines[self.group] = None
 

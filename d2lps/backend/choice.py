@@ -57,7 +57,7 @@ def call(name: str, comm: Communicator, *arguments: Any) -> None:
     getattr(collectives, name)(comm, *arguments, **options)
 
 
-def all_reduce(comm: Any, tensor: torch.Tensor, op: ReduceOp) -> None:
+def all_reduce_dense(comm: Any, tensor: torch.Tensor, op: ReduceOp) -> None:
     """The same for an all-reduce, which may be a function of the reader's."""
     algorithm = _chosen.get("all_reduce") or os.environ.get("D2LPS_ALL_REDUCE") or comm.default
     if not callable(algorithm):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from d2lps.backend import choice
-from d2lps.backend.choice import call
+from d2lps.backend.choice import all_reduce_dense, call
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator
 
@@ -37,7 +36,7 @@ def gather(comm: Communicator, outputs: Sequence[Tensors], inputs: Tensors, opts
 def reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
     (data,), op = scaled(tensors, opts.reduceOp)
     call("reduce", comm, data, opts.rootRank, op)
-    put(tensors[0], data)
+    tensors[0].copy_(data)  # which costs nothing where the two are the same
 
 
 # ---- all to all -------------------------------------------------------------------------------------------------------
@@ -45,9 +44,9 @@ def reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
 
 def all_reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
     (data,), op = scaled(tensors, opts.reduceOp)
-    add_up = choice.all_reduce if data.layout is torch.strided else all_reduce_sparse
+    add_up = all_reduce_dense if data.layout is torch.strided else all_reduce_sparse
     add_up(comm, data, op)
-    put(tensors[0], data)
+    tensors[0].copy_(data)
 
 
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
@@ -90,7 +89,7 @@ def all_to_all_single(
 ) -> None:
     room = output.contiguous()  # of which rows can be written
     call("all_to_all", comm, rows(room, out_rows, comm.size), rows(input, in_rows, comm.size))
-    put(output, room)
+    output.copy_(room)
 
 
 def barrier(comm: Communicator, opts: Any = None) -> None:
@@ -126,12 +125,6 @@ def scaled(tensors: Sequence[Tensor], op: Any) -> tuple[list[Tensor], Any]:
         return list(tensors), op
     factor = op.__getstate__()[1]
     return [tensor * factor for tensor in tensors], ReduceOp.SUM
-
-
-def put(into: Tensor, data: Tensor) -> None:
-    """Where the result belongs, if it was worked out elsewhere."""
-    if data is not into:
-        into.copy_(data)
 
 
 def rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:

@@ -84,16 +84,21 @@ class BookProcessGroup(_Base):
         """What to raise for an error on this communicator; the group goes no further if others may be waiting."""
         if comm and comm.touched and self.broken is None:
             release(error)
-            error = self.broken = explained(error, comm, name, self.transports.members)
-            self.transports.close(failed=True)
+            error = explained(error, comm, name, self.transports.members)
+            self._break(error)
         return error
+
+    def _break(self, why: BaseException, failed: bool = True) -> None:
+        """From here on this group is of no more use."""
+        if self.broken is None:
+            self.broken = why
+            self.transports.close(failed)
 
     def call_back(self, name: str, callbacks: Task) -> None:
         """Run what follows a collective; if it never ends, what waits for its turn fails, and with it all that hangs."""
         timeout = self.transports.timeout
-        if not self.tasks.call_back(callbacks, timeout) and self.broken is None:
-            self.broken = RankHung(f"a callback that follows {name} has done nothing for more than timeout={timeout:g} s")
-            self.transports.close(failed=True)
+        if not self.tasks.call_back(callbacks, timeout):
+            self._break(RankHung(f"a callback that follows {name} has done nothing for more than timeout={timeout:g} s"))
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -150,17 +155,12 @@ class BookProcessGroup(_Base):
     def shutdown(self) -> None:
         """What was called is still done; then thread, memory and sockets go."""
         self.tasks.stop()
-        self._end("destroy_process_group")
+        self._break(RuntimeError("destroy_process_group"), failed=False)
 
     def abort(self) -> None:
         """The same without waiting: the others will notice."""
-        self._end("abort")
+        self._break(RuntimeError("abort"), failed=False)
         self.tasks.stop(patience=0.0)
-
-    def _end(self, why: str) -> None:
-        if self.broken is None:
-            self.broken = RuntimeError(why)
-            self.transports.close()
 
 
 for _name, _operation in CALLS.items():

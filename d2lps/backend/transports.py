@@ -5,7 +5,6 @@ descriptor in the job's store; the others open it where Linux shows a process's 
 /proc/<pid>/fd. Whether everyone got there is put to the vote, and one no suffices: then nobody shares, and sockets it is.
 """
 
-import json
 import os
 import weakref
 from collections.abc import Sequence
@@ -106,25 +105,22 @@ def agreed(store: dist.Store, rank: int, ranks: int, reason: str) -> str:
 
 
 def _create(store: dist.Store, ranks: int) -> BinaryIO:
-    address: list[str | int] = []
+    place = ""
     try:
         if reason := sharedmemory.missing():
             raise OSError(reason)
         file = open(sharedmemory.create(ranks), "r+b", buffering=0)
-        address = [_machine(), os.getpid(), file.fileno()]
+        place = f"{_machine()} /proc/{os.getpid()}/fd/{file.fileno()}"
         return file
     finally:
-        store.set("memory", json.dumps(address))
+        store.set("memory", place)
 
 
 def _open(store: dist.Store) -> BinaryIO:
-    address = json.loads(store.get("memory"))
-    if not address:
-        raise ValueError("the first rank has none")
-    machine, pid, number = address
+    machine, _, path = store.get("memory").decode().rpartition(" ")
     if machine != _machine():
-        raise ValueError("it is on another machine than the first rank")
-    return open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0)  # which the first rank keeps open until all have voted
+        raise ValueError("it is on another machine than the first rank")  # or the first has none, and says why
+    return open(path, "r+b", buffering=0)  # which the first rank keeps open until all have voted
 
 
 def _machine() -> str:

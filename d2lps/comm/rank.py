@@ -57,8 +57,7 @@ class Rank(ABC):
         """
         self._check_pair("combine", into, other)
         start = self.now()
-        if not into.is_meta:
-            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
+        ops.apply(op, into.detach(), other.detach().reshape(into.shape))
         if self.recorder:
             self.recorder.local(ops.op_name(op), into, other, start, self.now())
 

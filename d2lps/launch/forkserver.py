@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from d2lps.launch.rank import main
+from d2lps.launch.rank import Job, main
 from d2lps.sharedmemory.linux import state_and_parent
 
 # ---- the caller: start the fork server when first needed, ask it for the processes of a run ------------------------------
@@ -50,8 +50,8 @@ _JOB_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 _JOB_VARIABLES |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def start_ranks(files: Sequence[Sequence[int]], folder: str = "") -> tuple[Connection, list[int]]:
-    """Start one process a rank, which inherits `files[rank]`; return the line to their keeper, and their pids.
+def start_ranks(job: Job, program: bytes, files: Sequence[Sequence[int]], folder: str) -> tuple[Connection, list[int]]:
+    """Start one process a rank, which inherits job, program and `files[rank]`; return the line to their keeper, and their pids.
 
     Closing the line ends them all, and then removes the folder, if one is named.
     """
@@ -60,14 +60,14 @@ def start_ranks(files: Sequence[Sequence[int]], folder: str = "") -> tuple[Conne
     except FileNotFoundError:
         told = "the working directory, in which the ranks would start, has been deleted: os.chdir to one that is there"
         raise FileNotFoundError(errno.ENOENT, told) from None
-    setting = {"directory": directory, "environment": _environment(), "path": sys.path, "argv": sys.argv, "folder": folder}
+    setting = directory, _environment(), sys.path, sys.argv, folder, job, program, len(files[0])
     for _ in range(2):
         line, keepers = Pipe()
         _lines.add(line)
         try:
             with keepers:
                 _tell([], keepers.fileno())
-            line.send(setting | {"ranks": len(files), "files": len(files[0])})
+            line.send(setting)
             for file in chain(*files):
                 send_handle(line, file, 0)
             return line, line.recv()
@@ -192,26 +192,25 @@ def keep(caller: Connection) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a rank started in a session of its own becomes this one's child without it
     with suppress(EOFError, OSError):
-        setting = caller.recv()
-        os.chdir(setting["directory"])
+        directory, environment, sys.path[:], sys.argv[:], folder, job, program, count = caller.recv()
+        os.chdir(directory)
         os.environ.clear()
-        os.environ.update(setting["environment"])
-        sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
+        os.environ.update(environment)
         processes: dict[int, int] = {}
         reporter = threading.Thread(target=_report_ends, args=(caller, processes), daemon=True)
         try:
-            for rank in range(setting["ranks"]):
-                files = [recv_handle(caller) for _ in range(setting["files"])]
-                processes[_fork_rank(rank, files, caller)] = rank
+            for rank in range(job.ranks):
+                files = [recv_handle(caller) for _ in range(count)]
+                processes[_fork_rank(caller, files, rank, job, program)] = rank
             caller.send(list(processes))
             reporter.start()  # once all are forked: a fork has one thread only
             caller.poll(None)  # the caller never writes here again: whatever comes is its end
         finally:
             _end(processes, reporter)
-            _remove(setting["folder"])
+            _remove(folder)
 
 
-def _fork_rank(rank: int, files: list[int], caller: Connection) -> int:
+def _fork_rank(caller: Connection, files: list[int], *given: Any) -> int:
     keeper, pid = os.getpid(), os.fork()
     if pid == 0:
         caller.close()
@@ -219,7 +218,7 @@ def _fork_rank(rank: int, files: list[int], caller: Connection) -> int:
         # shares out the cores among sessions, and a rank that offers its core would not offer it to the other ranks
         _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the keeper itself be killed, its ranks are too
         if os.getppid() == keeper:
-            live(main, rank, *files)
+            live(main, *given, *files)
         os._exit(1)
     for file in files:
         os.close(file)

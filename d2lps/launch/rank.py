@@ -57,8 +57,8 @@ class Success:
     imported: Sequence[str] = ()  # what the fork server had better import for the ranks to come
 
 
-def main(rank: int, control: int, out: int, err: int, board: int, stack: int, meeting: int) -> None:
-    """A rank, from the fork to its end; the arguments are file descriptors."""
+def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, board: int, stack: int, meeting: int) -> None:
+    """A rank, from the fork to its end. program: the function and its arguments; behind it are file descriptors."""
     _redirect(out, err)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # where are you? asked when a run hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
@@ -67,7 +67,6 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, me
     # A fork spoils torch's pool of threads; the first who asks for it makes another one, and two at a time would fail.
     torch.set_num_threads(torch.get_num_threads())
     caller = Connection(control)
-    job, program = caller.recv(), caller.recv_bytes()
     comm: Communicator | None = None
     outcome: Success | Failure
     try:
