@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -62,10 +62,8 @@ class ProcessGroupCommunicator(Communicator):
     @contextmanager
     def together(self) -> Iterator[None]:
         # NCCL runs what is posted singly one after another, so two ranks that both send first would wait for ever.
-        if self.backend != "nccl":
-            yield
-            return
-        with dist._coalescing_manager(group=self.group, device=self.device, async_ops=True) as self._posting:
+        nccl = self.backend == "nccl"
+        with dist._coalescing_manager(self.group, self.device, async_ops=True) if nccl else nullcontext() as self._posting:
             yield
         self._posting = None
 

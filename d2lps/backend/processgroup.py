@@ -41,8 +41,8 @@ class BookProcessGroup(_Base):
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
         _Base.__init__(self, options.group_rank, len(members))
         self.store, self.group_name = options.store, options.group_id
-        place = (options.store, options.group_rank, members, options.group_id)
-        self.transports: Transports = Transports(*place, options.timeout.total_seconds())
+        timeout = options.timeout.total_seconds()
+        self.transports = Transports(options.store, options.group_rank, members, options.group_id, timeout)
         self.tasks = TaskQueue(options.group_id)
         self.broken: BaseException | None = None
 

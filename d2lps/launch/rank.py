@@ -98,10 +98,8 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     try:
         packed = cloudpickle.dumps(result)
     except Exception as error:
-        raise TypeError(
-            f"rank {comm.rank} returned a {type(result).__name__}, which cannot be sent back to the caller ({error}); "
-            "return numbers, strings, tensors, or containers of them"
-        ) from None
+        returned = f"rank {comm.rank} returned a {type(result).__name__}, which cannot be sent back to the caller ({error})"
+        raise TypeError(f"{returned}; return numbers, strings, tensors, or containers of them") from None
     return Success(packed, started, ended, str(comm.node), logs, [name for name in _LATE if name in sys.modules])
 
 
