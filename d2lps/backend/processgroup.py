@@ -134,9 +134,6 @@ class BookProcessGroup(_Base):
     def getBackendName(self) -> str:
         return "d2lps"
 
-    def _set_group_name(self, name: str) -> None:
-        self.group_name = name
-
     def getGroupName(self) -> str:
         return self.group_name
 

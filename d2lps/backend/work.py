@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class CollectiveWork(BookWork):
         future = CollectiveFuture(self)
         caller = sys._getframe().f_back
         if caller and "get_future" in caller.f_code.co_names:  # a line of Python; torch's C++ calls it too, without one
-            self.tasks.submit(partial(self.group.call_back, self.name, future.complete))
+            self.tasks.submit(lambda: self.group.call_back(self.name, future.complete))
             return future
         if any(tensor.dtype == torch.float16 for tensor in self.results):
             self.wait()  # DDP's hook for FP16 is C++ and takes C++'s lists only: `fork` makes one, of results that are there

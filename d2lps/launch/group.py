@@ -59,11 +59,11 @@ class Output:
         self._shown[file] = begin + left_out + len(text)
         return (f"... {left_out:,} bytes left out ...\n" if left_out else "") + _GLOOS.sub("", text.decode(errors="replace"))
 
-    def errors_of(self, rank: int, most: int = 2000) -> str:
-        """The end of what a rank wrote to its standard error."""
-        descriptor = self.err[rank].fileno()
-        size = os.fstat(descriptor).st_size
-        return os.pread(descriptor, most, max(0, size - most)).decode(errors="replace").strip()
+
+def end_of(file: IO[bytes], most: int) -> str:
+    """The last so many bytes of a file that somebody else writes."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), most, max(0, size - most)).decode(errors="replace")
 
 
 class Group:
@@ -157,7 +157,8 @@ class Group:
 
     def died(self, rank: int) -> RankDied:
         """The exception for a process that ended by itself: how, where it stood, and its last words."""
-        code, note, errors = os.waitstatus_to_exitcode(self.dead[rank]), self.board.read(rank), self.output.errors_of(rank)
+        code, note = os.waitstatus_to_exitcode(self.dead[rank]), self.board.read(rank)
+        errors = end_of(self.output.err[rank], 2000).strip()
         how = f"ended with exit status {code} before its function had returned"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
@@ -204,8 +205,7 @@ class Group:
 
     def _innermost(self, rank: int) -> dict[str, Any]:
         """The reader's own line in what faulthandler wrote (most recent call first)."""
-        stack = os.pread(self.stacks[rank].fileno(), 1 << 16, 0).decode(errors="replace")
-        for file, line, function in re.findall(r'File "(.*?)", line (\d+) in (.*)', stack):
+        for file, line, function in re.findall(r'File "(.*?)", line (\d+) in (.*)', end_of(self.stacks[rank], 1 << 16)):
             if not file.startswith(NOT_THE_READERS):
                 return {"file": file, "line": int(line), "function": function}
         return {}

@@ -4,7 +4,6 @@ import faulthandler
 import os
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -105,9 +104,9 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
 
 def run_of(outcomes: Sequence[Success], trace: bool) -> Run:
     """What all ranks have returned; clocks of different machines are not compared, their spans are."""
-    nodes = defaultdict(list)
+    nodes: dict[str, list[Success]] = {}
     for outcome in outcomes:
-        nodes[outcome.node].append(outcome)
+        nodes.setdefault(outcome.node, []).append(outcome)
     seconds = max(max(each.ended for each in here) - min(each.started for each in here) for here in nodes.values())
     logs = [log for outcome in outcomes for log in outcome.logs]
     results = [cloudpickle.loads(outcome.result) for outcome in outcomes]
