@@ -73,7 +73,8 @@ class SharedBoard(Board):
 
     def read(self, rank: int) -> Status | None:
         """The note of `rank`, or None if it runs (or writes just now, which is the same)."""
-        note, _, _ = self.memory[rank * self.SLOT : (rank + 1) * self.SLOT].partition(b"\0")
+        start = rank * self.SLOT
+        note = self.memory[start : self.memory.find(b"\0", start)]
         try:
             return Status(**json.loads(note)) if note else None
         except ValueError:
