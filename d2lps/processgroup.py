@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,31 +24,21 @@ class ProcessGroupCommunicator(Communicator):
     """A communicator over one of torch's engines, which knows its rank and size.
 
     `members[r]` is the number of rank r in the whole job. store: where ranks make other engines, and compare what has waited
-    for long. backend: that of an engine of which torch's own list of groups does not know.
+    for long.
     """
 
     def __init__(
-        self,
-        group: Any,
-        device: torch.device,
-        store: dist.Store,
-        timeout: float,
-        members: Sequence[int] | None = None,
-        name: str = "world",
-        backend: str = "",
-        signatures: Signatures | None = None,
+        self, group: Any, device: torch.device, store: Any, timeout: float, members: Sequence[int] = (), name: str = "world"
     ) -> None:
         super().__init__(members or range(group.size()), group.rank(), name)
         self.group, self.device, self.timeout = group, device, timeout
-        self.store: Any = store
         self.node, self.generator = socket.gethostname(), torch.Generator().manual_seed(self.rank)
-        self.backend = backend or dist.get_backend(group)
-        self.signatures = signatures or Signatures(store)
+        self.backend = group.name()
+        self.signatures = Signatures(store, timeout if self.backend == "nccl" else None)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. For that of a function that has ended, the barrier behind which all are done.
         self._engines: dict[Any, Any] = {}
-        self._stores: list[Any] = []  # connections to the store that no started function uses just now
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -67,15 +57,13 @@ class ProcessGroupCommunicator(Communicator):
         if nccl and not self.debug:
             return posted(staged, 0)
         stream = (action, self.name, self.members[self.rank], self.members[peer], tag)
-        return self.signatures.message(stream, staged, posted, self.timeout if nccl else None)
+        return self.signatures.message(stream, staged, posted)
 
     @contextmanager
     def together(self) -> Iterator[None]:
         # NCCL runs what is posted singly one after another, so two ranks that both send first would wait for ever.
-        if self.backend != "nccl":
-            yield
-            return
-        with dist._coalescing_manager(group=self.group, device=self.device, async_ops=True) as self._posting:
+        nccl = self.backend == "nccl"
+        with dist._coalescing_manager(self.group, self.device, async_ops=True) if nccl else nullcontext() as self._posting:
             yield
         self._posting = None
 
@@ -100,11 +88,9 @@ class ProcessGroupCommunicator(Communicator):
         options.reduceOp = op  # type: ignore[assignment]
         host = tensor.to(self._wire())
         with self.waiting("native", nbytes=tensor.numel() * tensor.element_size()):
-            self.group.allreduce([host], options).wait()
-            if self.backend == "nccl":
-                torch.cuda.current_stream().synchronize()
-        if host is not tensor:
-            tensor.copy_(host)
+            work = self.group.allreduce([host], options)
+            (_on_stream(work) if self.backend == "nccl" else work).wait()
+        tensor.copy_(host)  # which costs nothing where the two are the same
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -112,36 +98,29 @@ class ProcessGroupCommunicator(Communicator):
         child = copy.copy(self)
         Communicator.__init__(child, [self.members[rank] for rank in ranks], ranks.index(self.rank), name)
         child.group = None
-        if beside:
-            child.store = None  # one of its own: while this start waits there for the other ranks, another one may
         return child
 
     def connect(self) -> None:
         """Make the engine, as every rank of the group does."""
-        if self.store is None:
-            try:
-                self.store = self._stores.pop()
-            except IndexError:
-                self.store = own_connection(self.signatures.store)
-        store = dist.PrefixStore(f"engine of {self.name}", self.store)
-        self.group = connect(self.backend, store, self.rank, self.size, timedelta(seconds=self.timeout))
+        # Over a connection of its own: while this one waits there for the other ranks, another may.
+        store = dist.PrefixStore(f"engine of {self.name}", own_connection(self.signatures.store))
+        self.group = connect(self.backend, store, self.rank, self.size, self.timeout)
         self._engines[self.group] = None
 
     def disconnect(self) -> None:
         """Let go of the engine as soon as all ranks do."""
-        self._stores.append(self.store)
         self._engines[self.group], self.group = self._post_barrier(), None
         for engine, left in list(self._engines.items()):
             if left is not None and left.is_completed():
                 self._engines.pop(engine, None)  # unless another thread has let go of it
 
 
-def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: float) -> Any:
     """An engine among `size` ranks that have a store in common, of which torch's own list of groups does not know."""
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=timeout)
     group: Any = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)

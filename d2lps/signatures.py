@@ -35,24 +35,25 @@ Post = Callable[[torch.Tensor, int], Any]
 
 
 class Signatures:
-    """The messages of one rank that are under way over one store's engines."""
+    """The messages of one rank that are under way over one store's engines.
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store = own_connection(store)
+    patience: seconds in which the two ends must compare before anything moves. That is for NCCL, which has no tags, and in which
+    what does not fit cannot be let go.
+    """
+
+    def __init__(self, store: dist.Store, patience: float | None) -> None:
+        self.store, self.patience = own_connection(store), patience
         self.released: list[Any] = []  # what was sent or received so that the other end can raise; gloo needs it kept
         self._count: Counter[Stream] = Counter()  # messages so far
         self._posted: weakref.WeakSet[Message] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._watch: Future[Any] | None = None
 
-    def message(self, stream: Stream, tensor: torch.Tensor, post: Post, patience: float | None = None) -> Message:
-        """Post one end of a message: `post(tensor, coded_tag)`. patience: seconds in which the ends must compare first.
-
-        That is for NCCL, which has no tags, and in which what does not fit cannot be let go.
-        """
+    def message(self, stream: Stream, tensor: torch.Tensor, post: Post) -> Message:
+        """Post one end of a message: `post(tensor, coded_tag)`."""
         with self._lock:
             self._count[stream] += 1
-            message = Message(self, stream, self._count[stream], tensor, post, patience)
+            message = Message(self, stream, self._count[stream], tensor, post)
             self._posted.add(message)
             self._watch = self._watch or in_thread(partial(_watch, weakref.ref(self)), "signatures")
         return message
@@ -77,10 +78,8 @@ def _watch(signatures: weakref.ref[Signatures]) -> None:
 class Message:
     """One end of a message."""
 
-    def __init__(
-        self, signatures: Signatures, stream: Stream, number: int, tensor: torch.Tensor, post: Post, patience: float | None
-    ) -> None:
-        self.signatures, self.stream, self.number, self.post, self.patience = signatures, stream, number, post, patience
+    def __init__(self, signatures: Signatures, stream: Stream, number: int, tensor: torch.Tensor, post: Post) -> None:
+        self.signatures, self.stream, self.number, self.post = signatures, stream, number, post
         self.mine, self.theirs, self._told = describe(tensor), "", False  # told: this end has been written down
         self.since, self._lock = time.monotonic(), threading.Lock()
         self._work = post(tensor, self._coded(self.mine))
@@ -98,8 +97,8 @@ class Message:
 
     def wait(self) -> None:
         """Return when it is complete; Mismatch, at both ends, if they differ: by then the receiver's tensor is spoilt."""
-        if self.patience is not None:
-            self._compare_first(self.patience)
+        if self.signatures.patience is not None:
+            self._compare_first(self.signatures.patience)
         complete = self._waiter.result if self._waiter else self._work.wait
         complete()
         self.since = math.inf  # no need to look any more
@@ -124,7 +123,7 @@ class Message:
             # Not `check` and then `get`: between the two the other end may be done, and delete it, and `get` waits for ever.
             if not self.theirs and (theirs := store.compare_set(there, _NOTHING, _NOTHING).decode()) != _NOTHING:
                 self.theirs = theirs
-                if theirs != self.mine and self.patience is None:
+                if theirs != self.mine and self.signatures.patience is None:
                     self.signatures.released.append(self.post(_room(theirs), self._coded(theirs)))
 
     def _compare_first(self, patience: float) -> None:
@@ -151,8 +150,7 @@ def _room(signature: str) -> torch.Tensor:
 def store_at(port: int, ranks: int, rank: int, listener: int | None, **options: Any) -> dist.TCPStore:
     """The store at which ranks of one machine meet: at a port of the loopback interface, where rank 0 listens already."""
     here = options | {"wait_for_workers": False, "master_listen_fd": listener if rank == 0 else None}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):  # there, only the older server takes a socket that listens
-        here["use_libuv"] = False
+    here["use_libuv"] = torch.__version__ >= "2.7"  # before, only the older server takes a socket that listens
     return dist.TCPStore("127.0.0.1", port, ranks, rank == 0, **here)
 
 

@@ -42,7 +42,7 @@ def fork_server_of(pid: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children():
             with contextlib.suppress(psutil.Error):
-                if "d2lps.launch.forkserver" in child.cmdline():
+                if any("d2lps.launch.forkserver" in word for word in child.cmdline()):
                     return child
     return None
 

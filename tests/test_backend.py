@@ -574,8 +574,8 @@ def test_a_group_may_follow_another(tmp_path: Path) -> None:
 def test_one_rank_that_cannot_is_reason_enough_for_all() -> None:
     def vote(comm: Communicator) -> list[str]:
         store = dist.group.WORLD.get_group_store()
-        first = transports.agreed(dist.PrefixStore("a", store), 3, "")
-        second = transports.agreed(dist.PrefixStore("b", store), 3, "too far" if comm.rank == 1 else "")
+        first = transports.agreed(dist.PrefixStore("a", store), comm.rank, 3, "")
+        second = transports.agreed(dist.PrefixStore("b", store), comm.rank, 3, "too far" if comm.rank == 1 else "")
         dist.barrier()  # the store is in rank 0, and gone with it; to make a group takes care of that, these votes alone do not
         return [first, second]
 

@@ -57,9 +57,9 @@ def call(name: str, comm: Communicator, *arguments: Any) -> None:
     getattr(collectives, name)(comm, *arguments, **options)
 
 
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: ReduceOp, default: str) -> None:
+def all_reduce_dense(comm: Any, tensor: torch.Tensor, op: ReduceOp) -> None:
     """The same for an all-reduce, which may be a function of the reader's."""
-    algorithm = _chosen.get("all_reduce") or os.environ.get("D2LPS_ALL_REDUCE") or default
+    algorithm = _chosen.get("all_reduce") or os.environ.get("D2LPS_ALL_REDUCE") or comm.default
     if not callable(algorithm):
         collectives.all_reduce(comm, tensor, op, algorithm=algorithm)
     elif takes_op(algorithm):
@@ -70,7 +70,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: ReduceOp, default: 
             algorithm(comm, data)
             divide(data, op, comm.size)
     else:
-        collectives.all_reduce(comm, tensor, op, algorithm=default)
+        collectives.all_reduce(comm, tensor, op, algorithm=comm.default)
 
 
 def takes_op(function: Callable[..., object]) -> bool:

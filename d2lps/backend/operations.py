@@ -1,140 +1,122 @@
-"""torch.distributed's calls, each in terms of the book's eight collectives."""
+"""torch.distributed's calls, each in terms of the book's eight collectives: a function of a communicator, as all the others.
+
+They give lists where a process may have several GPUs, of which nobody makes use any more: `[tensor]`, `[[...]]`.
+"""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from d2lps.backend.choice import all_reduce, call
+from d2lps.backend.choice import all_reduce_dense, call
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator
 
 Tensors = list[Tensor]
 _DEFAULTS = SimpleNamespace(rootRank=0, reduceOp=ReduceOp.SUM)  # of torch's many kinds of options
 
+# ---- one to all, all to one -------------------------------------------------------------------------------------------
 
-class Operations:
-    """A call gives lists where a process may have several GPUs, of which nobody makes use any more: `[tensor]`, `[[...]]`."""
 
-    _run: Callable[..., Any]
-    transports: Any
+def broadcast(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
+    call("broadcast", comm, tensors[0], opts.rootRank)
 
-    def _call(self, name: str, results: Tensors, inputs: Tensors, opts: Any, *arguments: Any) -> Any:
-        """One of the book's collectives as it is."""
-        return self._run(name, results, inputs, lambda comm: call(name, comm, *arguments), opts)
 
-    # ---- one to all, all to one -----------------------------------------------------------------------------------
+def scatter(comm: Communicator, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> None:
+    call("scatter", comm, outputs[0], inputs[0] if inputs else None, opts.rootRank)
 
-    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
-        return self._call("broadcast", tensors, [], opts, tensors[0], opts.rootRank)
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> Any:
-        parts = inputs[0] if inputs else None
-        return self._call("scatter", outputs, parts or [], opts, outputs[0], parts, opts.rootRank)
+def gather(comm: Communicator, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULTS) -> None:
+    call("gather", comm, inputs[0], outputs[0] if outputs else None, opts.rootRank)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULTS) -> Any:
-        room = outputs[0] if outputs else None
-        return self._call("gather", room or [], inputs, opts, inputs[0], room, opts.rootRank)
 
-    def reduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
-        def work(comm: Communicator) -> None:
-            (data,), op = scaled(tensors, opts.reduceOp)
-            call("reduce", comm, data, opts.rootRank, op)
-            put(tensors[0], data)
+def reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
+    (data,), op = scaled(tensors, opts.reduceOp)
+    call("reduce", comm, data, opts.rootRank, op)
+    tensors[0].copy_(data)  # which costs nothing where the two are the same
 
-        return self._run("reduce", tensors, [], work, opts)
 
-    # ---- all to all -----------------------------------------------------------------------------------------------
+# ---- all to all -------------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
-        return self._run("all_reduce", tensors, [], lambda comm: self._all_reduce(comm, tensors[0], opts.reduceOp), opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _DEFAULTS) -> Any:
-        def work(comm: Communicator) -> None:
-            data = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            self._all_reduce(comm, data, opts.reduceOp)
-            for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+def all_reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
+    (data,), op = scaled(tensors, opts.reduceOp)
+    add_up = all_reduce_dense if data.layout is torch.strided else all_reduce_sparse
+    add_up(comm, data, op)
+    tensors[0].copy_(data)
 
-        return self._run("all_reduce_coalesced", tensors, [], work, opts)
 
-    def _all_reduce(self, comm: Communicator, tensor: Tensor, op: Any) -> None:
-        (data,), op = scaled([tensor], op)
-        if data.layout is torch.strided:
-            all_reduce(comm, data, op, self.transports.default)
-        else:
-            all_reduce_sparse(comm, data, op)
-        put(tensor, data)
+def all_reduce_coalesced(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
+    data = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    all_reduce(comm, [data], opts)
+    for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        return self._call("all_gather", outputs[0], inputs, opts, outputs[0], inputs[0])
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        def work(comm: Communicator) -> None:
-            for index, tensor in enumerate(inputs):
-                call("all_gather", comm, [theirs[index] for theirs in outputs], tensor)  # a list of all tensors for each rank
+def all_gather(comm: Communicator, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> None:
+    call("all_gather", comm, outputs[0], inputs[0])
 
-        return self._run("all_gather_coalesced", [each for theirs in outputs for each in theirs], inputs, work, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [input], opts)
+def all_gather_coalesced(comm: Communicator, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> None:
+    for index, tensor in enumerate(inputs):
+        call("all_gather", comm, [theirs[index] for theirs in outputs], tensor)  # a list of all tensors for each rank
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        def work(comm: Communicator) -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                call("all_gather_into_tensor", comm, output, tensor)
 
-        return self._run("all_gather_into_tensor", outputs, inputs, work, opts)
+def all_gather_into_tensor(comm: Communicator, outputs: Any, inputs: Any, opts: Any = None) -> None:
+    for output, tensor in zip(leaves(outputs), leaves(inputs), strict=True):  # one of each, or lists
+        call("all_gather_into_tensor", comm, output, tensor)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> Any:
-        def work(comm: Communicator) -> None:
-            call("reduce_scatter", comm, outputs[0], *scaled(inputs[0], opts.reduceOp))
 
-        return self._run("reduce_scatter", outputs, inputs[0], work, opts)
+def reduce_scatter(comm: Communicator, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> None:
+    call("reduce_scatter", comm, outputs[0], *scaled(inputs[0], opts.reduceOp))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _DEFAULTS) -> Any:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULTS) -> Any:
-        def work(comm: Communicator) -> None:
-            parts, op = scaled(inputs, opts.reduceOp)
-            for output, tensor in zip(outputs, parts, strict=True):
-                call("reduce_scatter_tensor", comm, output, tensor, op)
+def reduce_scatter_tensor(comm: Communicator, outputs: Any, inputs: Any, opts: Any = _DEFAULTS) -> None:
+    parts, op = scaled(leaves(inputs), opts.reduceOp)
+    for output, tensor in zip(leaves(outputs), parts, strict=True):  # one of each, or lists
+        call("reduce_scatter_tensor", comm, output, tensor, op)
 
-        return self._run("reduce_scatter_tensor", outputs, inputs, work, opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        return self._call("all_to_all", outputs, inputs, opts, outputs, inputs)
+def all_to_all(comm: Communicator, outputs: Tensors, inputs: Tensors, opts: Any = None) -> None:
+    call("all_to_all", comm, outputs, inputs)
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, out_rows: list[int], in_rows: list[int], opts: Any = None) -> Any:
-        def work(comm: Communicator) -> None:
-            room = output.contiguous()  # of which rows can be written
-            call("all_to_all", comm, rows(room, out_rows, comm.size), rows(input, in_rows, comm.size))
-            put(output, room)
 
-        return self._run("all_to_all_single", [output], [input], work, opts)
+def all_to_all_single(
+    comm: Communicator, output: Tensor, input: Tensor, out_rows: list[int], in_rows: list[int], opts: Any = None
+) -> None:
+    room = output.contiguous()  # of which rows can be written
+    call("all_to_all", comm, rows(room, out_rows, comm.size), rows(input, in_rows, comm.size))
+    output.copy_(room)
 
-    def barrier(self, opts: Any = None) -> Any:
-        return self._run("barrier", [], [], lambda comm: comm.barrier(), opts)
 
-    # ---- as older versions of torch call them ---------------------------------------------------------------------
+def barrier(comm: Communicator, opts: Any = None) -> None:
+    comm.barrier()
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
 
-    # ---- what there is not ----------------------------------------------------------------------------------------
+# What torch calls them, and what older versions of it do.
+CALLS: dict[str, Callable[..., None]] = {
+    "broadcast": broadcast, "scatter": scatter, "gather": gather, "reduce": reduce, "barrier": barrier,
+    "allreduce": all_reduce, "allreduce_coalesced": all_reduce_coalesced,
+    "allgather": all_gather, "allgather_coalesced": all_gather_coalesced,
+    "all_gather_single": all_gather_into_tensor, "all_gather_single_coalesced": all_gather_into_tensor,
+    "_allgather_base": all_gather_into_tensor, "allgather_into_tensor_coalesced": all_gather_into_tensor,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_single": reduce_scatter_tensor, "reduce_scatter_single_coalesced": reduce_scatter_tensor,
+    "_reduce_scatter_base": reduce_scatter_tensor, "reduce_scatter_tensor_coalesced": reduce_scatter_tensor,
+    "alltoall": all_to_all, "all_to_all_single": all_to_all_single, "alltoall_base": all_to_all_single,
+}  # fmt: skip
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> NoReturn:
-        raise NotImplementedError("d2lps: recv from any source; say from which rank, messages match by their sender")
+# ---- what they share --------------------------------------------------------------------------------------------------
 
-    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("d2lps: split_group; new_group makes smaller groups")
+
+def leaves(given: Any) -> Tensors:
+    """`leaves([[a], [b, c], d])` is `[a, b, c, d]`; what is neither a tensor nor a list of some does not count."""
+    if isinstance(given, Tensor):
+        return [given]
+    return [tensor for each in given for tensor in leaves(each)] if isinstance(given, list | tuple) else []
 
 
 def scaled(tensors: Sequence[Tensor], op: Any) -> tuple[list[Tensor], Any]:
@@ -143,12 +125,6 @@ def scaled(tensors: Sequence[Tensor], op: Any) -> tuple[list[Tensor], Any]:
         return list(tensors), op
     factor = op.__getstate__()[1]
     return [tensor * factor for tensor in tensors], ReduceOp.SUM
-
-
-def put(into: Tensor, data: Tensor) -> None:
-    """Where the result belongs, if it was worked out elsewhere."""
-    if data is not into:
-        into.copy_(data)
 
 
 def rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:

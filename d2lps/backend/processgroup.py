@@ -2,18 +2,20 @@
 
 import inspect
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partialmethod
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from d2lps.backend import work
-from d2lps.backend.operations import Operations
+from d2lps.backend.operations import CALLS, leaves
 from d2lps.backend.tasks import Task, TaskQueue, callers_context
 from d2lps.backend.transports import CPU, Transports
-from d2lps.backend.work import CollectiveWork, MessageWork
+from d2lps.backend.work import BookWork, CollectiveWork
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator, RankDied, RankFailed, RankHung
 from d2lps.comm.explain import describe_status
@@ -21,11 +23,10 @@ from d2lps.launch.failure import meaning, release
 from d2lps.signatures import store_at
 
 Tensors = Sequence[torch.Tensor]
-Collective = Callable[[Communicator], None]
 _Base: Any = dist.ProcessGroup
 
 
-class BookProcessGroup(Operations, _Base):
+class BookProcessGroup(_Base):
     """`operations` says what each call does; here is how it is done, and what happens when it fails.
 
     An error before anything was sent (an average of integers, a list that is too short) leaves the group as it was. After any
@@ -40,32 +41,34 @@ class BookProcessGroup(Operations, _Base):
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
         _Base.__init__(self, options.group_rank, len(members))
         self.store, self.group_name = options.store, options.group_id
-        place = (options.store, options.group_rank, members, options.group_id)
-        self.transports: Transports = Transports(*place, options.timeout.total_seconds())
+        timeout = options.timeout.total_seconds()
+        self.transports = Transports(options.store, options.group_rank, members, options.group_id, timeout)
         self.tasks = TaskQueue(options.group_id)
         self.broken: BaseException | None = None
 
     # ---- collectives ----------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, results: Tensors, inputs: Tensors, collective: Collective, options: Any = None) -> CollectiveWork:
-        """Have a collective done, and return its work."""
-        tensors = [*results, *inputs]
+    def _run(self, operation: Callable[..., None], *given: Any, **named: Any) -> CollectiveWork:
+        """Have one of the `operations` done, and return its work; what it writes to is its first argument."""
+        name, tensors = operation.__name__, leaves(given)
         self._check(name, tensors)
-        work, device = CollectiveWork(self, name, results), tensors[0].device if tensors else CPU
+        work, device = CollectiveWork(self, name, leaves(given[:1])), tensors[0].device if tensors else CPU
         context = callers_context(device)
 
         def task() -> None:
             comm = None
             try:
                 self._check(name, tensors)  # once more: the group may have broken since
-                comm = self._communicator("collectives", device)
+                comm = self.transports.communicator("collectives", device)
                 with context():
-                    collective(comm)
-                work.finish(None)
+                    operation(comm, *given, **named)
             except BaseException as error:
-                work.finish(self._failed(error, comm, name))
+                work.error = self._failed(error, comm, name)
+            work.done.set()
 
-        self.tasks.submit(task, at_once=getattr(options, "asyncOp", True) is False)
+        options = (*given, *named.values())  # torch's are among them
+        waits = any(getattr(each, "asyncOp", True) is False for each in options)
+        self.tasks.submit(task, at_once=waits)
         return work
 
     def _check(self, name: str, tensors: Tensors) -> None:
@@ -77,58 +80,68 @@ class BookProcessGroup(Operations, _Base):
             if tensor.device.type not in ("cpu", "cuda"):
                 raise NotImplementedError(f"d2lps: {name} of a tensor on {tensor.device}; there are cpu and cuda")
 
-    def _communicator(self, what: str, device: torch.device) -> Any:
-        comm = self.transports.communicator(what, device)
-        comm.touched = False
-        return comm
-
     def _failed(self, error: BaseException, comm: Any, name: str) -> BaseException:
         """What to raise for an error on this communicator; the group goes no further if others may be waiting."""
         if comm and comm.touched and self.broken is None:
             release(error)
-            error = self.broken = explained(error, comm, name, self.transports.members)
-            self.transports.close(failed=True)
+            error = explained(error, comm, name, self.transports.members)
+            self._break(error)
         return error
+
+    def _break(self, why: BaseException, failed: bool = True) -> None:
+        """From here on this group is of no more use."""
+        if self.broken is None:
+            self.broken = why
+            self.transports.close(failed)
 
     def call_back(self, name: str, callbacks: Task) -> None:
         """Run what follows a collective; if it never ends, what waits for its turn fails, and with it all that hangs."""
         timeout = self.transports.timeout
-        if not self.tasks.call_back(callbacks, timeout) and self.broken is None:
-            self.broken = RankHung(f"a callback that follows {name} has done nothing for more than timeout={timeout:g} s")
-            self.transports.close(failed=True)
+        if not self.tasks.call_back(callbacks, timeout):
+            self._break(RankHung(f"a callback that follows {name} has done nothing for more than timeout={timeout:g} s"))
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> MessageWork:
+    def _message(self, action: str, tensors: Tensors, peer: int, tag: int = 0) -> BookWork:
         """Posted at once: a program may post its sends and receives in any order, and wait for them in any other."""
-        return self._message("send", tensors, dst, tag)
-
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> MessageWork:
-        return self._message("recv", tensors, src, tag)
-
-    def _message(self, action: str, tensors: Tensors, peer: int, tag: int) -> MessageWork:
         self._check(action, tensors)
         (tensor,) = tensors
-        comm = self._communicator("messages", tensor.device)
-        try:
+        comm = self.transports.communicator("messages", tensor.device)
+        with self._telling(action, comm):
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
-        except RuntimeError as error:
-            raise self._failed(error, comm, action) from error
-        return MessageWork(message, tensor, lambda error: self._failed(error, comm, action))
+
+        def finish() -> None:
+            with self._telling(action, comm):
+                message.wait()
+
+        return BookWork("the message", tensors, finish, message.is_done)
+
+    @contextmanager
+    def _telling(self, action: str, comm: Any) -> Iterator[None]:
+        """Raise an error of this block as all of the group's are."""
+        try:
+            yield
+        except Exception as error:
+            raise self._failed(error, comm, action) from None
+
+    send, recv = partialmethod(_message, "send"), partialmethod(_message, "recv")
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> NoReturn:
+        raise NotImplementedError("d2lps: recv from any source; say from which rank, messages match by their sender")
 
     # ---- what torch asks a group ----------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "d2lps"
 
-    def _set_group_name(self, name: str) -> None:
-        self.group_name = name
-
     def getGroupName(self) -> str:
         return self.group_name
 
     def get_group_store(self) -> dist.Store:
         return self.store
+
+    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("d2lps: split_group; new_group makes smaller groups")
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -139,17 +152,16 @@ class BookProcessGroup(Operations, _Base):
     def shutdown(self) -> None:
         """What was called is still done; then thread, memory and sockets go."""
         self.tasks.stop()
-        self._end("destroy_process_group")
+        self._break(RuntimeError("destroy_process_group"), failed=False)
 
     def abort(self) -> None:
         """The same without waiting: the others will notice."""
-        self._end("abort")
+        self._break(RuntimeError("abort"), failed=False)
         self.tasks.stop(patience=0.0)
 
-    def _end(self, why: str) -> None:
-        if self.broken is None:
-            self.broken = RuntimeError(why)
-            self.transports.close()
+
+for _name, _operation in CALLS.items():
+    setattr(BookProcessGroup, _name, partialmethod(BookProcessGroup._run, _operation))
 
 
 def explained(error: BaseException, comm: Any, name: str, numbers: Sequence[int]) -> BaseException:
@@ -178,7 +190,7 @@ def register() -> None:
         return
     # torch.compile shall step over these calls, and all that they call: a process group is closed to its eyes.
     step_over = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for kind in (Operations, BookProcessGroup, *filter(inspect.isclass, vars(work).values())):
+    for kind in (BookProcessGroup, *filter(inspect.isclass, vars(work).values())):
         for call in filter(inspect.isfunction, vars(kind).values()):
             frames.set_code_exec_strategy(call.__code__, step_over)
 

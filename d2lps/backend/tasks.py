@@ -13,7 +13,8 @@ So all ranks do it at the same place, whichever of them was slow; and what it wa
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -110,18 +111,16 @@ def callers_context(device: torch.device) -> Callable[[], AbstractContextManager
     GPU it goes on a stream of its own, after what the program had asked for before, and is done when the block ends.
     """
     mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
-    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    ready: Any = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     @contextmanager
     def entered() -> Iterator[None]:
-        with mode():
-            if ready is None:
-                yield
-            else:
-                stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device) if ready else None
+        with mode(), torch.cuda.stream(stream) if stream else nullcontext():
+            if stream:
                 stream.wait_event(ready)
-                with torch.cuda.stream(stream):
-                    yield
-                    stream.synchronize()
+            yield
+            if stream:
+                stream.synchronize()
 
     return entered

@@ -5,12 +5,9 @@ descriptor in the job's store; the others open it where Linux shows a process's 
 /proc/<pid>/fd. Whether everyone got there is put to the vote, and one no suffices: then nobody shares, and sockets it is.
 """
 
-import json
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,35 +16,11 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory
 from d2lps.backend import choice
-from d2lps.comm import Communicator, Work
-from d2lps.launch.failure import LastNote
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 from d2lps.sharedmemory.communicator import SharedMemoryCommunicator
 from d2lps.sharedmemory.mailbox import Mailbox
 
 CPU = torch.device("cpu")
-
-
-class Noticing(Communicator):
-    """Mixed into a communicator: has this rank begun to talk to others since `touched` was set to False?"""
-
-    touched = False
-
-    def waiting(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> AbstractContextManager[None]:  # type: ignore[override]
-        self.touched = True
-        return super().waiting(action, peer, tag, nbytes)
-
-    def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        self.touched = True
-        return super()._posted(action, tensor, peer, tag)
-
-
-class EngineCommunicator(Noticing, ProcessGroupCommunicator):
-    """Over an engine of torch's, gloo or NCCL, which no other program sees and which needs no other group."""
-
-
-class MemoryCommunicator(Noticing, SharedMemoryCommunicator):
-    """Ranks are numbered as in the group, for the memory is the group's own."""
 
 
 class Transports:
@@ -61,7 +34,6 @@ class Transports:
         self.store = dist.PrefixStore(str((store.add("arrivals", 1) - 1) // len(members)), store)
         self.rank, self.members, self.name, self.timeout = rank, list(members), name, timeout
         self.memory = share(self.store, rank, members, timeout, choice.transport())
-        self._signatures: Any = None
         self._made: dict[tuple[str, torch.device], Any] = {}
         self._nccl = False
         for what in ("messages", "collectives"):
@@ -70,39 +42,39 @@ class Transports:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", len(members)))
         self._nccl = all(comm._tell("agree", dist.is_nccl_available() and torch.cuda.device_count() >= here))
 
-    @property
-    def default(self) -> str:
-        """The all-reduce of those who choose none: that of shared memory is the fastest there, and ours."""
-        return "native" if self.memory else "auto"
-
     def communicator(self, what: str, device: torch.device) -> Any:
-        """For "collectives" or "messages" of tensors on this device; without NCCL, those of GPUs pass through the host."""
+        """For "collectives" or "messages" of tensors on this device; without NCCL, those of GPUs pass through the host.
+
+        It has not been `touched` yet.
+        """
         device = device if self._nccl and device.type == "cuda" else CPU
         if (what, device) not in self._made:
             self._made[what, device] = self._make(f"{self.name} {what}", device)
-        return self._made[what, device]
+        comm = self._made[what, device]
+        comm.touched = False
+        return comm
 
     def _make(self, name: str, device: torch.device) -> Any:
         if self.memory and device == CPU:
-            comm: Any = MemoryCommunicator(self.memory, range(len(self.members)), self.memory.arena.layout.meeting, name)
+            comm: Any = SharedMemoryCommunicator(self.memory, range(len(self.members)), self.memory.arena.layout.meeting, name)
         else:
             kind, store = "gloo" if device == CPU else "nccl", dist.PrefixStore(f"{name} {device.type}", self.store)
-            engine = connect(kind, store, self.rank, len(self.members), timedelta(seconds=self.timeout))
-            comm = EngineCommunicator(engine, device, self.store, self.timeout, self.members, name, kind, self._signatures)
-            self._signatures = comm.signatures
-        comm.board = LastNote()
+            engine = connect(kind, store, self.rank, len(self.members), self.timeout)
+            comm = ProcessGroupCommunicator(engine, device, self.store, self.timeout, self.members, name)
+        # The all-reduce of those who choose none: that of shared memory is the fastest there, and ours.
+        comm.default = "native" if self.memory else "auto"
         return comm
 
     def close(self, failed: bool = False) -> None:
         """Let go of memory and sockets. failed: this rank goes on no more, and who waits for it shall know."""
         for comm in self._made.values():
-            if isinstance(comm, MemoryCommunicator):
+            if isinstance(comm, SharedMemoryCommunicator):
                 comm.leave(failed)
                 comm.mailbox.waiting.note.write = None  # it refers to a communicator, and that to the memory
             else:
                 comm.group = None  # gloo closes sockets that nobody knows any more, and others notice
         self._made.clear()
-        self.memory = self._signatures = None
+        self.memory = None
 
 
 # ---- how ranks that somebody else started come to share memory --------------------------------------------------------
@@ -119,45 +91,36 @@ def share(store: dist.Store, rank: int, numbers: Sequence[int], timeout: float, 
         weakref.finalize(mine, file.close)
     except (OSError, ValueError) as error:
         reason = f"rank {rank}: {error}"
-    denied = agreed(dist.PrefixStore("memory", store), len(numbers), reason)
+    denied = agreed(dist.PrefixStore("memory", store), rank, len(numbers), reason)
     if denied and wanted == "shm":
         raise RuntimeError(f"transport='shm' is not there: {denied}; use 'gloo', or 'auto'")
     return None if denied else mine
 
 
-def agreed(store: dist.Store, ranks: int, reason: str) -> str:
-    """ "" if no rank gives a reason against it, else one of the reasons; the same on all ranks, at a few messages each."""
-    if reason:
-        store.set("reason", reason)
-        store.add("against", 1)
-    if store.add("votes", 1) == ranks:
-        store.set("result", store.get("reason").decode() if store.add("against", 0) else "")
-    return store.get("result").decode()
+def agreed(store: dist.Store, rank: int, ranks: int, reason: str) -> str:
+    """ "" if no rank gives a reason against it, else the first one's; the same on all ranks, at two messages each."""
+    store.set(str(rank), reason)
+    votes = store.multi_get([str(voter) for voter in range(ranks)])
+    return next((vote.decode() for vote in votes if vote), "")
 
 
 def _create(store: dist.Store, ranks: int) -> BinaryIO:
-    address: list[str | int] = []
+    place = ""
     try:
         if reason := sharedmemory.missing():
             raise OSError(reason)
         file = open(sharedmemory.create(ranks), "r+b", buffering=0)
-        address = [_machine(), os.getpid(), file.fileno(), os.fstat(file.fileno()).st_ino]
+        place = f"{_machine()} /proc/{os.getpid()}/fd/{file.fileno()}"
         return file
     finally:
-        store.set("memory", json.dumps(address))
+        store.set("memory", place)
 
 
 def _open(store: dist.Store) -> BinaryIO:
-    address = json.loads(store.get("memory"))
-    if not address:
-        raise ValueError("the first rank has none")
-    machine, pid, number, inode = address
+    machine, _, path = store.get("memory").decode().rpartition(" ")
     if machine != _machine():
-        raise ValueError("it is on another machine than the first rank")
-    file = open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0)
-    if os.fstat(file.fileno()).st_ino != inode:
-        raise ValueError("the first rank's file is another one")
-    return file
+        raise ValueError("it is on another machine than the first rank")  # or the first has none, and says why
+    return open(path, "r+b", buffering=0)  # which the first rank keeps open until all have voted
 
 
 def _machine() -> str:

@@ -66,14 +66,11 @@ class Communicator(Rank):
 
         Two messages to one rank must stand in the order in which that rank receives them.
         """
-        sends, receives = list(sends), list(receives)
-        for tensor, dst in sends:
-            self._check_message("send", tensor, dst, tag)
-        for tensor, src in receives:
-            self._check_message("recv", tensor, src, tag)
+        ends = [("recv", *received) for received in receives] + [("send", *sent) for sent in sends]
+        for action, tensor, peer in ends:
+            self._check_message(action, tensor, peer, tag)
         with self.together():
-            posted = [self._posted("recv", tensor, src, tag) for tensor, src in receives]
-            posted += [self._posted("send", tensor, dst, tag) for tensor, dst in sends]
+            posted = [self._posted(action, tensor, peer, tag) for action, tensor, peer in ends]
         for work in posted:
             work.wait()
 
@@ -221,6 +218,7 @@ class Communicator(Rank):
 
     def _posted(self, action: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a message, and say what its completion entails."""
+        self.touched = True
         staged = stage(tensor, self._wire())
         recorder, nbytes = self.recorder, tensor.numel() * tensor.element_size()
         recorded = recorder.message(action, tensor, self.name, self.members[peer], tag) if recorder else None

@@ -6,7 +6,7 @@ import time
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,7 @@ class Rank(ABC):
         # What any communicator of this lane has started, and perhaps not yet waited for; a Future, or what is like one.
         self.started: dict[Rank, Future[Any]] = {}
         self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
+        self.touched = False  # whether it has begun to talk to others, since somebody has last set this to False
         self._starts = self._splits = 0
         self._collective = ""
 
@@ -56,8 +57,7 @@ class Rank(ABC):
         """
         self._check_pair("combine", into, other)
         start = self.now()
-        if not into.is_meta:
-            ops.apply(op, into.detach(), other.detach().reshape(into.shape))
+        ops.apply(op, into.detach(), other.detach().reshape(into.shape))
         if self.recorder:
             self.recorder.local(ops.op_name(op), into, other, start, self.now())
 
@@ -69,8 +69,7 @@ class Rank(ABC):
         if self.recorder:
             self.recorder.local("COPY", into, other, start, self.now())
 
-    @contextmanager
-    def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> Iterator[None]:
+    def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> AbstractContextManager[None]:
         """Name what is computed in the block, so that a trace shows it.
 
         >>> with comm.compute("forward 3"):                 # doctest: +SKIP
@@ -79,10 +78,7 @@ class Rank(ABC):
         On real machines it takes the time that it takes. In a simulation it takes what the node's `Device` needs for `flops`
         operations on `bytes` bytes; where neither is given, what torch does in the block is counted.
         """
-        start = self.now()
-        yield
-        if self.recorder:
-            self.recorder.span("compute", label, start, self.now(), flops, bytes)
+        return self._span("compute", label, flops, bytes)
 
     @contextmanager
     def allocate(self, nbytes: int, label: str) -> Iterator[None]:
@@ -93,14 +89,23 @@ class Rank(ABC):
         >>> with comm.allocate(700_000_000_000, "weights"):     # doctest: +SKIP
         ...     ...
         """
-        memory, start = self.memory, self.now()
+        memory = self.memory
         memory.hold(nbytes, label)
+        try:
+            with self._span("memory", label, nbytes=nbytes):
+                yield
+        finally:
+            memory.release(nbytes, label)
+
+    @contextmanager
+    def _span(self, kind: str, label: str = "", flops: float | None = None, nbytes: float | None = None) -> Iterator[None]:
+        """Have the trace show how long the block took."""
+        start = self.now()
         try:
             yield
         finally:
-            memory.release(nbytes, label)
             if self.recorder:
-                self.recorder.span("memory", label, start, self.now(), nbytes=nbytes)
+                self.recorder.span(kind, label, start, self.now(), flops, nbytes)
 
     @property
     def memory(self) -> Memory:
@@ -126,16 +131,15 @@ class Rank(ABC):
 
     def sleep(self, seconds: float) -> None:
         """Let this rank's time pass."""
-        start = self.now()
-        time.sleep(seconds)
-        if self.recorder:
-            self.recorder.span("sleep", "", start, self.now())
+        with self._span("sleep"):
+            time.sleep(seconds)
 
     # ---- notes: for the message that explains a hang --------------------------------------------------------------
 
     @contextmanager
     def waiting(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
+        self.touched = True
         me, peer, start = self.members[self.rank], self.members[peer] if peer >= 0 else -1, self.now()
 
         def note(since: float = start) -> bool:

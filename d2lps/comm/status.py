@@ -10,7 +10,7 @@ import mmap
 import os
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import FrameType
 
 _PATHS = sysconfig.get_paths()
@@ -37,12 +37,16 @@ class Status:
 
 
 class Board:
-    """Where a rank's lanes leave their notes: this one nobody reads. `write(None)` takes a note down: that lane runs again."""
+    """Where a rank's lanes leave their notes. `write(None)` takes a note down: that lane runs again.
 
-    watched = False  # whether somebody reads the notes meanwhile
+    On this one there is the last note, for the rank itself: where it stood when something failed.
+    """
+
+    watched = False  # whether somebody else reads the notes meanwhile
+    status: Status | None = None
 
     def write(self, status: Status | None, lane: int = 0) -> None:
-        pass
+        self.status = status
 
 
 class SharedBoard(Board):
@@ -63,20 +67,16 @@ class SharedBoard(Board):
         else:
             self._lanes[lane] = status
         waiting = list(self._lanes.values())  # lanes are threads
-        # The length is cleared first and set last, so a reader sees a whole note or none.
-        self.memory[self.start : self.start + 4] = bytes(4)
-        if waiting:
-            shown = min(waiting, key=lambda note: (note.action == "join", note.since))
-            note = json.dumps(asdict(shown)).encode()[: self.SLOT - 4]
-            self.memory[self.start + 4 : self.start + 4 + len(note)] = note
-            self.memory[self.start : self.start + 4] = len(note).to_bytes(4, "little")
+        shown = min(waiting, key=lambda note: (note.action == "join", note.since), default=None)
+        note = json.dumps(vars(shown)).encode()[: self.SLOT - 1] + b"\0" if shown else b"\0"
+        self.memory[self.start : self.start + len(note)] = note
 
     def read(self, rank: int) -> Status | None:
-        """The note of `rank`, or None if it runs (or moves just now, which is the same)."""
+        """The note of `rank`, or None if it runs (or writes just now, which is the same)."""
         start = rank * self.SLOT
-        length = int.from_bytes(self.memory[start : start + 4], "little")
+        note = self.memory[start : self.memory.find(b"\0", start)]
         try:
-            return Status(**json.loads(self.memory[start + 4 : start + 4 + length])) if length else None
+            return Status(**json.loads(note)) if note else None
         except ValueError:
             return None
 

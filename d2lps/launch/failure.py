@@ -11,7 +11,6 @@ from typing import NoReturn
 import cloudpickle
 
 from d2lps.comm import RankFailed, RankHung
-from d2lps.comm.status import Board, Status
 
 _TIMED_OUT = re.compile("timed out|timeout|no signature", re.IGNORECASE)  # gloo, a store, the debug mode
 _LOST = re.compile("connection|broken pipe|socket", re.IGNORECASE)
@@ -27,8 +26,7 @@ class Failure:
 
     when: float
     pickled: bytes  # b"" if it can't be
-    kind: str
-    message: str
+    told: str  # its kind and its message
     frames: list[tuple[str, int, str, None]]
 
 
@@ -43,31 +41,22 @@ def pack(error: BaseException) -> Failure:
             pickled = b""
     frames = [(f.filename, f.lineno or 0, f.name, None) for f in traceback.extract_tb(error.__traceback__)]
     readers = [frame for frame in frames if not frame[0].startswith(os.path.dirname(__file__))]  # the launcher's say nothing
-    return Failure(when, pickled, type(error).__name__, str(error), readers or frames)
+    return Failure(when, pickled, f"{type(error).__name__}: {error}", readers or frames)
 
 
 def raise_in_caller(failure: Failure, rank: int, ranks: int) -> NoReturn:
     """Raise the rank's exception here, with the rank's traceback as its cause."""
     where = f"rank {rank} of {ranks}"
     lines = "".join(traceback.StackSummary.from_list(failure.frames).format())
-    cause = RemoteTraceback(f"\n\nTraceback of {where}:\n{lines}{failure.kind}: {failure.message}")
+    cause = RemoteTraceback(f"\n\nTraceback of {where}:\n{lines}{failure.told}")
     if not failure.pickled:
-        raise RankFailed(f"{where} raised {failure.kind}: {failure.message}") from cause
+        raise RankFailed(f"{where} raised {failure.told}") from cause
     error = pickle.loads(failure.pickled)
     error.add_note(f"raised by {where}")
     raise error from cause
 
 
 # ---- where nobody watches over the ranks --------------------------------------------------------------------------------
-
-
-class LastNote(Board):
-    """A board for one: torch says neither who waited nor for whom, so what it says is put beside the last note."""
-
-    status: Status | None = None
-
-    def write(self, status: Status | None, lane: int = 0) -> None:
-        self.status = status
 
 
 def meaning(error: BaseException) -> type[RankHung] | type[RankFailed] | None:

@@ -11,34 +11,151 @@ grandparent dies, and one that is stopped cannot do anything at all; but its par
 leaves behind.
 """
 
+import atexit
 import ctypes
+import errno
 import gc
 import importlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from d2lps.launch.forkserver_client import kill_session
-from d2lps.launch.rank import main
+from d2lps.launch.rank import Job, main
 from d2lps.sharedmemory.linux import state_and_parent
 
+# ---- the caller: start the fork server when first needed, ask it for the processes of a run ------------------------------
 
-def serve(caller: Connection) -> None:
+_lock = threading.Lock()
+_server: tuple[subprocess.Popen[bytes], Connection] | None = None
+_lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # this process's ends: of those to the fork server and the keepers
+
+# A launcher's variables would make a rank believe that it is part of that launcher's job.
+_JOB_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+_JOB_VARIABLES |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def start_ranks(job: Job, program: bytes, files: Sequence[Sequence[int]], folder: str) -> tuple[Connection, list[int]]:
+    """Start one process a rank, which inherits job, program and `files[rank]`; return the line to their keeper, and their pids.
+
+    Closing the line ends them all, and then removes the folder, if one is named.
+    """
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:
+        told = "the working directory, in which the ranks would start, has been deleted: os.chdir to one that is there"
+        raise FileNotFoundError(errno.ENOENT, told) from None
+    setting = directory, _environment(), sys.path, sys.argv, folder, job, program, len(files[0])
+    for _ in range(2):
+        line, keepers = Pipe()
+        _lines.add(line)
+        try:
+            with keepers:
+                _tell([], keepers.fileno())
+            line.send(setting)
+            for file in chain(*files):
+                send_handle(line, file, 0)
+            return line, line.recv()
+        except BaseException as error:
+            line.close()
+            if not isinstance(error, EOFError | ConnectionError):
+                raise
+            with _lock:  # the fork server may have been killed, even with our request in its hands: once more, with another
+                _end_server()
+    raise RuntimeError("the processes of this run could not be started: their fork server, or their keeper, ended at once")
+
+
+def preload(names: set[str]) -> None:
+    """Let the fork server import some modules, once for all ranks that it will fork; this does not wait for it."""
+    if names and _server is not None:
+        with suppress(OSError):  # the next one will be told again
+            _tell(sorted(names))
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without the variables of a job that it may be part of."""
+    return {k: v for k, v in os.environ.items() if k not in _JOB_VARIABLES and not k.startswith("TORCHELASTIC_")}
+
+
+def _tell(names: list[str], *files: int) -> None:
+    """Something for the fork server; if it died, or this is interrupted in the middle, that one is of no more use."""
+    global _server
+    with _lock:
+        try:
+            _server = _server or _started()
+            _server[1].send(names)
+            for file in files:
+                send_handle(_server[1], file, 0)
+        except BaseException:
+            _end_server()
+            raise
+
+
+def _started() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = Pipe()
+    _lines.add(ours)
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    settings["THP_MEM_ALLOC_ENABLE"] = "1"  # PyTorch's: big tensors on huge pages, which are faster to get and to read
+    program = f"from {__name__} import live, serve; live(serve, {theirs.fileno()})"
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[theirs.fileno()],
+            env=_environment() | settings,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt from the keyboard is not meant for it
+        )
+    return server, ours
+
+
+def _end_server() -> None:
+    """Let go of the fork server; the keepers that it has forked do not need it."""
+    global _server
+    if _server is not None:
+        (child, ours), _server = _server, None
+        ours.close()
+        child.kill()
+        child.wait()
+
+
+def _after_fork() -> None:
+    """In a child that the caller forks: a copy of a line kept open here would hide the caller's end from a keeper."""
+    global _lock, _server
+    for line in list(_lines):
+        line.close()
+    if _server is not None:
+        _server[0].returncode = 0  # not this process's child
+    _lock, _server = threading.Lock(), None
+
+
+atexit.register(_end_server)
+os.register_at_fork(after_in_child=_after_fork)
+
+# ---- the fork server ----------------------------------------------------------------------------------------------------
+
+
+def serve(line: int) -> None:
     """Fork a keeper for every line that the caller sends, until the caller is gone.
 
     Between them the caller may name modules that ranks had to import: those that follow find them here.
     """
+    caller = Connection(line)
     torch.set_num_threads(1)  # before the fork: no thread pool to lose
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the keepers
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks a rank where it is: may come before the rank has a handler
@@ -56,80 +173,90 @@ def serve(caller: Connection) -> None:
             run.close()
 
 
+def live(work: Callable[..., None], *args: Any) -> None:
+    """Run `work` as the whole life of a process: nothing of a parent's stack runs after it, and nothing is taken apart."""
+    try:
+        work(*args)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+# ---- the keeper of a run ------------------------------------------------------------------------------------------------
+
+
 def keep(caller: Connection) -> None:
-    """The keeper: fork the ranks, report each end as (rank, wait status), and leave nothing behind."""
+    """Fork the ranks, report each end as (rank, wait status), and leave nothing behind."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if sys.platform == "linux":  # what a rank started in a session of its own becomes this one's child when the rank is gone
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a rank started in a session of its own becomes this one's child without it
     with suppress(EOFError, OSError):
-        setting = caller.recv()
-        os.chdir(setting["directory"])
+        directory, environment, sys.path[:], sys.argv[:], folder, job, program, count = caller.recv()
+        os.chdir(directory)
         os.environ.clear()
-        os.environ.update(setting["environment"])
-        sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
+        os.environ.update(environment)
         processes: dict[int, int] = {}
+        reporter = threading.Thread(target=_report_ends, args=(caller, processes), daemon=True)
         try:
-            for rank in range(setting["ranks"]):
-                files = [recv_handle(caller) for _ in range(setting["files"])]
-                processes[_fork_rank(rank, files, caller)] = rank
+            for rank in range(job.ranks):
+                files = [recv_handle(caller) for _ in range(count)]
+                processes[_fork_rank(caller, files, rank, job, program)] = rank
             caller.send(list(processes))
-            _report_ends(caller, processes)
+            reporter.start()  # once all are forked: a fork has one thread only
+            caller.poll(None)  # the caller never writes here again: whatever comes is its end
         finally:
-            _end(processes)
-            _remove(setting["folder"])
+            _end(processes, reporter)
+            _remove(folder)
 
 
-def _fork_rank(rank: int, files: list[int], caller: Connection) -> int:
-    pid = os.fork()
+def _fork_rank(caller: Connection, files: list[int], *given: Any) -> int:
+    keeper, pid = os.getpid(), os.fork()
     if pid == 0:
         caller.close()
         os.setpgid(0, 0)  # a group of its own: whatever the rank starts can be ended with it. Not a session of its own: Linux
         # shares out the cores among sessions, and a rank that offers its core would not offer it to the other ranks
-        _die_with_parent()
-        live(main, rank, *files)
+        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the keeper itself be killed, its ranks are too
+        if os.getppid() == keeper:
+            live(main, *given, *files)
+        os._exit(1)
     for file in files:
         os.close(file)
     return pid
 
 
-def _die_with_parent() -> None:
-    """Linux: should the keeper itself be killed, its ranks are too. Asked for in the one thread that forks."""
+def _prctl(option: int, value: int) -> None:
+    """A wish of this process that only Linux grants."""
     if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent or parent == 1:
-            os._exit(1)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _report_ends(caller: Connection, processes: dict[int, int]) -> None:
-    """Tell the caller which rank ended how, until the caller has no more use for them."""
-
-    def report(*_: Any) -> None:
-        with suppress(OSError):  # there is no child any more, or no caller
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] in processes:
-                    kill_session(ended[0])  # what a dead rank had started itself
-                    caller.send((processes.pop(ended[0]), ended[1]))
-
-    signal.signal(signal.SIGCHLD, report)
-    report()  # those that had ended before
-    while not caller.poll(1.0):  # the caller never writes here again: whatever comes is its end
-        report()  # a signal just before the wait would not wake it
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def _end(processes: dict[int, int]) -> None:
-    """Kill the ranks, and what they started and left: orphans are the keeper's own children (see `keep`)."""
-    for pid in processes:
-        kill_session(pid)
-    for pid in processes:
-        os.waitpid(pid, 0)
-    with suppress(ChildProcessError):  # until there is no child any more
+    """Tell the caller which rank ended how, for as long as there is a child; a thread's."""
+    with suppress(ChildProcessError):
         while True:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                for pid in _children():
-                    kill_session(pid)
-                os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, 0)
+            if pid in processes:
+                kill_session(pid)  # what a dead rank had started itself
+                with suppress(OSError):  # there may be no caller any more
+                    caller.send((processes.pop(pid), status))
+
+
+def _end(processes: dict[int, int], reporter: threading.Thread) -> None:
+    """Kill the ranks, and what they started and left: orphans are the keeper's own children (see `keep`)."""
+    for pid in list(processes):
+        kill_session(pid)
+    while reporter.is_alive():  # it ends when there is no child any more
+        for pid in [] if processes else _children():  # once the ranks are gone
+            kill_session(pid)
+        reporter.join(0.02)
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL to a rank and all it started: it works on stopped processes too."""
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def _children() -> list[int]:
@@ -143,18 +270,3 @@ def _remove(folder: str) -> None:
     deadline = time.monotonic() + 1.0
     while folder and os.path.exists(folder) and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def live(work: Callable[..., None], *args: Any) -> None:
-    """Run `work` as the whole life of a forked process: nothing of the parent's stack runs after it."""
-    try:
-        work(*args)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    live(serve, Connection(int(sys.argv[1])))  # its end need not take apart what torch has built

@@ -18,13 +18,14 @@ from d2lps.comm import RankDied, RankHung
 from d2lps.comm.explain import describe_status, explain
 from d2lps.comm.status import IN_VAIN, NOT_THE_READERS, SharedBoard, Status
 from d2lps.launch.failure import Failure, raise_in_caller
-from d2lps.launch.forkserver_client import kill_session, preload, start_ranks
+from d2lps.launch.forkserver import kill_session, preload, start_ranks
 from d2lps.launch.rank import Job, Success
 from d2lps.sharedmemory.linux import is_stopped
 
 _TICK = 0.1  # seconds between two looks at the notes of the ranks
 _GRACE = 0.3  # seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it
-_GLOOS = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")  # what torch 2.7 to 2.9 print for each group
+# What torch 2.7 to 2.9 print for each group.
+_GLOOS = re.compile(r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks.*\n?", re.MULTILINE)
 _MOST = 1_000_000  # bytes of one rank's output that are shown; the beginning of a longer one is left out
 
 
@@ -45,8 +46,7 @@ class Output:
             if stream is not None:  # as it is in a program without a console
                 for label, file in zip(self.labels, files, strict=True):
                     for line in self._new(file, whole_lines).splitlines():
-                        if not _GLOOS.match(line):
-                            print(f"{label} | {line}", file=stream)
+                        print(f"{label} | {line}", file=stream)
                 stream.flush()
 
     def _new(self, file: IO[bytes], whole_lines: bool) -> str:
@@ -57,13 +57,13 @@ class Output:
         if whole_lines:
             text = text[: text.rfind(b"\n") + 1]
         self._shown[file] = begin + left_out + len(text)
-        return (f"... {left_out:,} bytes left out ...\n" if left_out else "") + text.decode(errors="replace")
+        return (f"... {left_out:,} bytes left out ...\n" if left_out else "") + _GLOOS.sub("", text.decode(errors="replace"))
 
-    def errors_of(self, rank: int, most: int = 2000) -> str:
-        """The end of what a rank wrote to its standard error."""
-        descriptor = self.err[rank].fileno()
-        size = os.fstat(descriptor).st_size
-        return os.pread(descriptor, most, max(0, size - most)).decode(errors="replace").strip()
+
+def end_of(file: IO[bytes], most: int) -> str:
+    """The last so many bytes of a file that somebody else writes."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), most, max(0, size - most)).decode(errors="replace")
 
 
 class Group:
@@ -87,7 +87,7 @@ class Group:
         self.dead: dict[int, int] = {}  # rank -> wait status, of those that ended without a word
 
     def start(self, program: bytes) -> None:
-        """Start the processes and give each its job."""
+        """Start the processes, each with the job, and with what it needs to take part."""
         with self.meeting_place() as meeting, ExitStack() as theirs:
             files = []
             for rank in range(self.job.ranks):
@@ -96,11 +96,7 @@ class Group:
                 theirs.enter_context(control)
                 own = (control, self.output.out[rank], self.output.err[rank], self.board_file, self.stacks[rank], meeting)
                 files.append([file.fileno() for file in own])
-            self.keeper, self.pids = start_ranks(files, self.folder)
-        for line in self.pending.values():
-            with suppress(OSError):  # a rank that is dead already is reported by the keeper
-                line.send(self.job)
-                line.send_bytes(program)
+            self.keeper, self.pids = start_ranks(self.job, program, files, self.folder)
 
     def meeting_place(self) -> Any:
         """The file at which the ranks meet: the memory that they will share, or the store's listening socket."""
@@ -161,12 +157,11 @@ class Group:
 
     def died(self, rank: int) -> RankDied:
         """The exception for a process that ended by itself: how, where it stood, and its last words."""
-        status, note, errors = self.dead[rank], self.board.read(rank), self.output.errors_of(rank)
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            how = f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
-        else:
-            how = f"ended with exit status {os.WEXITSTATUS(status)} before its function had returned"
+        code, note = os.waitstatus_to_exitcode(self.dead[rank]), self.board.read(rank)
+        errors = end_of(self.output.err[rank], 2000).strip()
+        how = f"ended with exit status {code} before its function had returned"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
         lines = [f"rank {rank} of {self.job.ranks} {how}"]
         if note is not None:
             lines.append(describe_status(note))
@@ -210,8 +205,7 @@ class Group:
 
     def _innermost(self, rank: int) -> dict[str, Any]:
         """The reader's own line in what faulthandler wrote (most recent call first)."""
-        stack = os.pread(self.stacks[rank].fileno(), 1 << 16, 0).decode(errors="replace")
-        for file, line, function in re.findall(r'File "(.*?)", line (\d+) in (.*)', stack):
+        for file, line, function in re.findall(r'File "(.*?)", line (\d+) in (.*)', end_of(self.stacks[rank], 1 << 16)):
             if not file.startswith(NOT_THE_READERS):
                 return {"file": file, "line": int(line), "function": function}
         return {}

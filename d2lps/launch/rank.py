@@ -4,7 +4,6 @@ import faulthandler
 import os
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,8 +56,8 @@ class Success:
     imported: Sequence[str] = ()  # what the fork server had better import for the ranks to come
 
 
-def main(rank: int, control: int, out: int, err: int, board: int, stack: int, meeting: int) -> None:
-    """A rank, from the fork to its end; the arguments are file descriptors."""
+def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, board: int, stack: int, meeting: int) -> None:
+    """A rank, from the fork to its end. program: the function and its arguments; behind it are file descriptors."""
     _redirect(out, err)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # where are you? asked when a run hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's to handle
@@ -67,7 +66,6 @@ def main(rank: int, control: int, out: int, err: int, board: int, stack: int, me
     # A fork spoils torch's pool of threads; the first who asks for it makes another one, and two at a time would fail.
     torch.set_num_threads(torch.get_num_threads())
     caller = Connection(control)
-    job, program = caller.recv(), caller.recv_bytes()
     comm: Communicator | None = None
     outcome: Success | Failure
     try:
@@ -99,18 +97,16 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     try:
         packed = cloudpickle.dumps(result)
     except Exception as error:
-        raise TypeError(
-            f"rank {comm.rank} returned a {type(result).__name__}, which cannot be sent back to the caller ({error}); "
-            "return numbers, strings, tensors, or containers of them"
-        ) from None
+        returned = f"rank {comm.rank} returned a {type(result).__name__}, which cannot be sent back to the caller ({error})"
+        raise TypeError(f"{returned}; return numbers, strings, tensors, or containers of them") from None
     return Success(packed, started, ended, str(comm.node), logs, [name for name in _LATE if name in sys.modules])
 
 
 def run_of(outcomes: Sequence[Success], trace: bool) -> Run:
     """What all ranks have returned; clocks of different machines are not compared, their spans are."""
-    nodes = defaultdict(list)
+    nodes: dict[str, list[Success]] = {}
     for outcome in outcomes:
-        nodes[outcome.node].append(outcome)
+        nodes.setdefault(outcome.node, []).append(outcome)
     seconds = max(max(each.ended for each in here) - min(each.started for each in here) for here in nodes.values())
     logs = [log for outcome in outcomes for log in outcome.logs]
     results = [cloudpickle.loads(outcome.result) for outcome in outcomes]

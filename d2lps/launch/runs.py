@@ -16,7 +16,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory
 from d2lps.comm import RankFailed, RankHung
 from d2lps.comm.explain import describe_status
-from d2lps.launch.failure import LastNote, meaning, release
+from d2lps.launch.failure import meaning, release
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success, execute, place, run_of
 from d2lps.processgroup import ProcessGroupCommunicator
@@ -164,7 +164,7 @@ def _groups(job: Job) -> tuple[ProcessGroupCommunicator, Any]:
     # A store of this run's own too: an earlier run that failed has left its signatures behind.
     store = dist.PrefixStore(f"d2lps/{group.group_name}", dist.distributed_c10d._get_default_store())
     comm = ProcessGroupCommunicator(group, device, store, job.timeout)
-    comm.board, comm.debug = LastNote(), job.debug
+    comm.debug = job.debug
     return comm, meeting
 
 
@@ -174,7 +174,7 @@ def _outcomes(function: Callable[..., Any], comm: Any, args: tuple[Any, ...], jo
     try:
         mine = execute(comm, function, args, job.trace)
     except (RuntimeError, TimeoutError) as error:
-        kind, note = meaning(error), comm.board.status
+        kind, note = meaning(error), comm.board.status  # torch says neither who waited nor for whom
         if note is None or kind is None:  # it did not fail in a wait
             raise
         hung, lost = f"has waited for more than timeout={job.timeout:g} s", "has lost another rank, which tells why itself"
