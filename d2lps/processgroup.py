@@ -39,6 +39,7 @@ class ProcessGroupCommunicator(Communicator):
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. For that of a function that has ended, the barrier behind which all are done.
         self._engines: dict[Any, Any] = {}
+        self._stores: list[Any] = []  # connections to the store that nothing waits at just now: a new one takes a while
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -102,13 +103,17 @@ class ProcessGroupCommunicator(Communicator):
 
     def connect(self) -> None:
         """Make the engine, as every rank of the group does."""
-        # Over a connection of its own: while this one waits there for the other ranks, another may.
-        store = dist.PrefixStore(f"engine of {self.name}", own_connection(self.signatures.store))
+        try:  # over a connection of its own: while this one waits there for the other ranks, another may
+            self._store = self._stores.pop()
+        except IndexError:
+            self._store = own_connection(self.signatures.store)
+        store = dist.PrefixStore(f"engine of {self.name}", self._store)
         self.group = connect(self.backend, store, self.rank, self.size, self.timeout)
         self._engines[self.group] = None
 
     def disconnect(self) -> None:
         """Let go of the engine as soon as all ranks do."""
+        self._stores.append(self._store)
         self._engines[self.group], self.group = self._post_barrier(), None
         for engine, left in list(self._engines.items()):
             if left is not None and left.is_completed():
