@@ -14,8 +14,8 @@ from oracles import digits
 
 import d2lps
 from d2lps.kvstore import Joined, Lost, Reply, Request, Server, simulate
+from d2lps.kvstore.client import Session
 from d2lps.kvstore.clocks import Clocks, Front
-from d2lps.kvstore.duplicates import Session
 from d2lps.kvstore.events import Effect
 from d2lps.topology import star
 

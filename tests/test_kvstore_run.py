@@ -125,6 +125,34 @@ def test_more_big_tensors_than_are_sent_at_once(consistency: str) -> None:
     assert kvstore.run(worker, 2, 2, consistency=consistency) == [wanted, wanted]
 
 
+def layer_by_layer(kv: Any, layers: int, same: bool) -> list[list[float]]:
+    """The loop that anyone writes: the last layer's gradient first, the first layer's weights soonest; twice."""
+    mine = range(layers) if same or not kv.rank else range(layers)[::-1]
+    outs = {key: torch.zeros(25_000) for key in mine}
+    for key in mine:
+        kv.init(f"{layers} {same} {key}", outs[key])
+    for step in range(2):
+        works = [kv.pushpull(f"{layers} {same} {k}", torch.full((25_000,), k + step + 1.0), outs[k], -k) for k in reversed(mine)]
+        kv.clock()
+        for work in works:
+            work.wait()
+    kv.barrier()
+    for key in mine:
+        kv.pull(f"{layers} {same} {key}", outs[key]).wait()
+    return [outs[key].unique().tolist() for key in range(layers)]
+
+
+@pytest.mark.parametrize("address", ["ipc", "tcp"])
+@pytest.mark.parametrize(("consistency", "staleness"), [("bsp", 0), ("ssp", 1), ("asp", 0)])
+def test_no_request_waits_behind_one_that_waits_for_other_workers(consistency: str, staleness: int, address: str) -> None:
+    def worker(kv: Any) -> list[Any]:
+        return [layer_by_layer(kv, layers, same) for layers in (4, 20, 100) for same in (True, False)]
+
+    run = kvstore.run(worker, 2, 2, consistency=consistency, staleness=staleness, address=address)
+    wanted = [[[2.0 * (2 * key + 3)] for key in range(layers)] for layers in (4, 20, 100) for _ in range(2)]
+    assert run == [wanted, wanted]
+
+
 @pytest.mark.parametrize(("workers", "servers", "placement"), [(1, 1, "hash"), (2, 3, "load"), (5, 1, "hash")])
 def test_sums_on_any_number_of_servers(workers: int, servers: int, placement: str) -> None:
     run = kvstore.run(add_up, workers, servers, 3, split=100, placement=placement)

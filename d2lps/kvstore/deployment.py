@@ -55,6 +55,11 @@ class Deployment:
         return self.durability == "replica"
 
     @property
+    def waits(self) -> bool:
+        """Whether a read may have to wait for other workers."""
+        return bool(self.rules["consistency"] != "asp")
+
+    @property
     def near(self) -> bool:
         """Whether servers may reach into the workers' memory. A deposed primary must not: it might do so at any time later."""
         return self.address == "ipc" and not self.replicated

@@ -8,10 +8,9 @@ nothing depends on messages arriving once, or in order: the server's side of TCP
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from d2lps.kvstore.events import Reply, Request
+from d2lps.kvstore.events import Request
 
 WINDOW = 1024  # requests beyond a gap that are kept; further ones are dropped, and will come again
 
@@ -83,47 +82,3 @@ class Filter:
         """Forget what waits beyond gaps: it will come again, under the new membership."""
         for client in self.clients.values():
             client.held.clear()
-
-
-class Session:
-    """The client's half, towards one server: numbers requests and knows which are still to be answered.
-
-    >>> session = Session(client=0, epoch=1)
-    >>> first, second = session.number(Request("push"), "a"), session.number(Request("clock"), "b")
-    >>> session.answered(Reply(client=0, epoch=1, sequence=1))
-    'a'
-    >>> [(request.op, request.acknowledged) for request in session.unanswered()]
-    [('clock', 2)]
-    """
-
-    def __init__(self, client: int, epoch: int = 0) -> None:
-        self.client, self.epoch, self.view = client, epoch, 0
-        self.next = 1
-        self.open: dict[int, tuple[Request, Any]] = {}  # by sequence: the request, and who waits for the answer
-
-    @property
-    def acknowledged(self) -> int:
-        """The lowest sequence without an answer: the server may forget what is below."""
-        return next(iter(self.open), self.next)
-
-    def number(self, request: Request, waiter: Any = None) -> Request:
-        """The request as it is to be sent; remembered, with whoever waits for it, until it is answered."""
-        sequence = self.next
-        self.next += 1
-        self.open[sequence] = request, waiter
-        return self._stamped(sequence)
-
-    def _stamped(self, sequence: int) -> Request:
-        mark = self.acknowledged
-        request = self.open[sequence][0]
-        return replace(request, client=self.client, epoch=self.epoch, sequence=sequence, acknowledged=mark, view=self.view)
-
-    def answered(self, reply: Reply) -> Any:
-        """Who waits for this answer; None for an answer that came before, or to another life."""
-        if (reply.client, reply.epoch) != (self.client, self.epoch):
-            return None
-        return self.open.pop(reply.sequence, (None, None))[1]
-
-    def unanswered(self) -> list[Request]:
-        """What to send again, in order, with the present marks."""
-        return [self._stamped(sequence) for sequence in self.open]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from d2lps.kvstore.duplicates import Session
+from d2lps.kvstore.client import Client, order
 from d2lps.kvstore.events import Append, Event, Reply, Request
 from d2lps.kvstore.notes import Notes
 from d2lps.kvstore.placement import Placement
@@ -115,7 +115,7 @@ class SimulatedTransport(_End):
     def __init__(self, comm: SimulatedCommunicator, setup: Setup) -> None:
         super().__init__(comm)
         self.setup = setup
-        self.sessions = [Session(comm.rank) for _ in range(setup.servers)]
+        self.client = Client(comm.rank, setup.servers)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
@@ -125,19 +125,16 @@ class SimulatedTransport(_End):
         numbered: list[Request] = []
 
         def departs() -> None:
-            numbered.append(self.sessions[server].number(request, answer))
+            numbered.append(self.client.sessions[server].number(request, answer))
 
         def there(value: torch.Tensor | None) -> None:
             self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value, out=None))
 
-        # By iteration, and in it by priority; what ends an iteration comes after all else in it.
-        last = request.op in ("clock", "barrier", "leave")
-        order = (request.clock - (request.op == "clock"), last, -request.priority)
-        self.post(dst, f"{request.op} {request.key}".strip(), order, request, departs, there)
+        self.post(dst, f"{request.op} {request.key}".strip(), order(request), request, departs, there)
         return answer
 
     def answered(self, server: int, reply: Reply) -> None:
-        answer = self.sessions[server].answered(reply)
+        answer = self.client.sessions[server].answered(reply)
         if answer is not None:
             answer.arrived(reply)
 

@@ -107,6 +107,16 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int, k
     return socket
 
 
+def subscribe(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int) -> zmq.Socket[bytes]:
+    """A socket that hears what the coordinator tells all."""
+    socket = context.socket(zmq.SUB)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, limit)
+    socket.set(zmq.SUBSCRIBE, b"")
+    socket.connect(endpoint)
+    return socket
+
+
 def connect(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: bytes, limit: int, keys: Keys | None, most: int = MOST_SENT
 ) -> zmq.Socket[bytes]:

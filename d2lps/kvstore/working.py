@@ -11,7 +11,7 @@ from d2lps.kvstore.compression import CODECS
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.events import Refused
 from d2lps.kvstore.memory import keep_freed_memory
-from d2lps.kvstore.requests import SocketTransport
+from d2lps.kvstore.transport import SocketTransport
 from d2lps.kvstore.worker import KVWorker
 
 
