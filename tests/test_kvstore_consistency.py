@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracles import digits
 
 import d2lps
-from d2lps.kvstore import Joined, Lost, Reply, Request, Server, simulate
+from d2lps.kvstore import Lost, Reply, Request, Server, simulate
 from d2lps.kvstore.client import Session
 from d2lps.kvstore.clocks import Clocks, Front
 from d2lps.kvstore.events import Effect
@@ -279,7 +279,7 @@ def test_who_joins_begins_at_the_current_clock() -> None:
     rig.clock(0)
     assert rig.ask(0, "pull") == []  # waits for the newcomer
     assert [reply.client for reply in rig.clock(7)] == [0]
-    rig.server.step(Joined(8))
+    rig.server.step(Request("join", client=8, sequence=1))
     assert rig.server.clocks.at[8] == 4
 
 

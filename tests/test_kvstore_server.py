@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore import Joined, Lost, Membership, Reply, Request, Server, Tick, register_optimizer
+from d2lps.kvstore import Lost, Membership, Reply, Request, Server, register_optimizer
 from d2lps.kvstore import server as server_module
 from d2lps.kvstore.client import Session
 from d2lps.kvstore.duplicates import WINDOW, Client
@@ -380,8 +380,8 @@ def eventful() -> tuple[Server, list[Event]]:
     do(1, "barrier")
     server.step(Lost(2))
     log.append(Lost(2))
-    server.step(Joined(5, epoch=1))
-    log.append(Joined(5, epoch=1))
+    server.step(Request("join", client=5, epoch=1, sequence=1))
+    log.append(Request("join", client=5, epoch=1, sequence=1))
     return server, log
 
 
@@ -542,19 +542,6 @@ def test_a_readers_own_optimizer() -> None:
 
 
 # ---- who takes part -------------------------------------------------------------------------------------------------------
-
-
-def test_a_silent_worker_is_lost_after_patience() -> None:
-    server = Server([0, 1], patience=10.0)
-    ask = Asking(server, 0)
-    ask("init", "w", [0.0])
-    ask("clock", clock=1)
-    assert ask("pull", "w") == []
-    assert server.step(Tick(9.0)) == []
-    ask("push", "w", [1.0])
-    effects = server.step(Tick(11.0))
-    assert [type(effect) for effect in effects] == [Append, Reply] and effects[0] == Append(Lost(1))
-    assert server.clocks.at == {0: 1}
 
 
 def test_answers_go_out_by_priority() -> None:

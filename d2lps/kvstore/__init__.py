@@ -2,7 +2,7 @@
 
 from d2lps.kvstore.chaos import Cluster
 from d2lps.kvstore.compression import register_codec
-from d2lps.kvstore.events import Joined, Lost, Membership, Refused, Reply, Request, Tick
+from d2lps.kvstore.events import Lost, Membership, Refused, Reply, Request
 from d2lps.kvstore.monitor import Monitor
 from d2lps.kvstore.optimizers import register_optimizer
 from d2lps.kvstore.placement import Placement
@@ -14,7 +14,6 @@ from d2lps.kvstore.worker import KVWorker
 
 __all__ = [
     "Cluster",
-    "Joined",
     "KVWorker",
     "Lost",
     "Membership",
@@ -27,7 +26,6 @@ __all__ = [
     "Server",
     "ServerReport",
     "StoreRun",
-    "Tick",
     "register_codec",
     "register_optimizer",
     "run",

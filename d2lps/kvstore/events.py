@@ -73,21 +73,6 @@ class Lost(_Record):
 
 
 @dataclass(frozen=True, eq=False)
-class Joined(_Record):
-    """A worker counts from now on, beginning at the current clock."""
-
-    worker: int
-    epoch: int = 0  # of its new life
-
-
-@dataclass(frozen=True, eq=False)
-class Tick(_Record):
-    """Time has passed. The only time that a server knows."""
-
-    time: float  # seconds, on the driver's clock
-
-
-@dataclass(frozen=True, eq=False)
 class Membership(_Record):
     """The coordinator numbers who takes part; a server refuses requests that carry another number than its own."""
 
@@ -131,7 +116,7 @@ class Reply(_Record):
     view: int = 0  # of the server
 
 
-Event = Request | Lost | Joined | Tick | Membership | Send
+Event = Request | Lost | Membership | Send
 Effect = Append | Send | Reply
 
 

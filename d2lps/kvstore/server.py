@@ -18,7 +18,7 @@ from d2lps.kvstore.compression import decoded
 from d2lps.kvstore.consistency import make_consistency
 from d2lps.kvstore.duplicates import Filter
 from d2lps.kvstore.entry import Entry
-from d2lps.kvstore.events import READS, Append, Effect, Event, Joined, Lost, Membership, Reply, Request, Send, Tick
+from d2lps.kvstore.events import READS, Append, Effect, Event, Lost, Membership, Reply, Request, Send
 from d2lps.kvstore.operations import OPERATIONS, admit, forget
 from d2lps.kvstore.optimizers import Optimizer, make_optimizer
 from d2lps.kvstore.refusals import bad_key, refusal
@@ -42,8 +42,7 @@ class Server:
 
     workers: the ranks of those who take part from the start, or {rank: epoch}. consistency, staleness: see `consistency`.
     on_loss: what becomes of the others when a worker is lost: "continue", or "raise": all that they ask is refused, and says
-    why. replicate: every event goes to a backup too. patience: with Tick events, seconds of silence after which a worker is
-    lost; None, whatever it takes. store: where its tensors lie, such as `Tiers`; by default all are in memory.
+    why. replicate: every event goes to a backup too. store: where its tensors lie, such as `Tiers`; by default all are in memory.
 
     Each request is executed once, in the order of its client's sequence, and is in the log before it is answered. An answer
     may have to wait for other workers; the request then stays in `waiting`. Each server of a run goes by what it sees alone.
@@ -60,14 +59,13 @@ class Server:
         staleness: int = 0,
         on_loss: str = "continue",
         replicate: bool = False,
-        patience: float | None = None,
         store: MutableMapping[str, torch.Tensor] | None = None,
     ) -> None:
         if on_loss not in ("continue", "raise"):
             raise ValueError(f"on_loss={on_loss!r} is unknown: choose 'continue' or 'raise'")
         epochs = dict(workers) if isinstance(workers, dict) else dict.fromkeys(workers, 0)
         self.consistency = make_consistency(consistency, staleness)
-        self.on_loss, self.replicate, self.patience = on_loss, replicate, patience
+        self.on_loss, self.replicate = on_loss, replicate
         self.store: MutableMapping[str, torch.Tensor] = {} if store is None else store
         self.entries: dict[str, Entry] = {}
         self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
@@ -79,7 +77,6 @@ class Server:
         self.broken = ""  # why nothing can be asked any more
         # What follows is no part of the state: to be looked at, and lost with the process.
         self.seen: Counter[int] = Counter()  # by how many clocks the slowest worker was behind a read
-        self.time, self.heard = 0.0, dict.fromkeys(epochs, 0.0)
 
     def step(self, event: Event) -> list[Effect]:
         """Let something happen; what is now to be done, in order."""
@@ -104,7 +101,6 @@ class Server:
         if error := self.filter.stale(request):
             return [self._reply(request, error)]
         client = self.filter.begin(request.client, request.epoch)
-        self.heard[request.client] = self.time
         if request.sequence < client.next:
             return self._again(request)
         client.hold(request)
@@ -143,12 +139,6 @@ class Server:
             self.broken = f"worker {worker} was lost"
         return forget(self, worker)
 
-    def _joined(self, event: Joined) -> list[Effect]:
-        effects = self._logged(event)
-        self.filter.begin(event.worker, event.epoch)
-        admit(self, event.worker)
-        return effects
-
     def _membership(self, event: Membership) -> list[Effect]:
         if event.view <= self.view:
             return []
@@ -163,13 +153,6 @@ class Server:
             self.filter.begin(worker, epoch)
             admit(self, worker)
         return effects + self._go_on(moved)
-
-    def _tick(self, event: Tick) -> list[Effect]:
-        """Nothing in the log but what comes of it."""
-        self.time = event.time
-        patience = float("inf") if self.patience is None else self.patience
-        silent = [worker for worker in self.clocks.at if self.time - self.heard.setdefault(worker, self.time) > patience]
-        return [effect for worker in silent for effect in self.step(Lost(worker))]
 
     def _copied(self, send: Send) -> list[Effect]:
         """A backup does what its primary did, in that order, without answering anybody but the primary."""
@@ -265,8 +248,6 @@ class Server:
 _STEPS: dict[type, Any] = {
     Request: Server._request,
     Lost: Server._lost,
-    Joined: Server._joined,
     Membership: Server._membership,
-    Tick: Server._tick,
     Send: Server._copied,
 }
