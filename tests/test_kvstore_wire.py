@@ -144,7 +144,7 @@ def test_a_read_that_waits_is_written_when_it_is_answered_and_is_in_no_state() -
         server.step(Request("push", "w", torch.ones(2), client=client, sequence=2))
     server.step(Request("clock", client=0, sequence=3, clock=1))
     server.step(Request("pull", "w", client=0, sequence=4, clock=1, out=place))
-    assert place.tolist() == [0.0, 0.0] and [request.out for request in server.state()["waiting"]] == [None]
+    assert place.tolist() == [0.0, 0.0] and [request.out for _, request in server.state()["waiting"]] == [None]
     server.step(Request("clock", client=1, sequence=3, clock=1))
     assert place.tolist() == [2.0, 2.0]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+
+ALL = None  # stands for all keys that have no front of their own
 
 
 class Front:
@@ -70,39 +72,39 @@ class Clocks:
 
     def __init__(self, at: Iterable[int] | Mapping[int, int]) -> None:
         self.all = Front(at if isinstance(at, Mapping) else dict.fromkeys(at, 0))
-        self.keys: dict[str, Front] = {}
+        self.keys: dict[Hashable, Front] = {}
 
     @property
     def at(self) -> dict[int, int]:
         """The clock of every live worker."""
         return self.all.at
 
-    def front(self, key: str = "") -> Front:
+    def front(self, key: Hashable = ALL) -> Front:
         return self.keys.get(key, self.all)
 
-    def position(self, worker: int, key: str = "") -> int:
+    def position(self, worker: int, key: Hashable = ALL) -> int:
         """The worker's clock where this key is concerned."""
         return self.front(key).at[worker]
 
-    def slowest(self, key: str = "") -> float:
+    def slowest(self, key: Hashable = ALL) -> float:
         return self.front(key).slowest
 
     def spread(self) -> int:
         """How many clocks lie between the fastest and the slowest."""
         return max(self.at.values(), default=0) - min(self.at.values(), default=0)
 
-    # Each of these returns the keys whose slowest worker has moved on; "" stands for all that have no front of their own.
+    # Each of these returns the keys whose slowest worker has moved on; ALL stands for all that have no front of their own.
 
-    def tick(self, worker: int, clock: int) -> set[str]:
+    def tick(self, worker: int, clock: int) -> set[Hashable]:
         """A worker has ended an iteration."""
         return {key for key, front in self._fronts() if front.move(worker, clock)}
 
-    def done(self, key: str, worker: int) -> set[str]:
+    def done(self, key: Hashable, worker: int) -> set[Hashable]:
         """A worker has ended its present iteration for this key alone."""
         front = self.keys.setdefault(key, Front(self.at, self.all.reached))
         return {key} if front.move(worker, self.at[worker] + 1) else set()
 
-    def leave(self, worker: int) -> set[str]:
+    def leave(self, worker: int) -> set[Hashable]:
         return {key for key, front in self._fronts() if front.remove(worker)}
 
     def join(self, worker: int) -> None:
@@ -111,5 +113,5 @@ class Clocks:
         for _, front in self._fronts():
             front.add(worker, begin)
 
-    def _fronts(self) -> list[tuple[str, Front]]:
-        return [("", self.all), *self.keys.items()]
+    def _fronts(self) -> list[tuple[Hashable, Front]]:
+        return [(ALL, self.all), *self.keys.items()]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from d2lps.kvstore.entry import Entry
-from d2lps.kvstore.events import Request
+from d2lps.kvstore.events import Refused, Request
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -107,13 +107,13 @@ def make_codec(name: str, **options: Any) -> Codec:
     return codec
 
 
-def decoded(request: Request, entries: Mapping[str, Entry]) -> tuple[Request, str]:
-    """A push with the tensor that it means; or as it came, and why that cannot be told."""
+def decoded(request: Request, entries: Mapping[str, Entry]) -> Request:
+    """A push with the tensor that it means; Refused if that cannot be told."""
     if "codec" not in request.options or request.value is None or request.key not in entries:
-        return request, ""
+        return request
     options = dict(request.options)
     try:
         value = make_codec(options.pop("codec"), **options).decode(request.value, entries[request.key].like)
     except Exception as error:  # a codec is anybody's, and so is what came
-        return request, f"{request.op} of {request.key!r} cannot be decoded: {error}"
-    return replace(request, value=value, options={}), ""
+        raise Refused(f"{request.op} of {request.key!r} cannot be decoded: {error}") from error
+    return replace(request, value=value, options={})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Hashable, MutableMapping
 
 import torch
 
@@ -29,22 +29,23 @@ class Entry:
         self,
         key: str,
         value: torch.Tensor,
-        store: MutableMapping[str, torch.Tensor] | None = None,
+        store: MutableMapping[Hashable, torch.Tensor] | None = None,
         moments: Moments | None = None,
         version: int = 0,
+        owner: tuple[int, ...] = (),
         open: Rounds | None = None,
     ) -> None:
-        self.key, self.store = key, {} if store is None else store
+        self.key, self.store, self.owner = key, {} if store is None else store, owner  # owner: whose first value it was
         self.like = torch.empty_like(value, device="meta")  # its shape and dtype
         self.version = version  # how often the value has changed
         self.open: Rounds = {} if open is None else open
         self._pages: dict[str, int] = {}  # of the optimizer's tensors: their bytes
-        self.store[key] = value
+        self.store[self._page()] = value
         self.moments = moments or {}
 
     @property
     def value(self) -> torch.Tensor:
-        return self.store[self.key]
+        return self.store[self._page()]
 
     @property
     def moments(self) -> Moments:
@@ -59,12 +60,13 @@ class Entry:
         for name, moment in moments.items():
             self.store[self._page(name)] = moment
 
-    def _page(self, name: str) -> str:
-        return f"{self.key}\0{name}"  # which no key of a worker is
+    def _page(self, name: str = "") -> tuple[str, str]:
+        """Under which the value, or one of the optimizer's tensors, lies in the store."""
+        return self.key, name
 
     def peeked(self) -> tuple[torch.Tensor, Moments]:
         """Value and moments, for somebody who only looks: nothing moves between memory and disk."""
-        return peek(self.store, self.key), {name: peek(self.store, self._page(name)) for name in self._pages}
+        return peek(self.store, self._page()), {name: peek(self.store, self._page(name)) for name in self._pages}
 
     @property
     def nbytes(self) -> int:
@@ -95,12 +97,12 @@ class Entry:
             moments, gradient = self.moments, total / workers if mean else total
             optimize(optimizer, value, moments, (rows, gradient))
             self.moments = moments
-        self.store[self.key] = value
+        self.store[self._page()] = value
         self.version += 1
 
     def read(self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None, only_look: bool = False) -> torch.Tensor:
         """A copy, of the whole value or of some rows; the whole one in `out`, if that has as many bytes."""
-        value = peek(self.store, self.key) if only_look else self.value
+        value = peek(self.store, self._page()) if only_look else self.value
         if rows is not None:
             return value[rows]
         if out is None or out.nbytes != value.nbytes:

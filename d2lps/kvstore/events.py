@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 # What a client can ask for.
-OPS = ("init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek")
+OPS = ("offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek")
 READS = ("pull", "pushpull", "peek")  # what is answered with a value
 
 
@@ -114,6 +114,7 @@ class Reply(_Record):
     clock: int = 0  # join: the clock to begin at
     priority: int = 0  # of the request
     view: int = 0  # of the server
+    owner: tuple[int, ...] = ()  # init: whose value it is, a worker's rank and which of its lives
 
 
 Event = Request | Lost | Membership | Send

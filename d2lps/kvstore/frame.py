@@ -258,9 +258,9 @@ def _checked(kind: type, name: str, value: Any) -> Any:
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             wrong(name, value, "pairs of rank and epoch")
         return {_natural(name, rank, 1 << 31): _natural(name, epoch, 1 << 63) for rank, epoch in pairs}
-    elif name == "servers":
-        members = value if isinstance(value, list | tuple) else wrong(name, value, "a list of nodes")
-        return tuple(_natural(name, node, 1 << 31) for node in members)
+    elif name in ("servers", "owner"):
+        members = value if isinstance(value, list | tuple) else wrong(name, value, "a list of numbers")
+        return tuple(_natural(name, number, 1 << 63) for number in members)
     elif not isinstance(value, str) or (name == "op" and value not in (OPS if kind is Request else ("", *OPS, "send"))):
         wrong(name, value, "wanted a text" if name != "op" else f"wanted one of {', '.join(OPS)}")
     return value

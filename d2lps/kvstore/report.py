@@ -12,7 +12,7 @@ from d2lps.comm import Mismatch
 from d2lps.kvstore.events import Event
 from d2lps.kvstore.placement import join_parts
 from d2lps.kvstore.server import Server
-from d2lps.kvstore.tiers import Counts, Tiers, peek
+from d2lps.kvstore.tiers import Counts, Tiers
 from d2lps.result import Run
 
 
@@ -33,7 +33,7 @@ class ServerReport:
     def closed(self, server: Server) -> ServerReport:
         """With what the server knows itself."""
         self.staleness = server.seen
-        self.values = {key: peek(server.store, key) for key in server.entries}
+        self.values = {key: entry.peeked()[0] for key, entry in server.entries.items()}
         self.tiers = replace(server.store.counts) if isinstance(server.store, Tiers) else None
         self.nbytes = sum(entry.nbytes for entry in server.entries.values())
         return self

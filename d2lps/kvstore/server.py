@@ -6,27 +6,18 @@ a log is played again. A driver carries out the effects in their order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from d2lps.kvstore.clocks import Clocks, Front
+from d2lps.kvstore.clocks import ALL
 from d2lps.kvstore.compression import decoded
-from d2lps.kvstore.consistency import make_consistency
-from d2lps.kvstore.duplicates import Filter
-from d2lps.kvstore.entry import Entry
-from d2lps.kvstore.events import READS, Append, Effect, Event, Lost, Membership, Reply, Request, Send
-from d2lps.kvstore.operations import OPERATIONS, admit, forget
-from d2lps.kvstore.optimizers import Optimizer, make_optimizer
-from d2lps.kvstore.refusals import bad_key, refusal
-from d2lps.kvstore.snapshot import restore, snapshot
-from d2lps.kvstore.waiting import Waiting
+from d2lps.kvstore.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send
+from d2lps.kvstore.operations import OPERATIONS, check_key, place
+from d2lps.kvstore.state import BARRIER, State
 
 
-class Server:
+class Server(State):
     """Tensors by key, for workers that push and pull.
 
     >>> import torch
@@ -52,44 +43,10 @@ class Server:
     Memory: the values, the optimizer's state, and under bsp the pushes of open rounds, up to m n bytes.
     """
 
-    def __init__(
-        self,
-        workers: Iterable[int],
-        consistency: str = "bsp",
-        staleness: int = 0,
-        on_loss: str = "continue",
-        replicate: bool = False,
-        store: MutableMapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        if on_loss not in ("continue", "raise"):
-            raise ValueError(f"on_loss={on_loss!r} is unknown: choose 'continue' or 'raise'")
-        epochs = dict(workers) if isinstance(workers, dict) else dict.fromkeys(workers, 0)
-        self.consistency = make_consistency(consistency, staleness)
-        self.on_loss, self.replicate = on_loss, replicate
-        self.store: MutableMapping[str, torch.Tensor] = {} if store is None else store
-        self.entries: dict[str, Entry] = {}
-        self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
-        self.filter = Filter(epochs)
-        self.waiting = Waiting()
-        self.optimizer: Optimizer | None = None
-        self.options: dict[str, Any] = {}  # from which the optimizer was made
-        self.view = self.number = 0  # of the membership; of the last event that was executed
-        self.broken = ""  # why nothing can be asked any more
-        # What follows is no part of the state: to be looked at, and lost with the process.
-        self.seen: Counter[int] = Counter()  # by how many clocks the slowest worker was behind a read
-
     def step(self, event: Event) -> list[Effect]:
         """Let something happen; what is now to be done, in order."""
         effects: list[Effect] = _STEPS[type(event)](self, event)
         return effects
-
-    def state(self) -> dict[str, Any]:
-        """All that counts, as plain numbers, strings, tensors and Requests; its tensors are the server's own."""
-        return snapshot(self)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Become the server that gave this `state()`; the tensors are copied."""
-        restore(self, state)
 
     # ---- events -----------------------------------------------------------------------------------------------------------
 
@@ -114,18 +71,29 @@ class Server:
 
         Or it has, and this request is a late one: then its place may have been given to another, so nothing goes there.
         """
-        client = self.filter.clients[request.client]
-        if request in self.waiting or request.sequence < client.answered:
+        client, waiting = self.filter.clients[request.client], self.waiting.get(place(request), ())
+        if request.sequence < client.answered or any(request.retry_key == other.retry_key for other in waiting):
             return []
-        return [self._reply(replace(request, out=None), client.errors.get(request.sequence, "") or bad_key(self, request))]
+        error = client.errors.get(request.sequence, "")
+        try:
+            return [self._reply(replace(request, out=None), error)]
+        except Refused as reason:
+            return [self._reply(request, str(reason))]
 
     def _execute(self, request: Request) -> list[Effect]:
         effects = self._logged(request)
-        request, error = decoded(request, self.entries)
-        if error := error or refusal(self, request):
-            self.filter.clients[request.client].errors[request.sequence] = error
-            return [*effects, self._reply(request, error)]
-        return effects + self._go_on(OPERATIONS[request.op](self, request), request)
+        try:
+            if request.op not in OPS:
+                raise Refused(f"op {request.op!r} is unknown: choose {', '.join(OPS)}")
+            if self.broken and request.op != "leave":
+                raise Refused(self.broken)
+            if request.client not in self.clocks.at and request.op not in ("join", "leave"):
+                raise Refused(f"worker {request.client} is not a member: it must join first")
+            request = decoded(request, self.entries)
+            return effects + self._go_on(OPERATIONS[request.op](self, request), request)
+        except Refused as reason:
+            self.filter.clients[request.client].errors[request.sequence] = str(reason)
+            return [*effects, self._reply(request, str(reason))]
 
     def _lost(self, event: Lost) -> list[Effect]:
         if event.worker not in self.clocks.at:
@@ -133,11 +101,11 @@ class Server:
         effects = self._logged(event)
         return effects + self._go_on(self._give_up(event.worker))
 
-    def _give_up(self, worker: int) -> set[str]:
+    def _give_up(self, worker: int) -> set[Hashable]:
         self.filter.end(worker)
         if self.on_loss == "raise":
             self.broken = f"worker {worker} was lost"
-        return forget(self, worker)
+        return self.forget(worker)
 
     def _membership(self, event: Membership) -> list[Effect]:
         if event.view <= self.view:
@@ -146,12 +114,12 @@ class Server:
         self.view = event.view
         self.filter.drop_held()
         known = {worker: self.filter.clients[worker].epoch for worker in self.clocks.at}
-        moved: set[str] = set()
+        moved: set[Hashable] = set()
         for worker in [worker for worker, epoch in known.items() if event.workers.get(worker) != epoch]:
             moved |= self._give_up(worker)
         for worker, epoch in event.workers.items():
             self.filter.begin(worker, epoch)
-            admit(self, worker)
+            self.admit(worker)
         return effects + self._go_on(moved)
 
     def _copied(self, send: Send) -> list[Effect]:
@@ -167,35 +135,38 @@ class Server:
 
     # ---- answers ----------------------------------------------------------------------------------------------------------
 
-    def _go_on(self, moved: set[str], new: Request | None = None) -> list[Effect]:
+    def _go_on(self, moved: set[Hashable], new: Request | None = None) -> list[Effect]:
         """Where the slowest worker has moved on, close rounds; then answer all who need wait no longer."""
-        if "" in moved:
+        if ALL in moved:
             changed = self.consistency.round_ended(self.clocks.spread())
-            moved = moved | {"", *self.entries} - (set() if changed else self.clocks.keys.keys())
+            moved = moved | {*self.entries} - (set() if changed else self.clocks.keys.keys())
         if self.broken:
-            moved = moved | self.waiting.at.keys()
-        for key in self.entries if moved else ():
-            if key in moved:
-                self._close(key)
-        free = self.waiting.take([where for where in self.waiting.at if where in moved], self._may_go) if moved else []
+            moved = moved | self.waiting.keys()
+        # One key is looked up; of many, all that there are are looked at, in their order, the same in every process.
+        for key in moved if len(moved) == 1 else self.entries:
+            if isinstance(key, str) and key in moved and key in self.entries and (entry := self.entries[key]).open:
+                entry.close(self.clocks.slowest(key), set(self.clocks.at), self.optimizer, self.mean)
+        free: list[Request] = []
+        for where in moved & self.waiting.keys() if len(moved) == 1 else [at for at in self.waiting if at in moved]:
+            waiting = self.waiting.pop(where)
+            free += filter(self._may_go, waiting)
+            if stay := [request for request in waiting if not self._may_go(request)]:
+                self.waiting[where] = stay
         if new is not None and self._may_go(new):
             free.append(new)
         elif new is not None:
-            self.waiting.add(new)
+            self.waiting.setdefault(place(new), []).append(new)
             self.consistency.waited |= new.op != "barrier"
         return [self._answer(request) for request in sorted(free, key=lambda request: -request.priority)]
 
-    def _close(self, key: str) -> None:
-        entry = self.entries[key]
-        if entry.open:
-            entry.close(self.clocks.slowest(key), set(self.clocks.at), self.optimizer, self.mean)
-
     def _may_go(self, request: Request) -> bool:
-        worker, key = request.client, request.key
-        if request.op == "barrier":
-            return bool(self.broken) or self.barriers.slowest >= self.barriers.at[worker]
+        worker, where = request.client, place(request)
+        if self.broken:
+            return True
+        if where == BARRIER:
+            return self.barriers.slowest >= self.barriers.at[worker]
         if request.op in (*READS, "set_optimizer"):
-            return bool(self.broken) or self.consistency.may_read(self.clocks.position(worker, key), self.clocks.slowest(key))
+            return self.consistency.may_read(self.clocks.position(worker, where), self.clocks.slowest(where))
         return True
 
     def _answer(self, request: Request) -> Reply:
@@ -203,7 +174,7 @@ class Server:
             self.filter.clients[request.client].errors[request.sequence] = self.broken
             return self._reply(request, self.broken)
         if request.op == "set_optimizer":
-            self._set_optimizer(dict(request.options))
+            self.optimize(request.options)
         elif request.op in READS:
             behind = self.clocks.position(request.client, request.key) - self.clocks.slowest(request.key)
             self.seen[max(0, int(behind))] += 1
@@ -213,7 +184,7 @@ class Server:
         """An answer; a read's carries a copy of the value."""
         value = None
         if request.op in READS and not error:
-            value = self.entries[request.key].read(request.rows, request.out, only_look=request.op == "peek")
+            value = check_key(self, request).read(request.rows, request.out, only_look=request.op == "peek")
         return Reply(
             *request.retry_key,
             op=request.op,
@@ -223,6 +194,7 @@ class Server:
             clock=self.clocks.at.get(request.client, 0),
             priority=request.priority,
             view=self.view,
+            owner=self.entries[request.key].owner if request.op == "init" and not error else (),
         )
 
     # ---- and the rest -----------------------------------------------------------------------------------------------------
@@ -230,19 +202,6 @@ class Server:
     def _logged(self, event: Event) -> list[Effect]:
         self.number += 1
         return [Append(event), *([Send(self.number, event, self.view)] if self.replicate else [])]
-
-    @property
-    def mean(self) -> bool:
-        """Whether the optimizer gets the mean of the workers' gradients, or their sum."""
-        return self.options.get("reduction", "mean") == "mean"
-
-    def _set_optimizer(self, options: dict[str, Any]) -> None:
-        """A new learning rate keeps the state that there is; another optimizer begins with its own."""
-        same = options["name"] == self.options.get("name")
-        self.options = options
-        self.optimizer = make_optimizer(**{name: value for name, value in options.items() if name != "reduction"})
-        for entry in self.entries.values():
-            entry.moments = self.optimizer.state(entry.value) | (entry.moments if same else {})
 
 
 _STEPS: dict[type, Any] = {

@@ -9,9 +9,8 @@ The disk is more room here, not safety: what survives a crash is the log's and t
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,6 @@ import torch
 
 from d2lps.kvstore.events import Request
 from d2lps.kvstore.frame import frame, parse
-
-INDEX = "index.json"  # which key lies in which file; there only while nobody has the folder open
 
 
 @dataclass
@@ -36,7 +33,7 @@ class Counts:
     bytes_hot: int = 0  # of tensors in memory now
 
 
-class Tiers(MutableMapping[str, torch.Tensor]):
+class Tiers(MutableMapping[Hashable, torch.Tensor]):
     """A dictionary of tensors of which at most `budget` bytes lie in memory, and the rest in files in a folder.
 
     >>> import tempfile
@@ -49,7 +46,7 @@ class Tiers(MutableMapping[str, torch.Tensor]):
 
     A tensor that was read belongs to the store, and may have left memory when the next key is used: changes count only
     when it is set again, as `tiers[key] += ...` does. ValueError for a tensor larger than the budget. `close` deletes the
-    files, or with keep=True writes all to them, for the next `Tiers` on this folder.
+    files.
     """
 
     def __init__(self, folder: str | Path, budget: int) -> None:
@@ -57,18 +54,19 @@ class Tiers(MutableMapping[str, torch.Tensor]):
             raise ValueError(f"a budget is at least 1 byte: {budget}")
         self.folder, self.budget, self.counts = Path(folder), budget, Counts()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._hot: OrderedDict[str, torch.Tensor] = OrderedDict()  # the least recently used first
-        self._dirty: set[str] = set()  # those in memory that differ from their page, or have none
-        self._pages: dict[str, Path | None] = {}  # every key's file; None if it was never written
+        self._hot: OrderedDict[Hashable, torch.Tensor] = OrderedDict()  # the least recently used first
+        self._dirty: set[Hashable] = set()  # those in memory that differ from their page, or have none
+        self._pages: dict[Hashable, Path | None] = {}  # every key's file; None if it was never written
         self._made = 0
-        self._reopen()
+        for page in self.folder.glob("*.page"):  # of a process that died, and so of no use
+            page.unlink()
 
     @property
-    def hot(self) -> list[str]:
+    def hot(self) -> list[Hashable]:
         """The keys in memory, the least recently used first."""
         return list(self._hot)
 
-    def __getitem__(self, key: str) -> torch.Tensor:
+    def __getitem__(self, key: Hashable) -> torch.Tensor:
         """The tensor, in memory from now on, and the most recently used; from the disk it takes n bytes of reading."""
         if key in self._hot:
             self.counts.hits += 1
@@ -80,7 +78,7 @@ class Tiers(MutableMapping[str, torch.Tensor]):
         self._admit(key, tensor)
         return tensor
 
-    def __setitem__(self, key: str, tensor: torch.Tensor) -> None:
+    def __setitem__(self, key: Hashable, tensor: torch.Tensor) -> None:
         """Put a tensor in, or take note that the one read was changed; it is the store's from now on."""
         if tensor.nbytes > self.budget:
             raise ValueError(f"{key!r} has {tensor.nbytes} bytes, and the budget for all tensors in memory is {self.budget}")
@@ -94,20 +92,20 @@ class Tiers(MutableMapping[str, torch.Tensor]):
         self._pages.setdefault(key, None)
         self._dirty.add(key)
 
-    def __delitem__(self, key: str) -> None:
+    def __delitem__(self, key: Hashable) -> None:
         page = self._pages.pop(key)
         self._drop(key)
         if page:
             page.unlink()
 
-    def peek(self, key: str) -> torch.Tensor:
+    def peek(self, key: Hashable) -> torch.Tensor:
         """The tensor, to be looked at and not changed: nothing moves between the tiers, and nothing is written.
 
         What an evaluation over all keys needs: by `tiers[key]` it would put the keys in use out of memory.
         """
         return self._hot[key] if key in self._hot else self._read(key)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Hashable]:
         return iter(self._pages)
 
     def __len__(self) -> int:
@@ -116,27 +114,21 @@ class Tiers(MutableMapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:
         return key in self._pages
 
-    def close(self, keep: bool = False) -> None:
-        """Delete all files; with `keep`, write what is dirty, and an index for the next who opens the folder."""
-        if keep:
-            while self._hot:
-                self._evict()
-            index = {key: page.name for key, page in self._pages.items() if page}
-            (self.folder / INDEX).write_text(json.dumps(index))
-        else:
-            for page in filter(None, self._pages.values()):
-                page.unlink()
+    def close(self) -> None:
+        """Delete all files."""
+        for page in filter(None, self._pages.values()):
+            page.unlink()
         self._pages, self._dirty = {}, set()
         self._hot.clear()
         self.counts.bytes_hot = 0
 
     # ---- between memory and disk ------------------------------------------------------------------------------------
 
-    def _admit(self, key: str, tensor: torch.Tensor) -> None:
+    def _admit(self, key: Hashable, tensor: torch.Tensor) -> None:
         self._hot[key] = tensor
         self.counts.bytes_hot += tensor.nbytes
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, key: Hashable) -> None:
         if key in self._hot:
             self.counts.bytes_hot -= self._hot.pop(key).nbytes
             self._dirty.discard(key)
@@ -153,18 +145,18 @@ class Tiers(MutableMapping[str, torch.Tensor]):
         self._drop(key)
         self.counts.evictions += 1
 
-    def _write(self, key: str, tensor: torch.Tensor) -> None:
+    def _write(self, key: Hashable, tensor: torch.Tensor) -> None:
         page = self._pages[key] or self._new_page()
         with page.open("wb") as file:
-            file.writelines(frame(Request("init", key, tensor), checked=True))
+            file.writelines(frame(Request("init", repr(key), tensor), checked=True))
         self._pages[key] = page
         self.counts.bytes_written += tensor.nbytes
 
-    def _read(self, key: str) -> torch.Tensor:
+    def _read(self, key: Hashable) -> torch.Tensor:
         page = self._pages[key]
         assert page is not None, f"{key!r} is neither in memory nor on disk"
         record = parse([np.fromfile(page, np.uint8).data], limit=self.budget)
-        if not isinstance(record, Request) or record.key != key or record.value is None:
+        if not isinstance(record, Request) or record.key != repr(key) or record.value is None:
             raise ValueError(f"{page} is not the page of {key!r}")
         self.counts.bytes_read += record.value.nbytes
         return record.value
@@ -173,17 +165,7 @@ class Tiers(MutableMapping[str, torch.Tensor]):
         self._made += 1
         return self.folder / f"{self._made:08d}.page"
 
-    def _reopen(self) -> None:
-        """Take over what a `close(keep=True)` left; pages without an index are of a process that died, and are of no use."""
-        index = self.folder / INDEX
-        if index.exists():
-            self._pages = {key: self.folder / name for key, name in json.loads(index.read_text()).items()}
-            index.unlink()  # from here on the pages change, and only a close makes them whole again
-        for page in set(self.folder.glob("*.page")) - set(self._pages.values()):
-            page.unlink()
-        self._made = max((int(page.stem) for page in self.folder.glob("*.page")), default=0)
 
-
-def peek(store: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+def peek(store: Mapping[Hashable, torch.Tensor], key: Hashable) -> torch.Tensor:
     """A tensor of any store, to be looked at: see `Tiers.peek`."""
     return store.peek(key) if isinstance(store, Tiers) else store[key]
