@@ -21,9 +21,7 @@ from d2lps.kvstore.checkpoint import (
     CheckpointMissing,
     begin,
     commit,
-    distribute,
     flatten,
-    gather,
     load,
     save,
     steps,
@@ -33,7 +31,6 @@ from d2lps.kvstore.checkpoint import (
 from d2lps.kvstore.events import Append, Request, alike
 from d2lps.kvstore.frame import frame, parse
 from d2lps.kvstore.log import Log
-from d2lps.kvstore.placement import Placement
 from d2lps.kvstore.server import Server
 
 META = {"clock": 3, "optimizer": {"name": "adam", "lr": 1e-3}, "filter": {"0": [1, 17], "1": [2, 4]}}
@@ -279,47 +276,6 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_one_whole(tmp_p
     assert done.returncode == 0, done.stderr
     newest, between = map(int, done.stdout.split())
     assert newest >= 5 and between >= 5, "killed now in the midst of writing, now elsewhere"
-
-
-# ---- from some servers to others ------------------------------------------------------------------------------------------
-
-shapes = st.dictionaries(
-    st.text("ab/[]:1", max_size=5).filter(lambda key: not key.endswith("]")), st.lists(st.integers(0, 7)), max_size=5
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(1, 5), st.integers(1, 5), st.sampled_from(["hash", "load"]))
-def test_from_any_number_of_servers_to_any_other(shapes: dict[str, list[int]], here: int, there: int, by: str) -> None:
-    tensors = {key: torch.randn(shape[:3]) for key, shape in shapes.items()}
-    parts = distribute(tensors, Placement(range(here), split=40, by=by))
-    moved = distribute(gather(parts.values()), Placement(range(there), split=40, by=by))
-    assert list(moved) == list(range(there))
-    assert alike(gather(moved.values()), tensors)
-
-
-def test_four_servers_to_three_and_back_through_files(tmp_path: Path) -> None:
-    tensors = {"table/home": torch.randn(10, 4), "bias": torch.randn(10), "step": torch.tensor(3)}
-    for step, servers in enumerate([4, 3, 4]):
-        placed = distribute(tensors, Placement(range(servers), split=100))
-        save(tmp_path, step, {f"server-{number}": parts for number, parts in placed.items()}, {})
-        again = gather(load(tmp_path).files.values())
-        assert alike(again, tensors)
-        tensors = again
-
-
-@pytest.mark.parametrize(
-    ("servers", "message"),
-    [
-        ([{"w[0:2]": torch.ones(2)}, {"w[3:4]": torch.ones(1)}], "'w': no server has a part that begins at row 2"),
-        ([{"w[1:2]": torch.ones(1)}], "'w': no server has a part that begins at row 0"),
-        ([{"w[0:2]": torch.ones(2)}, {"w[1:3]": torch.ones(2)}], "'w': no server has a part that begins at row 2"),
-        ([{"w[0:2]": torch.ones(2)}, {"w[0:2]": torch.ones(2)}], r"two servers have the same parts: \['w\[0:2\]'\]"),
-    ],
-)
-def test_parts_that_do_not_make_a_tensor_are_refused(servers: list[dict[str, torch.Tensor]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gather(servers)
 
 
 # ---- a server's state -----------------------------------------------------------------------------------------------------

@@ -102,6 +102,16 @@ def with_doubled(kv: Any) -> float:
     return float(out[0])
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_one_bit_refuses_what_would_spoil_all(bad: float) -> None:
+    codec = make_codec("1bit")
+    codec.encode("w", torch.tensor([3.0, -1.0]))
+    left = codec.left["w"].clone()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"'w' has {bad} at 1: one magnitude"):
+        codec.encode("w", torch.tensor([3.0, bad]))
+    assert torch.equal(codec.left["w"], left)  # type: ignore[attr-defined]
+
+
 def test_a_codec_of_ones_own_is_known_to_servers() -> None:
     register_codec("doubled", Doubled)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -84,6 +85,29 @@ def test_the_first_init_wins() -> None:
     Asking(server, 0)("init", "w", [1.0])
     [reply] = Asking(server, 1)("init", "w", [2.0])
     assert not reply.error and read(server) == [1.0]
+
+
+def test_a_key_in_parts_begins_with_one_life_of_one_worker_whoever_dies() -> None:
+    """Worker 1 wins where the first part is, and dies before it says so elsewhere; its next life brings another value."""
+    home, other = Server([0, 1], "asp"), Server([0, 1], "asp")
+    ask = {(server, rank): Asking(server, rank) for server in (home, other) for rank in (0, 1)}
+    for rank in (0, 1):
+        ask[other, rank]("offer", "w[1:2]", [float(rank)])
+    assert not other.entries and other.offers["w[1:2]"].keys() == {(0, 0), (1, 0)}
+    assert [ask[home, rank]("init", "w[0:1]", [float(rank)])[0].owner for rank in (1, 0)] == [(1, 0), (1, 0)]
+    for server in (home, other):
+        server.step(Lost(1))
+    again = Asking(other, 1, epoch=1)
+    again("join")
+    again("offer", "w[1:2]", [7.0])
+    assert "have offered no value" in ask[other, 0]("choose", "w[1:2]", options={"owner": [5, 0]})[0].error
+    assert not ask[other, 0]("choose", "w[1:2]", options={"owner": [1, 0]})[0].error
+    assert not again("choose", "w[1:2]", options={"owner": [0, 0]})[0].error  # late: it was chosen
+    assert read(home, "w[0:1]") + read(other, "w[1:2]") == [1.0, 1.0] and not other.offers
+    again("offer", "w[1:2]", [8.0])
+    assert not other.offers
+    for nonsense in (None, 5, "01", [1], [[1], 0], {"rank": 1}):
+        assert "have offered no value" in again("choose", "v[1:2]", options={"owner": nonsense})[0].error
 
 
 def test_the_log_comes_before_the_answer() -> None:
@@ -564,3 +588,44 @@ def test_a_barrier_waits_for_all_who_live() -> None:
     assert [(reply.client, reply.op) for reply in replies] == [(0, "barrier"), (1, "barrier")]
     assert workers[1]("barrier") == []
     assert len(workers[0]("barrier")) == 2
+
+
+# ---- how much work it is --------------------------------------------------------------------------------------------------
+
+
+def lines_for(keys: int) -> int:
+    """Lines that two clients and a server go through, when both push and pull so many keys at once."""
+    lines, server, sessions = 0, Server([0, 1]), [Session(0), Session(1)]
+
+    def ask(session: Session, requests: list[Request]) -> None:
+        for request in requests:
+            session.put(request, request.op)
+        while (request := session.next()) is not None:  # type: ignore[assignment]
+            for reply in server.step(request):
+                if isinstance(reply, Reply):
+                    assert not reply.error and sessions[reply.client].answered(reply) == reply.op
+
+    def entered(frame: Any, event: str, arg: object) -> Any:
+        def within(frame: Any, event: str, arg: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return within
+
+        return within if "kvstore" in frame.f_code.co_filename else None
+
+    before, value = sys.gettrace(), torch.ones(1)
+    sys.settrace(entered)
+    try:
+        for session in sessions:
+            ask(session, [Request("init", str(key), value) for key in range(keys)])
+        for session in sessions:
+            ask(session, [*(Request("pushpull", str(key), value) for key in range(keys)), Request("clock", clock=1)])
+    finally:
+        sys.settrace(before)
+    assert not any(session.open for session in sessions) and read(server, str(keys - 1)) == [3.0]
+    return lines
+
+
+def test_four_times_the_keys_are_no_more_than_six_times_the_work() -> None:
+    few, many = lines_for(2_000), lines_for(8_000)
+    assert 3 * few < many <= 6 * few

@@ -5,8 +5,7 @@
         manifest.json                metadata, and the length and checksum of every file
     folder/.step-000000000013.draft  one that is being written, or was given up: the next `begin` sweeps it away
 
-Each server writes its own file into one draft, and the coordinator, told of every file's checksum, commits it. A tensor
-lies on its servers in parts of whole rows: `gather` and `distribute` bring it from some servers to fewer or more.
+Several servers may each write a file into one draft; who is told of every file's checksum commits it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from safetensors.torch import load_file, save_file
 
 from d2lps.kvstore.events import Request
 from d2lps.kvstore.log import checksum, persist_path, write_all
-from d2lps.kvstore.placement import Placement, join_parts
 
 MANIFEST = "manifest.json"
 PIECE = 1 << 20  # bytes of a file that are read at a time
@@ -168,46 +166,6 @@ def _measure(path: Path) -> dict[str, int]:
         return {"bytes": file.tell(), "crc32": value}
 
 
-# ---- from some servers to others ------------------------------------------------------------------------------------------
-
-
-def distribute(tensors: Mapping[str, torch.Tensor], placement: Placement) -> dict[int, dict[str, torch.Tensor]]:
-    """What each server of a placement gets of whole tensors, as views under the names of the parts.
-
-    >>> distribute({"w": torch.arange(3)}, Placement([0, 1], split=1))
-    {0: {'w[0:2]': tensor([0, 1])}, 1: {'w[2:3]': tensor([2])}}
-    """
-    servers: dict[int, dict[str, torch.Tensor]] = {server: {} for server in placement.servers}
-    for key, tensor in tensors.items():
-        for part in placement.place(key, tensor.shape, tensor.dtype):
-            servers[part.server][part.name] = part.of(tensor)
-    return servers
-
-
-def gather(servers: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The whole tensors of what all servers have: `distribute` back; ValueError for a part that is there twice, or is not.
-
-    >>> gather([{"w[0:2]": torch.arange(2)}, {"w[2:3]": torch.tensor([2])}])
-    {'w': tensor([0, 1, 2])}
-
-    That the last rows are missing cannot be seen here: `load` names a missing file.
-    """
-    parts: dict[str, torch.Tensor] = {}
-    for server in servers:
-        if twice := parts.keys() & server.keys():
-            raise ValueError(f"two servers have the same parts: {sorted(twice)}")
-        parts |= server
-    whole = join_parts(parts)
-    for key in whole.keys() - parts.keys():
-        row = 0
-        while row < len(whole[key]):
-            part = next((part for part in parts if part.startswith(f"{key}[{row}:")), None)
-            if part is None:
-                raise ValueError(f"{key!r}: no server has a part that begins at row {row}")
-            row += len(parts[part])
-    return whole
-
-
 # ---- a server's state as tensors and JSON ---------------------------------------------------------------------------------
 
 
@@ -221,7 +179,7 @@ def flatten(state: Any, tensors: dict[str, torch.Tensor] | None = None, path: st
     """
     found: dict[str, torch.Tensor] = {} if tensors is None else tensors
     if isinstance(state, torch.Tensor):
-        name = f"{len(found)}{path}"
+        name = f"{len(found)}{path}".encode("ascii", "backslashreplace").decode()
         found[name] = state
         return found, {"tensor": name}
     if isinstance(state, Request):

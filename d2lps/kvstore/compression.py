@@ -62,6 +62,9 @@ class OneBit:
         if tensor.is_meta:
             return torch.empty(4 + -(-tensor.numel() // 8), dtype=torch.uint8, device="meta")
         wanted = tensor.float().flatten()
+        if not bool(wanted.isfinite().all()):
+            place = int((~wanted.isfinite()).nonzero()[0])
+            raise ValueError(f"{key!r} has {wanted[place].item()} at {place}: one magnitude for all would make all of it that")
         wanted = wanted + self.left.get(key, 0.0)
         positive = wanted >= 0
         scale = wanted.abs().sum() / max(1, wanted.numel())

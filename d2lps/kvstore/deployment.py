@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +125,8 @@ def deploy(
     _check_bytes(31, limit=limit, log_bytes=log_bytes)
     if memory_budget is not None:
         _check_bytes(63, memory_budget=memory_budget)
+    if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < math.inf:
+        raise ValueError(f"patience={patience!r} is not a number of seconds")
     if not set(absent) < set(range(workers)) and absent:
         raise ValueError(f"absent={list(absent)} are not all ranks from 0 to {workers - 1}, or nobody else is there")
     rules: dict[str, Any] = {"consistency": consistency, "staleness": staleness, "on_loss": on_loss}

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 def point(name: str) -> int:
     """Where on the circle of 2^64 points a name lies: the same in every process, unlike `hash`."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
 
 
 @cache

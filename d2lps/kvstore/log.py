@@ -51,11 +51,11 @@ class Log:
     >>> log.close()
 
     Opening it reads and checks all of it; `cut` is how many bytes of an unfinished record were cut off. LogDamaged where
-    whole records follow a broken one; with `salvage` the log ends before it even so. BlockingIOError where another
-    process has it open. segment_bytes: bytes after which a new segment begins.
+    whole records follow a broken one, BlockingIOError where another process has it open. segment_bytes: bytes after which a
+    new segment begins.
     """
 
-    def __init__(self, folder: str | Path, level: Level = "log", segment_bytes: int = 64 << 20, salvage: bool = False) -> None:
+    def __init__(self, folder: str | Path, level: Level = "log", segment_bytes: int = 64 << 20) -> None:
         if level not in ("log", "fsync") or segment_bytes < 1:
             raise ValueError(f'a log has level "log" or "fsync" and segments of at least 1 byte: {level!r}, {segment_bytes}')
         self.folder, self.level, self.segment_bytes, self._failed = Path(folder), level, segment_bytes, ""
@@ -64,7 +64,7 @@ class Log:
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
-            self.end, self.cut = self._recover(salvage)
+            self.end, self.cut = self._recover()
             self._open(max(self._segments(), default=0))
             for begin in self._segments() if level == "fsync" else []:
                 persist_path(self._path(begin))  # a killed process may have left records that only the kernel has
@@ -178,7 +178,7 @@ class Log:
 
     # ---- recovery ---------------------------------------------------------------------------------------------------
 
-    def _recover(self, salvage: bool) -> tuple[int, int]:
+    def _recover(self) -> tuple[int, int]:
         """The end of the last whole record, and how many bytes beyond it were cut off."""
         segments = self._segments()
         end = segments[0] if segments else 0
@@ -188,17 +188,17 @@ class Log:
                 for position, record in records(data, begin):
                     end = position + HEADER.size + record.nbytes
             if begin > end or end < begin + len(data):
-                return end, self._cut(end, segments[index:], salvage)
+                return end, self._cut(end, segments[index:])
         return end, 0
 
-    def _cut(self, end: int, segments: list[int], salvage: bool) -> int:
+    def _cut(self, end: int, segments: list[int]) -> int:
         """End the log at `end`, which lies in the first of the segments, or before it."""
         whole = [(begin, at) for begin in segments if (at := whole_after(self._path(begin).read_bytes(), begin, end)) is not None]
-        if whole and not salvage:
+        if whole:
             begin, position = whole[0]
             raise LogDamaged(
                 f"{self.folder}: the record at position {end} is broken or missing, and a whole one follows at {position} "
-                f"in {self._path(begin).name}: to lose all from {end} on, open the log with salvage=True"
+                f"in {self._path(begin).name}"
             )
         cut = sum(self._path(begin).stat().st_size - max(0, end - begin) for begin in segments)
         for begin in reversed(segments):  # the last first: what is left stays one run

@@ -7,6 +7,7 @@ from collections import defaultdict
 import torch
 
 from d2lps.kvstore.events import Request
+from d2lps.kvstore.placement import key_of
 from d2lps.kvstore.server import Server
 from d2lps.trace import Recorder
 
@@ -39,7 +40,7 @@ class Notes:
         self.versions[key] = 0
         buffers = self.recorder.vocabulary.buffers
         buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].value)[0]]
-        buffer.name, buffer.scratch = key.partition("[")[0], False
+        buffer.name, buffer.scratch = key_of(key)[0], False
 
     def _changed(self, key: str) -> None:
         """All that does not wait for the end of its round is now in the value."""

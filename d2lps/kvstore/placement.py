@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,15 +10,13 @@ import torch
 
 from d2lps.kvstore.hashing import HashRing
 
-_BLOCK = re.compile(r"(.*)\[(\d+):(\d+)\]")
-
 
 @dataclass(frozen=True)
 class Part:
     """Rows first to last of a tensor, on one server; or, with last=None, a whole one."""
 
     server: int
-    name: str  # under which the server knows it: "w", or "w[0:50]"
+    name: str  # under which the server knows it: "w", or "w[0:50]"; see `key_of`
     nbytes: int
     first: int = 0
     last: int | None = None
@@ -60,6 +57,8 @@ class Placement:
 
     def __init__(self, servers: Iterable[int], split: int = 1_000_000, by: str = "hash") -> None:
         self.servers = sorted(servers)
+        if isinstance(split, bool) or not isinstance(split, int) or split < 1:
+            raise ValueError(f"split={split!r} is not a number of bytes from 1 up")
         if not self.servers:
             raise ValueError("a placement needs at least one server")
         if by not in ("hash", "load"):
@@ -72,8 +71,6 @@ class Placement:
     def place(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
         """The parts of a key, in the order of its rows; of one that is known, as they are."""
         if key not in self.parts:
-            if _BLOCK.fullmatch(key):
-                raise ValueError(f"key {key!r} looks like the name of a block of rows: call it something else")
             self.shapes[key] = tuple(shape), dtype
             self.parts[key] = self._place(key)
         return self.parts[key]
@@ -95,7 +92,7 @@ class Placement:
             for key in sorted(self._small(), key=lambda key: -self.parts[key][0].nbytes):
                 load, part = self.nbytes(), self.parts[key][0]
                 if load[server] + part.nbytes <= share and load[part.server] > share:
-                    self.parts[key] = [Part(server, key, part.nbytes)]
+                    self.parts[key] = [Part(server, part.name, part.nbytes)]
         return self._moves(before)
 
     def remove(self, server: int) -> list[Move]:
@@ -116,10 +113,9 @@ class Placement:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes >= self.split and shape and shape[0] > 1 and len(self.servers) > 1:
             return self._blocks(key, shape[0], nbytes // shape[0])
-        if self.by == "hash":
-            return [Part(self.ring.owner(key), key, nbytes)]
-        load = self.nbytes()
-        return [Part(min(self.servers, key=lambda server: load[server]), key, nbytes)]
+        load = self.nbytes() if self.by == "load" else {}
+        server = min(self.servers, key=lambda server: load[server]) if load else self.ring.owner(key)
+        return [Part(server, f"{key}[:]" if key.endswith("]") else key, nbytes)]
 
     def _blocks(self, key: str, rows: int, row_bytes: int) -> list[Part]:
         """One block a server, the longer ones first."""
@@ -160,14 +156,25 @@ def _overlap(key: str, old: Part, new: Part, shape: tuple[int, ...]) -> Move | N
     return Move(key, first, last, old.server, new.server, (last - first) * row_bytes) if first < last else None
 
 
+def key_of(name: str) -> tuple[str, int]:
+    """The key of a part, and its first row: any string is a key, for a whole one that ends like a block has "[:]" after it.
+
+    >>> key_of("w"), key_of("w[5:9]"), key_of("w[5:9][:]")
+    (('w', 0), ('w', 5), ('w[5:9]', 0))
+    """
+    if not name.endswith("]"):
+        return name, 0
+    key, _, rows = name.rpartition("[")
+    return key, int(rows.partition(":")[0] or 0)
+
+
 def join_parts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The whole tensors, of what all servers have by their names.
 
     >>> join_parts({"w[2:3]": torch.tensor([3.]), "w[0:2]": torch.tensor([1., 2.]), "b": torch.zeros(1)})
     {'b': tensor([0.]), 'w': tensor([1., 2., 3.])}
     """
-    blocks = sorted((int(m[2]), m[1], name) for name in values if (m := _BLOCK.fullmatch(name)))
-    whole = {name: value for name, value in values.items() if not _BLOCK.fullmatch(name)}
-    for key in dict.fromkeys(key for _, key, _ in blocks):
-        whole[key] = torch.cat([values[name] for _, other, name in blocks if other == key])
-    return whole
+    blocks: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(values, key=key_of):
+        blocks.setdefault(key_of(name)[0], []).append(values[name])
+    return {key: parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in blocks.items()}

@@ -143,11 +143,11 @@ class Server(State):
         if self.broken:
             moved = moved | self.waiting.keys()
         # One key is looked up; of many, all that there are are looked at, in their order, the same in every process.
-        for key in moved if len(moved) == 1 else self.entries:
+        for key in moved if len(moved) < 2 else self.entries:
             if isinstance(key, str) and key in moved and key in self.entries and (entry := self.entries[key]).open:
                 entry.close(self.clocks.slowest(key), set(self.clocks.at), self.optimizer, self.mean)
         free: list[Request] = []
-        for where in moved & self.waiting.keys() if len(moved) == 1 else [at for at in self.waiting if at in moved]:
+        for where in [at for at in (moved if len(moved) < 2 else self.waiting) if at in moved and at in self.waiting]:
             waiting = self.waiting.pop(where)
             free += filter(self._may_go, waiting)
             if stay := [request for request in waiting if not self._may_go(request)]:

@@ -8,12 +8,11 @@ message at a time, those of high priority first; all connections share the links
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from d2lps import simulator
 from d2lps.kvstore.ends import ServerNode, Setup, SimulatedTransport
-from d2lps.kvstore.events import Event, Refused
+from d2lps.kvstore.events import Event
 from d2lps.kvstore.report import StoreRun
 from d2lps.kvstore.server import Server
 from d2lps.kvstore.worker import KVWorker
@@ -84,6 +83,5 @@ def _life(comm: SimulatedCommunicator, worker: Callable[..., Any], setup: Setup,
     assert group is not None
     kv = KVWorker(end, group, setup.placed())
     result, ended = worker(kv, *args), comm.now()
-    with suppress(Refused):  # it was given up before
-        kv.leave()
+    kv.finish()
     return result, ended

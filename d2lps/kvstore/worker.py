@@ -5,6 +5,7 @@ How a request travels is not its affair: it hands it to a Transport and gets som
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from d2lps.kvstore.placement import Part, Placement
 
 class Answer(Protocol):
     """An answer that is under way."""
+
+    reply: Reply | None  # once it is there
 
     def wait(self) -> Reply: ...
 
@@ -41,15 +44,24 @@ class _Answers:
     def __init__(self, what: str, answers: Sequence[Answer]) -> None:
         self.what, self.answers = what, answers
         self.replies: list[Reply] = []
+        self.heard = False  # whether somebody waits, and so hears of an error
 
     def is_done(self) -> bool:
         return all(answer.is_done() for answer in self.answers)
 
+    def settled(self) -> bool:
+        """Whether there is nothing that nobody will hear of."""
+        return self.heard or all(answer.reply is not None and not answer.reply.error for answer in self.answers)
+
     def wait(self) -> None:
+        self.heard = True
         self.replies = [answer.wait() for answer in self.answers]
-        for reply in self.replies:
-            if reply.error:
-                raise Refused(f"{self.what}: {reply.error}")
+        self.check(self.replies)
+
+    def check(self, replies: Sequence[Reply | None], more: str = "") -> None:
+        for reply in replies:
+            if reply is not None and reply.error:
+                raise Refused(f"{self.what}: {reply.error}{more}")
 
 
 class KVWorker:
@@ -78,6 +90,7 @@ class KVWorker:
         self.placement, self.transport = placement, transport
         self.iteration = 0  # how often clock() has been called
         self.codec: Codec | None = None
+        self.unheard: deque[_Answers] = deque()  # in the order of asking: to be reported at the end, if they are refused
         self.code: dict[str, Any] = {}  # the options of a push, from which the server makes the codec that it needs
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -92,15 +105,31 @@ class KVWorker:
     # ---- whole tensors ----------------------------------------------------------------------------------------------------
 
     def init(self, key: str | int, value: torch.Tensor) -> None:
-        """Give a key its first value; the first worker to do so wins, and all workers should, to learn its shape."""
-        self._send("init", key, value, 0).wait()
+        """Give a key its first value; the first worker to do so wins, and all workers should, to learn its shape.
+
+        Of a tensor in parts, the server of the first part decides who wins, when all others have that worker's value: no key
+        ever begins with parts of two workers' values, whoever dies meanwhile.
+        """
+        home, *others = self._parts(key, value)
+        self._begin("offer", key, value, others)
+        [reply] = self._begin("init", key, value, [home])
+        chosen = [(part, Request("choose", part.name, options={"owner": list(reply.owner)})) for part in others]
+        self._work("init", key, chosen, 0).wait()
+
+    def _begin(self, op: str, key: str | int, value: torch.Tensor, parts: list[Part]) -> list[Reply]:
+        """What the servers of some parts say to their part of a value."""
+        found: list[Reply] = []
+        requests = [(part, self._pushing(op, part, value, 0)) for part in parts]
+        self._work("init", key, requests, value.nbytes, found.extend).wait()
+        return found
 
     def push(self, key: str | int, value: torch.Tensor, priority: int = 0) -> Work:
         """Add `value` to what the servers have, or hand it to their optimizer as a gradient.
 
         Under bsp that happens when all have ended the iteration; else as it arrives. Each worker sends n bytes.
         """
-        return self._send("push", key, value, priority)
+        requests = [(part, self._pushing("push", part, value, priority)) for part in self._parts(key, value)]
+        return self._work("push", key, requests, value.nbytes)
 
     def pull(self, key: str | int, out: torch.Tensor, priority: int = 0) -> Work:
         """Fill `out` with the value, once the slowest worker is no more than the staleness behind. Each receives n bytes."""
@@ -195,6 +224,16 @@ class KVWorker:
         """Nobody waits for this worker from now on. Called for you when your function returns."""
         self._everywhere(Request("leave")).wait()
 
+    def finish(self) -> None:
+        """The worker's function has returned: leave, and raise what was refused without anybody having waited for it."""
+        try:
+            self.leave()
+        except Refused:
+            return  # it was given up before, and what it asked since counts for nothing
+        for answers in self.unheard:
+            if not answers.heard:
+                answers.check([answer.reply for answer in answers.answers], more="; nobody has waited for this")
+
     # ---- how --------------------------------------------------------------------------------------------------------------
 
     def _parts(self, key: str | int, tensor: torch.Tensor) -> list[Part]:
@@ -206,15 +245,10 @@ class KVWorker:
             raise ValueError(f"key {key!r} is {known[1]}{list(known[0])}, not {tensor.dtype}{list(tensor.shape)}")
         return parts
 
-    def _send(self, op: str, key: str | int, value: torch.Tensor, priority: int) -> Work:
-        parts = self._parts(key, value)
-        requests = [(part, self._pushing(op, part, value, priority)) for part in parts]
-        return self._work(op, key, requests, value.nbytes)
-
     def _pushing(self, op: str, part: Part, value: torch.Tensor, priority: int) -> Request:
         """A request that brings a part of a tensor, encoded if that was wished."""
         tensor = _wire(part.of(value))
-        if self.codec is None or op == "init" or not tensor.is_floating_point():
+        if self.codec is None or op in ("offer", "init") or not tensor.is_floating_point():
             return Request(op, part.name, tensor, priority=priority)
         return Request(op, part.name, self.codec.encode(part.name, tensor), options=self.code, priority=priority)
 
@@ -250,6 +284,9 @@ class KVWorker:
         stamped = [(part.server, replace(request, clock=self.iteration)) for part, request in requests]
         what = f"kv.{op}({repr(key) if key != '' else ''})"
         answers = _Answers(what, [self.transport.request(server, request) for server, request in stamped])
+        self.unheard.append(answers)
+        while self.unheard and self.unheard[0].settled():
+            self.unheard.popleft()
 
         def finish() -> None:
             with self.comm.waiting("answer", nbytes=nbytes):

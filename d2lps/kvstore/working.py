@@ -9,7 +9,6 @@ from typing import Any
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.compression import CODECS
 from d2lps.kvstore.deployment import Deployment
-from d2lps.kvstore.events import Refused
 from d2lps.kvstore.memory import keep_freed_memory
 from d2lps.kvstore.transport import SocketTransport
 from d2lps.kvstore.worker import KVWorker
@@ -34,8 +33,8 @@ def work(
     try:
         kv = KVWorker(transport, comm, plan.placed())
         result, ended = worker(kv, *args), comm.now()
-        with suppress(Refused, RankHung):  # it was given up before, or nobody is there any more
-            kv.leave()
+        with suppress(RankHung):  # nobody is there any more
+            kv.finish()
         return result, ended
     finally:
         transport.close()
