@@ -288,6 +288,26 @@ def test_who_does_not_know_the_secret_never_gets_in(tmp_path: Path, how: str) ->
     assert run.servers[0].requests["not a request"] == 1
 
 
+@pytest.mark.parametrize("keys", [None, derive_keys(SECRET)], ids=["no key", "keys of one's own"])
+def test_another_user_of_the_machine_gets_nothing_done(tmp_path: Path, keys: Any) -> None:
+    """The ports of a run that named no secret: as any process of the machine reaches them."""
+    heard: list[Any] = []
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"began {rank}").exists() for rank in range(2)))
+        with zmq.Context[zmq.Socket[bytes]]() as context:
+            stranger = connect(context, cluster.addresses[0], b"0.0", 1 << 20, keys)
+            stranger.send_multipart(frame(FORGED, checked=True))
+            stranger.send_multipart(frame(Request("join", client=0, epoch=1, sequence=1), checked=True))
+            heard.append(stranger.poll(500))
+            stranger.close()
+        (tmp_path / "stop").touch()
+
+    run = kvstore.run(steady, 2, 1, str(tmp_path), address="tcp", saboteur=saboteur)
+    assert heard == [0] and run == [[2.0] * 4] * 2
+    assert run.servers[0].requests["push"] == 2 and not {"join", "not a request"} & run.servers[0].requests.keys()
+
+
 def test_bad_frames_change_nothing(tmp_path: Path) -> None:
     chance = random.Random(3)
     frames = 20_000 if SOAK else 2_000

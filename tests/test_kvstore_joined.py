@@ -11,8 +11,6 @@ import pytest
 from launching import environment, script
 from test_hosts import HOSTS, cables, start
 
-SECRET = "a secret of the test"
-
 SCRIPT = """
 import json, os, sys
 import torch
@@ -45,7 +43,6 @@ def told(**options):
 if __name__ == "__main__":
     options = json.loads(sys.argv[2])
     refused = [told(durability="log"), told(saboteur=print), told(address="tcp://1.2.3.4")]
-    refused.append(told() if options.get("secret") else None)
     run = kvstore.run(worker, WORKERS, SERVERS, 4, split=10_000, **options)
     wanted = kvstore.simulate(worker, star(WORKERS + SERVERS, 1e9, 1e-6), WORKERS, SERVERS, 4, split=10_000)
     values = all(torch.equal(run.values[key], wanted.values[key]) for key in wanted.values)
@@ -68,21 +65,20 @@ def test_roles_by_rank_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
     clean = environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
     subprocess.run([*torchrun, *prepared(tmp_path, 3, 2, {})], check=True, env=clean, timeout=250)
-    for same, values, sent, time, (durability, saboteur, address, _) in notes(tmp_path, 5):
+    for same, values, sent, time, (durability, saboteur, address) in notes(tmp_path, 5):
         assert same and values and sent and time
         assert "durability='log': under a launcher, which starts nobody again" in durability
         assert "saboteur=... needs a run that starts its own processes" in saboteur
         assert "each server listens where its machine is reached" in address
 
 
-def test_on_several_machines_and_only_with_a_secret(cables: None, tmp_path: Path) -> None:
-    processes = start([sys.executable, *prepared(tmp_path, 2, HOSTS - 2, {"secret": SECRET})])
+def test_on_several_machines_with_a_secret_of_the_jobs_own(cables: None, tmp_path: Path) -> None:
+    processes = start([sys.executable, *prepared(tmp_path, 2, HOSTS - 2, {})])
     try:
         assert [process.wait(100) for process in processes] == [0] * HOSTS
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for rank, (same, values, sent, time, (*_, without)) in enumerate(notes(tmp_path, HOSTS)):
+    for same, values, sent, time, _ in notes(tmp_path, HOSTS):
         assert same and values and sent and time
-        assert f"address='tcp://10.77.0.{rank + 1}' can be reached from other machines: that needs secret=..." in without

@@ -12,7 +12,7 @@ from d2lps.kvstore.compression import CODECS
 from d2lps.kvstore.optimizers import OPTIMIZERS
 from d2lps.kvstore.placement import Placement
 from d2lps.kvstore.server import Server
-from d2lps.kvstore.sockets import Keys, check_address, derive_keys
+from d2lps.kvstore.sockets import Keys, check_address, derive_keys, new_secret
 
 # What "durability" may be, and what each level survives; "replica" keeps every server twice, the others on disk or not at all.
 LEVELS = ("memory", "log", "fsync", "replica")
@@ -117,8 +117,9 @@ def deploy(
     memory_budget: bytes of tensors, the optimizer's too, that each server keeps in memory, those used last; the others lie on
     disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.
     on_loss: when a worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with
-    kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host", which beyond loopback needs a
-    `secret` of 16 characters or more. limit: bytes of one part of a tensor.
+    kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host". secret: what workers and
+    servers prove to know before they are heard, 16 characters or more; over tcp, by default, a random one for each run.
+    limit: bytes of one part of a tensor.
     """
     if durability not in LEVELS:
         raise ValueError(f"durability={durability!r} is unknown: choose {', '.join(map(repr, LEVELS))}")
@@ -130,7 +131,8 @@ def deploy(
     if not set(absent) < set(range(workers)) and absent:
         raise ValueError(f"absent={list(absent)} are not all ranks from 0 to {workers - 1}, or nobody else is there")
     rules: dict[str, Any] = {"consistency": consistency, "staleness": staleness, "on_loss": on_loss}
-    where, keys = check_address(address, secret), derive_keys(secret) if secret is not None else None
+    where = check_address(address)
+    keys = None if where == "ipc" and secret is None else derive_keys(new_secret() if secret is None else secret)
     placed = {"split": split, "by": placement}
     Placement(range(servers), **placed), Server((), **rules)  # type: ignore[arg-type]  # to hear what is wrong with them
     kept = {"folder": _empty(folder, durability), "log_bytes": log_bytes, "memory_budget": memory_budget}

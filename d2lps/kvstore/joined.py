@@ -21,10 +21,11 @@ from d2lps.comm import Communicator
 from d2lps.kvstore.deployment import Deployment, deploy
 from d2lps.kvstore.report import StoreRun
 from d2lps.kvstore.serving import serving
+from d2lps.kvstore.sockets import derive_keys, new_secret
 from d2lps.kvstore.working import work
 from d2lps.launch import run
 
-ENDPOINT = 64  # bytes of a server's address, at most
+ENDPOINT = 64  # bytes of a server's address, or of a secret, at most
 
 
 def join(
@@ -47,7 +48,8 @@ def join(
     if options.get("address", "ipc") not in ("ipc", "tcp"):
         raise ValueError(f"address={options['address']!r}: under a launcher each server listens where its machine is reached")
     plan = deploy(workers, servers, **options | {"address": own_address()})
-    found = run(_role, workers + servers, worker, plan, args, timeout, backend=backend, timeout=timeout)
+    agree = options.get("secret") is None
+    found = run(_role, workers + servers, worker, plan, agree, args, timeout, backend=backend, timeout=timeout)
     return StoreRun(found, workers)
 
 
@@ -60,8 +62,12 @@ def own_address() -> str:
         return f"tcp://{ipaddress.ip_address(finder.getsockname()[0])}"
 
 
-def _role(comm: Communicator, worker: Callable[..., Any], plan: Deployment, args: tuple[Any, ...], timeout: float) -> Any:
-    """One rank's: a worker's result and its seconds, or a server's report."""
+def _role(
+    comm: Communicator, worker: Callable[..., Any], plan: Deployment, agree: bool, args: tuple[Any, ...], timeout: float
+) -> Any:
+    """One rank's: a worker's result and its seconds, or a server's report. agree: rank 0 thinks of a secret for all."""
+    if agree:
+        plan = replace(plan, keys=derive_keys(_exchange(comm, "" if comm.rank else new_secret())[0]))
     number = comm.rank - plan.workers
     group, started = comm.split(int(number >= 0)), comm.now()
     assert group is not None
@@ -77,7 +83,7 @@ def _role(comm: Communicator, worker: Callable[..., Any], plan: Deployment, args
 
 
 def _exchange(comm: Communicator, endpoint: str) -> list[str]:
-    """What every rank has said, by rank."""
+    """What every rank has said, by rank; it goes as all that the job's ranks tell one another."""
     mine = torch.frombuffer(bytearray(endpoint.encode().ljust(ENDPOINT)), dtype=torch.uint8).to(comm.device)
     everyone = [torch.empty_like(mine) for _ in range(comm.size)]
     all_gather(comm, everyone, mine)

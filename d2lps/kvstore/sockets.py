@@ -1,14 +1,15 @@
 """Sockets of workers and servers: where servers listen, who may connect, and how much they may send.
 
-On one machine the sockets are files in a folder that nobody else can enter, or ports of the loopback interface, which all
-users of the machine can reach. Beyond that a secret is needed: from it come the keys of CURVE, which encrypts all that is
-sent, and with which both ends prove, before anything is read, that they know the secret.
+On one machine the sockets are files in a folder that nobody else can enter. A port can be reached by others, that of the
+loopback interface by all users of the machine: so there every run has a secret. From it come the keys of CURVE, which
+encrypts all that is sent, and with which both ends prove, before anything is read, that they know the secret.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import secrets
 from dataclasses import dataclass
 
 import zmq
@@ -20,6 +21,11 @@ SHORTEST_SECRET = 16
 MOST_WAITING = 64  # messages that a server's socket takes in before the server has looked at them
 MOST_SENT = 4  # messages that a worker's socket takes over; what is not yet sent can still be overtaken
 KERNEL = 1 << 20  # bytes that the kernel keeps between two processes: fewer switches from one to the other
+
+
+def new_secret() -> str:
+    """One that nobody can guess: 24 random bytes."""
+    return secrets.token_hex(24)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ def derive_keys(secret: str) -> Keys:
     True
     """
     if not zmq.has("curve"):
-        raise RuntimeError("this machine's libzmq was built without CURVE: secret=... cannot be used")
+        raise RuntimeError("this machine's libzmq was built without CURVE: only address='ipc' can be used")
     if not isinstance(secret, str) or len(secret) < SHORTEST_SECRET:
         raise ValueError(f"secret must be a text of at least {SHORTEST_SECRET} characters")
     seed = hashlib.scrypt(secret.encode(), salt=b"d2lps.kvstore", n=1 << 14, r=8, p=1, dklen=64)
@@ -45,8 +51,8 @@ def derive_keys(secret: str) -> Keys:
     return Keys((zmq.curve_public(private[0]), private[0]), (zmq.curve_public(private[1]), private[1]))
 
 
-def check_address(address: str, secret: str | None) -> str:
-    """The address that servers bind to, "ipc" or "tcp://host"; ValueError for one beyond this machine without a secret."""
+def check_address(address: str) -> str:
+    """The address that servers bind to, "ipc" or "tcp://host"."""
     if address == "ipc":
         return address
     address = LOOPBACK if address == "tcp" else address
@@ -56,8 +62,6 @@ def check_address(address: str, secret: str | None) -> str:
         ip = ipaddress.ip_address("0.0.0.0" if host == "*" else host)
     except ValueError:
         raise ValueError(f"address={address!r} is none: choose 'ipc', 'tcp', or 'tcp://' with the number of a host") from None
-    if not ip.is_loopback and secret is None:
-        raise ValueError(f"address={address!r} can be reached from other machines: that needs secret=...")
     return f"tcp://[{ip}]" if ip.version == 6 else f"tcp://{ip}"
 
 
