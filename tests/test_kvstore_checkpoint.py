@@ -28,6 +28,7 @@ from d2lps.kvstore.checkpoint import (
     unflatten,
     write,
 )
+from d2lps.kvstore.durable import Durable
 from d2lps.kvstore.events import Append, Request, alike
 from d2lps.kvstore.frame import frame, parse
 from d2lps.kvstore.log import Log
@@ -333,3 +334,25 @@ def test_a_server_goes_on_from_its_checkpoint_and_its_log(tmp_path: Path) -> Non
         servers[1].step(parse([data], limit=1000))
     assert alike(servers[1].state(), servers[0].state())
     log.close()
+
+
+@pytest.mark.parametrize("level", ["log", "fsync"])
+def test_a_checkpoint_that_is_gone_is_missed_where_the_log_before_it_is_gone_too(tmp_path: Path, level: str) -> None:
+    def opened() -> Durable:
+        return Durable(Server([0], "asp"), tmp_path, level)
+
+    durable = opened()
+    durable.log.segment_bytes = 100  # each record has a file of its own
+    for sequence, op in enumerate(["init", *["push"] * 5], start=1):
+        for effect in durable.server.step(Request(op, "w", torch.ones(1), sequence=sequence)):
+            if isinstance(effect, Append):
+                durable.append(effect.event)
+        if sequence in (2, 4):
+            durable.checkpoint()
+    durable.close()
+    again = opened()
+    assert again.server.entries["w"].value.item() == 6 and alike(again.server.state(), durable.server.state())
+    again.close()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointMissing, match=r"its log begins at position [1-9]\d*, .* only of position 0: .* is lost"):
+        opened()

@@ -199,6 +199,30 @@ def test_the_filter_remembers_little() -> None:
     assert 77 not in server.filter.clients
 
 
+def test_who_has_more_answers_than_the_server_gave_names_the_loss() -> None:
+    """After a restart from what a damaged log still had: the gap is not skipped, whoever asks for what."""
+    server, log = Server([0, 1], "asp"), list[Event]()
+    ask, other = Asking(server, 0), Asking(server, 1)
+    ask("init", "w", [0.0])
+    log.append(ask.last)
+    ask("push", "w", [1.0])
+    ask.server = other.server = again = replayed(log, workers=[0, 1], consistency="asp")
+    before = again.state()
+    for op in ("push", "pull", "clock", "barrier", "leave"):
+        [reply] = ask(op, "w", [1.0] if op == "push" else None)
+        assert "acknowledged requests are lost: worker 0 has the answers to" in reply.error and "knows of 1," in reply.error
+    assert alike(again.state(), before)
+    assert other("push", "w", [5.0])[0].error == "" and read(again) == [5.0]  # who had no answer has lost nothing
+
+
+def test_who_was_refused_before_it_joined_has_lost_nothing() -> None:
+    server = Server([0], "asp")
+    Asking(server, 0)("init", "w", [0.0])
+    ask = Asking(server, 1)
+    assert "must join first" in ask("push", "w", [1.0])[0].error
+    assert not ask("join")[0].error and not ask("push", "w", [1.0])[0].error and read(server) == [1.0]
+
+
 def test_a_stray_duplicate_of_what_is_long_acknowledged_gets_no_answer() -> None:
     server = Server([0], "asp")
     ask = Asking(server, 0)

@@ -28,8 +28,6 @@ class Client:
 
     def hold(self, request: Request) -> None:
         """Keep a request until its turn."""
-        # Whoever has the answers to all before this has no use for a gap there: reads that a power cut took from the log.
-        self.next = max(self.next, request.acknowledged)
         if request.sequence < self.next + WINDOW:
             self.held.setdefault(request.sequence, request)
 
@@ -59,18 +57,24 @@ class Filter:
         self.clients = {worker: Client(epoch) for worker, epoch in epochs.items()}
 
     def stale(self, request: Request) -> str:
-        """Why a request comes from a life that is over, or not yet announced; empty if it does not."""
+        """Why a request is of a life that is over, or not yet announced, or that knows more than we do; empty if it is not."""
         client = self.clients.get(request.client)
         if client and (request.epoch < client.epoch or (client.over and request.epoch == client.epoch)):
             return f"stale epoch: worker {request.client} of epoch {request.epoch} was given up"
         if request.op != "join" and (client is None or request.epoch > client.epoch):
             return f"worker {request.client} of epoch {request.epoch} is not a member: it must join first"
+        if client and request.epoch == client.epoch and request.acknowledged > client.next:
+            answers, known = request.acknowledged - 1, client.next - 1
+            return (
+                f"acknowledged requests are lost: worker {request.client} has the answers to {answers}, this server knows of "
+                f"{known}, and of nothing that the others changed: its log was damaged, or not on the disk when power failed"
+            )
         return ""
 
-    def begin(self, worker: int, epoch: int) -> Client:
-        """A life of this epoch, if it is a newer one than the one known; what is known of it."""
+    def begin(self, worker: int, epoch: int, next: int = 1) -> Client:
+        """A life of this epoch, if it is a newer one than the one known; what is known of it. next: its first sequence here."""
         if worker not in self.clients or epoch > self.clients[worker].epoch:
-            self.clients[worker] = Client(epoch)
+            self.clients[worker] = Client(epoch, max(1, next))
         return self.clients[worker]
 
     def end(self, worker: int) -> None:

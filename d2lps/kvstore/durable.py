@@ -35,6 +35,12 @@ class Durable:
         self.server, self.folder, self.log_bytes = server, folder, log_bytes
         self.log = Log(folder / "log", cast(Level, level))
         self.kept = self._load()
+        if (begin := self.log.begin) > self.kept:
+            self.log.close()
+            raise checkpoint.CheckpointMissing(
+                f"{folder}: its log begins at position {begin}, and there is no checkpoint of what came before, "
+                f"only of position {self.kept}: what was acknowledged in between is lost"
+            )
         self.log.skip_to(self.kept)
         for _, data in self.log.read(self.kept):
             server.step(cast(Event, parse([data], limit)))

@@ -72,6 +72,11 @@ class Log:
             self.close()
             raise
 
+    @property
+    def begin(self) -> int:
+        """The position of the first record that is still here."""
+        return min(self._segments())
+
     def append(self, *buffers: Bytes) -> int:
         """Write one record, given in one or more buffers, and return its position; n bytes cost 16 more and one write."""
         self._check_usable()

@@ -57,7 +57,7 @@ class Server(State):
             return [self._reply(request, f"stale view: this server is in view {self.view}, the request in {request.view}")]
         if error := self.filter.stale(request):
             return [self._reply(request, error)]
-        client = self.filter.begin(request.client, request.epoch)
+        client = self.filter.begin(request.client, request.epoch, request.acknowledged)
         if request.sequence < client.next:
             return self._again(request)
         client.hold(request)

@@ -228,8 +228,10 @@ class KVWorker:
         """The worker's function has returned: leave, and raise what was refused without anybody having waited for it."""
         try:
             self.leave()
-        except Refused:
-            return  # it was given up before, and what it asked since counts for nothing
+        except Refused as error:
+            if "was given up" in str(error):
+                return  # what it has asked since counts for nothing, and it knows
+            raise
         for answers in self.unheard:
             if not answers.heard:
                 answers.check([answer.reply for answer in answers.answers], more="; nobody has waited for this")
