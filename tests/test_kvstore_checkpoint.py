@@ -99,6 +99,13 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000012"]
 
 
+def test_a_step_may_have_more_digits_than_the_names_are_filled_up_to(tmp_path: Path) -> None:
+    """A server's steps are positions of its log: beyond 10^12 bytes it must find its newest checkpoint, and drop older ones."""
+    for step in (10**12 - 1, 10**12, 10**12 + 7, 10**15):
+        save(tmp_path, step, files_of(step), {"step": step}, keep=2)
+    assert steps(tmp_path) == [10**12 + 7, 10**15] and is_step(tmp_path) == 10**15
+
+
 def test_what_cannot_be_saved_leaves_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, files_of(1), {"step": 1})
     with pytest.raises(FileExistsError, match="step 1 has a checkpoint already"):

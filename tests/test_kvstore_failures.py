@@ -26,9 +26,10 @@ from launching import nothing_left, script, until
 
 from d2lps import kvstore
 from d2lps.comm import RankDied, RankHung
-from d2lps.kvstore import Cluster, Lost, Membership, Request
+from d2lps.kvstore import Cluster, Lost, Membership, Request, register_optimizer
 from d2lps.kvstore.events import Send
-from d2lps.kvstore.frame import frame, parse
+from d2lps.kvstore.frame import frame
+from d2lps.kvstore.optimizers import OPTIMIZERS, SGD
 from d2lps.kvstore.sockets import connect, derive_keys
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -275,6 +276,41 @@ def test_a_primary_that_wakes_up_in_an_old_view_writes_nothing(tmp_path: Path) -
     ]
     assert heard == [0]
     check(tmp_path, run, 2)
+
+
+def test_a_backup_that_sleeps_is_named_and_never_promoted(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(2)), 60)
+        cluster.backups[0].pause()
+        before = (tmp_path / "0").stat().st_size
+        assert until(lambda: (tmp_path / "0").stat().st_size > before + 8 * 10, 60), "the backup is not given up"
+        cluster.servers[0].kill()
+
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "patience": 0.5, "saboteur": saboteur}
+    with pytest.raises(RankDied, match="server 0 was killed by SIGKILL, and it has no backup any more"):
+        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+
+
+def test_a_server_that_is_busy_for_longer_than_patience_is_not_given_up() -> None:
+    class Slow(SGD):
+        def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
+            super().step(value, gradient, state)
+            if len(value) == 2:  # not when it is tried
+                time.sleep(3.0)
+
+    def worker(kv: Any) -> list[float]:
+        out = torch.zeros(2)
+        kv.init("w", out)
+        kv.set_optimizer("slow in the test", lr=1.0)
+        kv.pushpull("w", -torch.ones(2), out).wait()
+        return out.tolist()
+
+    register_optimizer("slow in the test", Slow)
+    try:
+        run = kvstore.run(worker, 1, 1, durability="replica", patience=1.0)
+    finally:
+        del OPTIMIZERS["slow in the test"]
+    assert run == [[1.0, 1.0]] and not run.history
 
 
 def test_a_server_that_has_a_log_and_sleeps_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def commit(draft: Path, files: Mapping[str, Mapping[str, int]], meta: Mapping[st
 
 def steps(folder: str | Path) -> list[int]:
     """The steps that have a checkpoint in this folder, the newest last."""
-    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-" + "[0-9]" * 12))
+    numbers = [path.name.removeprefix("step-") for path in Path(folder).glob("step-*")]
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def load(folder: str | Path, step: int | None = None) -> Checkpoint:

@@ -18,10 +18,10 @@ from d2lps.kvstore.events import Event, Lost, Membership
 from d2lps.kvstore.frame import frame
 from d2lps.kvstore.monitor import EVERY, Monitor
 from d2lps.kvstore.node import Node
+from d2lps.kvstore.pulse import BEAT, PULSE
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.sockets import readable
 
-PING = 0.1  # seconds between two questions to each primary
 ATTEMPTS = 3  # to start a server
 Say = Callable[[str], None]
 
@@ -33,7 +33,7 @@ class Coordinator:
         self.plan, self.timeout, self.say, self.monitor = plan, timeout, say, monitor
         self.nodes = [Node(plan, number, live) for number in range(plan.servers * (1 + plan.replicated))]
         self.serving = self.nodes[: plan.servers]  # by server: the node that answers workers
-        self.view, self.lost, self.pinged, self.measured, self.finishing = 0, list[int](), 0.0, 0.0, False
+        self.view, self.lost, self.announced, self.measured, self.finishing = 0, list[int](), 0.0, 0.0, False
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.control = self._bound(zmq.ROUTER, plan.coordinator)
         self.news = self._bound(zmq.PUB, plan.news) if plan.replicated else None
@@ -88,12 +88,12 @@ class Coordinator:
         """Hear what the servers say, and see to those that have ended."""
         while readable(self.control):
             name, word, *parts = self.control.recv_multipart()
-            self._heard(self.nodes[int(name)], word, b"".join(parts).decode())
+            self._heard(self.nodes[int(name.removeprefix(PULSE))], word, b"".join(parts).decode())
         for node in self.nodes:
             if death := node.look():
                 self._died(node, death)
         if self.plan.replicated:
-            self._ping()
+            self._watch()
         if self.monitor is not None:
             self._measure()
 
@@ -104,7 +104,7 @@ class Coordinator:
             self._event(node, Lost(worker))
 
     def _heard(self, node: Node, word: bytes, text: str) -> None:
-        node.asked = None
+        node.heard = time.monotonic()
         if word == b"ready":
             node.endpoint = text
             if node.starts > 1:
@@ -170,21 +170,20 @@ class Coordinator:
         backup.ready.clear()
         self._event(backup, Membership(self.view, {}, tuple(node.number for node in self.serving)))
 
-    def _ping(self) -> None:
-        """Is every primary awake? One that has been silent for too long may be dead, or only asleep: nobody can tell."""
+    def _watch(self) -> None:
+        """Is everybody awake? Who has been silent for too long may be dead, or only asleep: nobody can tell."""
         now = time.monotonic()
-        if now < self.pinged + PING:
-            return
-        self.pinged = now
-        for server, node in enumerate(self.serving):
-            if node.asked is None:
-                self._tell(node, b"ping")
-                node.asked = now
-            backup = self.nodes[server + self.plan.servers]
-            if node is not backup and backup.alive and now - node.asked > self.plan.patience:
+        silent = [node for node in self.nodes if node.alive and node.ready.is_set() and now - node.heard > self.plan.patience]
+        for server, (first, second) in enumerate(zip(self.nodes, self.nodes[self.plan.servers :], strict=False)):
+            if self.serving[server] is first and first in silent and second.alive and second not in silent:
                 self.say(f"server {server} has not answered for {self.plan.patience:g} s")
-                self._promote(server, backup)
-        self._announce()
+                self._promote(server, second)
+            elif self.serving[server] is first and second in silent and first not in silent:
+                second.end()
+                self._replace(second, server, f"has not answered for {self.plan.patience:g} s")
+        if now > self.announced + BEAT:
+            self.announced = now
+            self._announce()
 
     def _measure(self) -> None:
         """Ask those that serve for their counters, now and then."""

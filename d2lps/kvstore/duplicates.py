@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from d2lps.kvstore.events import Request
+from d2lps.kvstore.events import LOSS, Request
 
 WINDOW = 1024  # requests beyond a gap that are kept; further ones are dropped, and will come again
 
@@ -66,7 +66,7 @@ class Filter:
         if client and request.epoch == client.epoch and request.acknowledged > client.next:
             answers, known = request.acknowledged - 1, client.next - 1
             return (
-                f"acknowledged requests are lost: worker {request.client} has the answers to {answers}, this server knows of "
+                f"{LOSS}: worker {request.client} has the answers to {answers}, this server knows of "
                 f"{known}, and of nothing that the others changed: its log was damaged, or not on the disk when power failed"
             )
         return ""

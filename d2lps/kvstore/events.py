@@ -21,6 +21,9 @@ OPS = ("offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier"
 READS = ("pull", "pushpull", "peek")  # what is answered with a value
 
 
+LOSS = "acknowledged requests are lost"  # what an answer begins with that names such a loss
+
+
 class Refused(RuntimeError):
     """A server answered that it won't: an unknown key, another shape, a client that was given up; its state is as before."""
 

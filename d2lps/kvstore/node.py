@@ -27,7 +27,7 @@ class Node:
         self.group: Group | None = None
         self.ready = threading.Event()
         self.starts = self.failed = 0  # how often it was started, and since it was last ready
-        self.asked: float | None = None  # when it was asked something that it has not answered
+        self.heard = 0.0  # when it last said something
         self.report: ServerReport | None = None
         self.over = False  # it has said its last word
 

@@ -23,6 +23,7 @@ from d2lps.kvstore.frame import FrameError, frame, parse
 from d2lps.kvstore.memory import keep_freed_memory
 from d2lps.kvstore.monitor import Meter
 from d2lps.kvstore.optimizers import OPTIMIZERS
+from d2lps.kvstore.pulse import Pulse
 from d2lps.kvstore.replica import Backup, Deposed
 from d2lps.kvstore.report import ServerReport
 from d2lps.kvstore.server import Server
@@ -92,11 +93,13 @@ class Serving:
             self.backup = Backup(self.context, f"ipc://{plan.room}/b{node + plan.servers}", plan.largest)
         self.wire = Wire(plan.limit, plan.checked, _shared_with(plan))
         self.over = False
+        self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
         self.tell(b"ready", self.endpoint.encode())
 
     def close(self) -> None:
-        if self.doorkeeper is not None:
-            self.doorkeeper.stop()
+        for helper in (self.pulse, self.doorkeeper):
+            if helper is not None:
+                helper.stop()
         if self.durable is not None:
             self.durable.close()
         for socket in (self.control, self.requests):
@@ -194,8 +197,6 @@ class Serving:
                 if word == b"finish":
                     self.tell(b"over")
                     self.over = True
-            elif word == b"ping":
-                self.tell(b"pong")
             elif word == b"alone" and self.backup is not None:
                 self.server.replicate, backup, self.backup = False, self.backup, None
                 self._send(backup.released())

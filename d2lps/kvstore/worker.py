@@ -14,7 +14,7 @@ import torch
 
 from d2lps.comm import Communicator, Work
 from d2lps.kvstore.compression import Codec, make_codec
-from d2lps.kvstore.events import Refused, Reply, Request
+from d2lps.kvstore.events import LOSS, Refused, Reply, Request
 from d2lps.kvstore.placement import Part, Placement
 
 
@@ -229,9 +229,9 @@ class KVWorker:
         try:
             self.leave()
         except Refused as error:
-            if "was given up" in str(error):
-                return  # what it has asked since counts for nothing, and it knows
-            raise
+            if LOSS in str(error):
+                raise
+            return  # it was given up before, or has never joined: what it has asked counts for nothing, and it knows
         for answers in self.unheard:
             if not answers.heard:
                 answers.check([answer.reply for answer in answers.answers], more="; nobody has waited for this")
