@@ -92,9 +92,10 @@ def test_a_key_in_parts_begins_with_one_life_of_one_worker_whoever_dies() -> Non
     home, other = Server([0, 1], "asp"), Server([0, 1], "asp")
     ask = {(server, rank): Asking(server, rank) for server in (home, other) for rank in (0, 1)}
     for rank in (0, 1):
+        ask[home, rank]("offer", "w[0:1]", [float(rank)])
         ask[other, rank]("offer", "w[1:2]", [float(rank)])
     assert not other.entries and other.offers["w[1:2]"].keys() == {(0, 0), (1, 0)}
-    assert [ask[home, rank]("init", "w[0:1]", [float(rank)])[0].owner for rank in (1, 0)] == [(1, 0), (1, 0)]
+    assert [ask[home, rank]("choose", "w[0:1]")[0].owner for rank in (1, 0)] == [(1, 0), (1, 0)]
     for server in (home, other):
         server.step(Lost(1))
     again = Asking(other, 1, epoch=1)

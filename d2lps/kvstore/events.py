@@ -117,7 +117,7 @@ class Reply(_Record):
     clock: int = 0  # join: the clock to begin at
     priority: int = 0  # of the request
     view: int = 0  # of the server
-    owner: tuple[int, ...] = ()  # init: whose value it is, a worker's rank and which of its lives
+    owner: tuple[int, ...] = ()  # choose: whose first value it is, a worker's rank and which of its lives
 
 
 Event = Request | Lost | Membership | Send

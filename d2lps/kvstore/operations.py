@@ -33,10 +33,14 @@ def offer(state: State, request: Request) -> Moved:
 
 
 def choose(state: State, request: Request) -> Moved:
-    """The first value shall be the one that this life of a worker has offered; if that was done before, nothing."""
-    wanted, offers = request.options.get("owner"), state.offers.get(request.key, {})
+    """The first value shall be the one that this life of a worker has offered, or who asks, if nobody is named.
+
+    If that was done before, nothing: the answer says whose value it is.
+    """
+    wanted = request.options.get("owner", [request.client, request.epoch])
     if request.key not in state.entries:
-        found = [owner for owner in offers if wanted in (owner, list(owner))]
+        offers = state.offers.get(request.key, {})
+        found = [owner for owner in offers if list(owner) == wanted]
         if not found:
             raise Refused(f"choose of {request.key!r}: worker and life {wanted!r} have offered no value, only {list(offers)}")
         state.make(request.key, offers[found[0]], found[0])

@@ -194,7 +194,7 @@ class Server(State):
             clock=self.clocks.at.get(request.client, 0),
             priority=request.priority,
             view=self.view,
-            owner=self.entries[request.key].owner if request.op == "init" and not error else (),
+            owner=self.entries[request.key].owner if request.op == "choose" and not error else (),
         )
 
     # ---- and the rest -----------------------------------------------------------------------------------------------------

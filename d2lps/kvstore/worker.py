@@ -107,21 +107,16 @@ class KVWorker:
     def init(self, key: str | int, value: torch.Tensor) -> None:
         """Give a key its first value; the first worker to do so wins, and all workers should, to learn its shape.
 
-        Of a tensor in parts, the server of the first part decides who wins, when all others have that worker's value: no key
-        ever begins with parts of two workers' values, whoever dies meanwhile.
+        Of a tensor in parts, each server keeps what it is offered, until the server of the first part has decided who wins,
+        of those whose whole value is there: no key begins with parts of two workers' values, whoever dies meanwhile.
         """
-        home, *others = self._parts(key, value)
-        self._begin("offer", key, value, others)
-        [reply] = self._begin("init", key, value, [home])
-        chosen = [(part, Request("choose", part.name, options={"owner": list(reply.owner)})) for part in others]
-        self._work("init", key, chosen, 0).wait()
-
-    def _begin(self, op: str, key: str | int, value: torch.Tensor, parts: list[Part]) -> list[Reply]:
-        """What the servers of some parts say to their part of a value."""
-        found: list[Reply] = []
-        requests = [(part, self._pushing(op, part, value, 0)) for part in parts]
-        self._work("init", key, requests, value.nbytes, found.extend).wait()
-        return found
+        home, *others = parts = self._parts(key, value)
+        op, found = "offer" if others else "init", list[Reply]()
+        self._work("init", key, [(part, self._pushing(op, part, value, 0)) for part in parts], value.nbytes).wait()
+        if others:
+            self._work("init", key, [(home, Request("choose", home.name))], 0, found.extend).wait()
+            chosen = Request("choose", options={"owner": list(found[0].owner)})
+            self._work("init", key, [(part, replace(chosen, key=part.name)) for part in others], 0).wait()
 
     def push(self, key: str | int, value: torch.Tensor, priority: int = 0) -> Work:
         """Add `value` to what the servers have, or hand it to their optimizer as a gradient.
