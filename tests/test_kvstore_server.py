@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from d2lps.kvstore import Lost, Membership, Reply, Request, Server, register_optimizer
 from d2lps.kvstore import server as server_module
 from d2lps.kvstore.client import Session
-from d2lps.kvstore.duplicates import WINDOW, Client
 from d2lps.kvstore.events import Append, Event, Send, alike
 from d2lps.kvstore.optimizers import SGD, make_optimizer
+from d2lps.kvstore.state import WINDOW, Known
 
 STORMS = 1_700 if os.environ.get("D2LPS_SOAK") else 50  # of some 60 pushes each
 
@@ -386,10 +386,10 @@ def test_many_pushes_in_bad_weather() -> None:
 def test_without_the_filter_pushes_are_lost_or_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     stormy(1)
 
-    def pop(self: Client) -> Request | None:  # whatever comes is executed
+    def pop(self: Known) -> Request | None:  # whatever comes is executed
         return self.held.pop(next(iter(self.held)), None) if self.held else None
 
-    monkeypatch.setattr(Client, "pop", pop)
+    monkeypatch.setattr(Known, "pop", pop)
     with pytest.raises(AssertionError):
         stormy(1)
 

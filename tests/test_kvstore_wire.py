@@ -14,8 +14,7 @@ from d2lps.kvstore.entry import Entry
 from d2lps.kvstore.events import Reply, Request
 from d2lps.kvstore.frame import NOWHERE, FrameError, frame, seal
 from d2lps.kvstore.server import Server
-from d2lps.kvstore.slots import Slots
-from d2lps.kvstore.wire import BIG, Wire
+from d2lps.kvstore.wire import BIG, Slots, Wire
 from d2lps.sharedmemory.arena import Arena
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")

@@ -14,7 +14,6 @@ from d2lps.comm.rank import describe
 from d2lps.kvstore.entry import Entry
 from d2lps.kvstore.events import READS, Refused, Request
 from d2lps.kvstore.state import BARRIER, State, optimizer_of
-from d2lps.kvstore.tiers import Tiers
 
 Moved = set[Hashable]
 # What values may be: what can be added, and what the format of checkpoints has a name for.
@@ -153,7 +152,7 @@ def _first(state: State, request: Request) -> torch.Tensor:
     if value.dtype not in KEPT:
         kept = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEPT)
         raise Refused(f"key {key!r} is {describe(value)}, which cannot be added up or stored: choose one of {kept}")
-    if isinstance(state.store, Tiers) and value.nbytes > state.store.budget:
+    if state.store.budget is not None and value.nbytes > state.store.budget:
         raise Refused(f"{key!r} has {value.nbytes} bytes, and this server's memory a budget of {state.store.budget}")
     held = state.entries[key].like if key in state.entries else value
     if (held.shape, held.dtype) != (value.shape, value.dtype):

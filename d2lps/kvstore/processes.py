@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,20 +14,70 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import zmq
 
 from d2lps import sharedmemory
-from d2lps.comm import Communicator
+from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.chaos import Cluster, Victim
 from d2lps.kvstore.coordinator import Coordinator
 from d2lps.kvstore.deployment import Deployment, deploy
 from d2lps.kvstore.joined import join
 from d2lps.kvstore.monitor import Monitor
 from d2lps.kvstore.report import StoreRun
-from d2lps.kvstore.workers import Workers
 from d2lps.kvstore.working import work
+from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
 from d2lps.launch.runs import check, resolve, under_launcher
 from d2lps.result import Run
+
+
+class Workers(Group):
+    """As the ranks of `d2lps.run`, but with an eye on the servers; and the death of one need not be the end of all."""
+
+    def __init__(
+        self, job: Job, live: bool, memory: int, coordinator: Coordinator, go_on: bool, begun: Callable[[int], bool]
+    ) -> None:
+        super().__init__(job, live, coordinator.plan.room)
+        self.memory = memory  # the file that they share, as a descriptor; -1 if they share none
+        self.coordinator, self.go_on, self.begun = coordinator, go_on, begun
+        self.lost: dict[int, str] = {}
+        self.cluster: Cluster | None = None  # in the hands of a saboteur
+
+    def meeting_place(self) -> Any:
+        """The servers have this file already."""
+        return open(self.memory, "r+b", 0, closefd=False) if self.memory >= 0 else super().meeting_place()
+
+    def collect(self, patience: float) -> None:
+        """Wait for words of workers or servers; take in both, and what the saboteur raises."""
+        own = [self.keeper.fileno(), *(control.fileno() for control in self.pending.values())]
+        zmq.select([self.coordinator.control, *own, *self.coordinator.waited_for()], [], [], patience)
+        super().collect(0)
+        if self.go_on and len(self.dead) + len(self.lost) < self.job.ranks and all(map(self.begun, self.dead)):
+            for rank in list(self.dead):
+                self._lose(rank)
+        self.coordinator.look()
+        if self.cluster is not None:
+            self.cluster.check()
+
+    def check_waits(self) -> None:
+        """A hang may be a server's."""
+        try:
+            super().check_waits()
+        except RankHung as error:
+            for server, node in enumerate(self.coordinator.serving):
+                if node.stopped:
+                    error.add_note(f"server {server} is stopped (SIGSTOP)")
+            raise
+
+    def _lose(self, rank: int) -> None:
+        """The run goes on without it."""
+        death = self.died(rank)
+        del self.dead[rank]
+        self.lost[rank] = str(death)
+        warnings.warn(f"{death}; the others go on without it", stacklevel=2)
+        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0)
+        self.coordinator.say(str(death).splitlines()[0])
+        self.coordinator.lose(rank)
 
 
 class ProcessesRun(StoreRun):
@@ -62,7 +113,7 @@ def run(
     >>> kvstore.run(worker, workers=2, servers=1)               # doctest: +SKIP
     Run([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
 
-    consistency, staleness: see `consistency`. durability, options: see `deploy`. saboteur: see `Cluster`. monitor: see
+    consistency, staleness: see `consistency`. durability, options: see `Deployment`. saboteur: see `Cluster`. monitor: see
     `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
     of what; but no trace.
@@ -79,7 +130,7 @@ def run(
         own = {"saboteur": saboteur, "monitor": monitor}
         return join(worker, workers, servers, args, backend, timeout, own, **rules, **options)
     job = Job(workers, *resolve(backend, workers), timeout)
-    plan = deploy(workers, servers, consistency, staleness, durability, **options)
+    plan = deploy(workers, servers, consistency=consistency, staleness=staleness, durability=durability, **options)
     with _prepared(plan, job) as (plan, memory):
         return _run(plan, job, live, memory, saboteur, monitor, worker, args)
 
@@ -114,7 +165,7 @@ def _run(
         history.append(f"{time.monotonic() - begin:.2f} s: {text}")
 
     coordinator = Coordinator(plan, job.timeout, live, say, monitor)
-    go_on = plan.rules["on_loss"] == "continue"
+    go_on = plan.on_loss == "continue"
     group = Workers(job, live, memory, coordinator, go_on, lambda rank: os.path.exists(f"{plan.room}/w{rank}"))
     try:
         program = _packed(worker, plan, coordinator.start(), args)

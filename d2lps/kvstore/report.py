@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from d2lps.comm import Mismatch
 from d2lps.kvstore.events import Event
 from d2lps.kvstore.placement import join_parts
 from d2lps.kvstore.server import Server
-from d2lps.kvstore.tiers import Counts, Tiers
 from d2lps.result import Run
 
 
@@ -27,14 +27,14 @@ class ServerReport:
     staleness: Counter[int] = field(default_factory=Counter)  # reads, by how many clocks the slowest worker was behind
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # by the names of parts
     nbytes: int = 0  # of values and the optimizer's state
-    tiers: Counts | None = None  # what went to the disk and came back, if there was a memory budget
+    tiers: Any = None  # what went to the disk and came back, if there was a memory budget
     log: list[tuple[float, Event]] = field(default_factory=list)  # (time, event), if it was asked for
 
     def closed(self, server: Server) -> ServerReport:
         """With what the server knows itself."""
         self.staleness = server.seen
         self.values = {key: entry.peeked()[0] for key, entry in server.entries.items()}
-        self.tiers = replace(server.store.counts) if isinstance(server.store, Tiers) else None
+        self.tiers = deepcopy(getattr(server.store, "counts", None))
         self.nbytes = sum(entry.nbytes for entry in server.entries.values())
         return self
 

@@ -10,13 +10,14 @@ The disk is more room here, not safety: what survives a crash is the log's and t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from d2lps.kvstore.entry import Store
 from d2lps.kvstore.events import Request
 from d2lps.kvstore.frame import frame, parse
 
@@ -33,7 +34,7 @@ class Counts:
     bytes_hot: int = 0  # of tensors in memory now
 
 
-class Tiers(MutableMapping[Hashable, torch.Tensor]):
+class Tiers(Store):
     """A dictionary of tensors of which at most `budget` bytes lie in memory, and the rest in files in a folder.
 
     >>> import tempfile
@@ -48,6 +49,8 @@ class Tiers(MutableMapping[Hashable, torch.Tensor]):
     when it is set again, as `tiers[key] += ...` does. ValueError for a tensor larger than the budget. `close` deletes the
     files.
     """
+
+    budget: int
 
     def __init__(self, folder: str | Path, budget: int) -> None:
         if budget < 1:
@@ -164,8 +167,3 @@ class Tiers(MutableMapping[Hashable, torch.Tensor]):
     def _new_page(self) -> Path:
         self._made += 1
         return self.folder / f"{self._made:08d}.page"
-
-
-def peek(store: Mapping[Hashable, torch.Tensor], key: Hashable) -> torch.Tensor:
-    """A tensor of any store, to be looked at: see `Tiers.peek`."""
-    return store.peek(key) if isinstance(store, Tiers) else store[key]

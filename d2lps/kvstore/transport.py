@@ -22,9 +22,8 @@ from d2lps.kvstore.client import Client, Session
 from d2lps.kvstore.deployment import Deployment
 from d2lps.kvstore.events import READS, Membership, Reply, Request
 from d2lps.kvstore.frame import FrameError, frame, parse
-from d2lps.kvstore.slots import Slots
 from d2lps.kvstore.sockets import connect, readable, subscribe, writable
-from d2lps.kvstore.wire import BIG, NOWHERE, Wire
+from d2lps.kvstore.wire import BIG, NOWHERE, Slots, Wire
 from d2lps.sharedmemory import SharedMemoryCommunicator
 from d2lps.sharedmemory.arena import Arena
 
