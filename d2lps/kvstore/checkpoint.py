@@ -1,30 +1,27 @@
-"""Checkpoints: all tensors and what belongs to them at one moment, in files that are whole or not there.
+"""Checkpoints: all tensors and what belongs to them at one moment, in a file that is whole or not there.
 
-    folder/step-000000000012/        a checkpoint: it appears by one rename, after all in it is on the disk
-        server-0.safetensors         named tensors, in a format that many programs read and none executes
-        manifest.json                metadata, and the length and checksum of every file
-    folder/.step-000000000013.draft  one that is being written, or was given up: the next `begin` sweeps it away
+    folder/step-000000000012.safetensors    named tensors, in a format that many programs read and none executes; in its header
+                                            the metadata in JSON, and a checksum of all
+    folder/.step-000000000013.draft         one that is being written, or was given up: the next `save` sweeps it away
 
-Several servers may each write a file into one draft; who is told of every file's checksum commits it.
+A checkpoint appears by one rename, after all in it is on the disk.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from d2lps.kvstore.events import Request
-from d2lps.kvstore.log import checksum, persist_path, write_all
-
-MANIFEST = "manifest.json"
-PIECE = 1 << 20  # bytes of a file that are read at a time
+from d2lps.kvstore.frame import bytes_of
+from d2lps.kvstore.log import checksum, persist_path
 
 
 class CheckpointMissing(FileNotFoundError):
@@ -32,94 +29,59 @@ class CheckpointMissing(FileNotFoundError):
 
 
 class CheckpointDamaged(RuntimeError):
-    """A checkpoint is there, but a file of it is missing or not what was written; the message names it."""
+    """A checkpoint is there, but not what was written; the message names the file."""
 
 
 class Checkpoint(NamedTuple):
-    """What `load` gives: {"server-0": {"w": tensor}}, and the metadata."""
+    """What `load` gives: {"w": tensor}, and the metadata."""
 
     step: int
-    files: dict[str, dict[str, torch.Tensor]]
+    tensors: dict[str, torch.Tensor]
     meta: dict[str, Any]
 
 
-# ---- writing --------------------------------------------------------------------------------------------------------------
-
-
-def save(
-    folder: str | Path, step: int, files: Mapping[str, Mapping[str, torch.Tensor]], meta: Mapping[str, Any], keep: int = 2
-) -> Path:
-    """Write a whole checkpoint from one process, and delete all but the last `keep`.
+def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], keep: int = 2) -> Path:
+    """Write a checkpoint, and delete all but the last `keep`; n bytes are written once, to the disk itself.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
-    >>> save(folder, 12, {"server-0": {"w": torch.ones(2)}}, {"clock": 3}).name
-    'step-000000000012'
-    >>> load(folder).files["server-0"]["w"], load(folder).meta
+    >>> save(folder, 12, {"w": torch.ones(2)}, {"clock": 3}).name
+    'step-000000000012.safetensors'
+    >>> load(folder).tensors["w"], load(folder).meta
     (tensor([1., 1.]), {'clock': 3})
 
     meta: as JSON has it, so the keys of dictionaries are strings. FileExistsError if the step has a checkpoint already.
     """
-    draft = begin(folder, step)
-    return commit(draft, {name: write(draft, name, tensors) for name, tensors in files.items()}, meta, keep)
-
-
-def begin(folder: str | Path, step: int) -> Path:
-    """An empty draft of the checkpoint of this step; drafts of others, which somebody gave up, go."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if _path(folder, step).exists():
-        raise FileExistsError(f"step {step} has a checkpoint already: {_path(folder, step)}")
-    for left in folder.glob(".step-*"):
-        shutil.rmtree(left)
-    draft = folder / f".{_path(folder, step).name}.draft"
-    draft.mkdir()
-    return draft
-
-
-def write(draft: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write one file of a draft, and return its length and checksum for the manifest; n bytes are written and read once."""
-    path, own, seen = draft / f"{name}.safetensors", {}, set()
-    for key, tensor in tensors.items():
-        own[key] = tensor.detach().cpu().contiguous()
-        memory = own[key].untyped_storage().data_ptr()
-        if memory in seen:  # the format has no two tensors in one place
-            own[key] = own[key].clone()
-        seen.add(memory)
-    save_file(own, path)
-    persist_path(path)
-    return _measure(path)
-
-
-def commit(draft: Path, files: Mapping[str, Mapping[str, int]], meta: Mapping[str, Any], keep: int = 2) -> Path:
-    """Make a draft the newest checkpoint at one stroke, and delete all but the last `keep`."""
     if keep < 1:
         raise ValueError(f"at least the newest checkpoint is kept: keep={keep}")
-    text = json.dumps({"files": files, "meta": meta}, sort_keys=True)
-    manifest = json.dumps({"checksum": checksum(text.encode()), "content": text})
-    file = os.open(draft / MANIFEST, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    try:
-        write_all(file, [memoryview(manifest.encode())])
-    finally:
-        os.close(file)
-    persist_path(draft / MANIFEST)
-    persist_path(draft)  # the names in it
-    final = draft.with_name(draft.name.removeprefix(".").removesuffix(".draft"))
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    final = _path(folder, step)
+    if final.exists():
+        raise FileExistsError(f"step {step} has a checkpoint already: {final}")
+    for left in folder.glob(".step-*"):
+        left.unlink()
+    own, seen = dict[str, torch.Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        own[name] = tensor.detach().cpu().contiguous()
+        memory = own[name].untyped_storage().data_ptr()
+        if memory in seen:  # the format has no two tensors in one place
+            own[name] = own[name].clone()
+        seen.add(memory)
+    content = json.dumps({"step": step, "meta": meta}, sort_keys=True)
+    draft = folder / f".{final.stem}.draft"
+    save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
+    persist_path(draft)
     os.rename(draft, final)
-    persist_path(final.parent)
-    for step in steps(final.parent)[:-keep]:
-        old = _path(final.parent, step)
-        os.rename(old, old.with_name(f".{old.name}.old"))  # a half deleted checkpoint must not look like one
-        shutil.rmtree(old.with_name(f".{old.name}.old"))
+    persist_path(folder)
+    for old in steps(folder)[:-keep]:
+        _path(folder, old).unlink()
     return final
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------------
 
 
 def steps(folder: str | Path) -> list[int]:
     """The steps that have a checkpoint in this folder, the newest last."""
-    numbers = [path.name.removeprefix("step-") for path in Path(folder).glob("step-*")]
+    numbers = [path.stem.removeprefix("step-") for path in Path(folder).glob("step-*.safetensors")]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
@@ -131,40 +93,30 @@ def load(folder: str | Path, step: int | None = None) -> Checkpoint:
     found = steps(folder)
     if not found or (step is not None and step not in found):
         raise CheckpointMissing(f"no checkpoint {'' if step is None else f'of step {step} '}in {folder}: it has steps {found}")
-    step = found[-1] if step is None else step
-    path = _path(Path(folder), step)
-    content = _manifest(path / MANIFEST)
-    for name, written in content["files"].items():
-        file = path / f"{name}.safetensors"
-        there = _measure(file) if file.exists() else "nothing"
-        if there != written:
-            raise CheckpointDamaged(f"{file}: {written} was written, and {there} is there")
-    files = {name: load_file(path / f"{name}.safetensors") for name in content["files"]}
-    return Checkpoint(step, files, content["meta"])
-
-
-def _manifest(path: Path) -> dict[str, Any]:
+    path = _path(Path(folder), found[-1] if step is None else step)
     try:
-        manifest = json.loads(path.read_bytes())
-        if checksum(manifest["content"].encode()) == manifest["checksum"]:
-            return json.loads(manifest["content"])
-        reason = "its checksum is another"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = repr(error)
-    raise CheckpointDamaged(f"{path}: {reason}")
+        with safe_open(path, "pt") as file:
+            said = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no other way
+        right = said["checksum"] == str(_sum(tensors, said["content"]))
+    except Exception as error:  # the format's own, of many kinds
+        raise CheckpointDamaged(f"{path}: {error!r}") from error
+    if not right:
+        raise CheckpointDamaged(f"{path}: its checksum is another")
+    content = json.loads(said["content"])
+    return Checkpoint(content["step"], tensors, content["meta"])
 
 
 def _path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:012d}"
+    return folder / f"step-{step:012d}.safetensors"
 
 
-def _measure(path: Path) -> dict[str, int]:
-    """The length and the crc32 of a file."""
-    value = 0
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            value = checksum(piece, start=value)
-        return {"bytes": file.tell(), "crc32": value}
+def _sum(tensors: Mapping[str, torch.Tensor], content: str) -> int:
+    """The crc32 of all that a checkpoint says."""
+    value = checksum(content.encode())
+    for name, tensor in sorted(tensors.items()):
+        value = checksum(f"{name}{tensor.dtype}{list(tensor.shape)}".encode(), bytes_of(tensor), start=value)
+    return value
 
 
 # ---- a server's state as tensors and JSON ---------------------------------------------------------------------------------

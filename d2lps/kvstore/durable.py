@@ -59,7 +59,7 @@ class Durable:
         """Write down the state, and let go of the log that led to it."""
         tensors, plain = checkpoint.flatten(self.server.state())
         end = self.log.end
-        checkpoint.save(self.folder / "checkpoints", end, {"server": tensors}, {"state": plain}, keep=1)
+        checkpoint.save(self.folder / "checkpoints", end, tensors, {"state": plain}, keep=1)
         self.kept = end
         self.log.drop_before(end)
 
@@ -71,6 +71,6 @@ class Durable:
         if not checkpoint.steps(self.folder / "checkpoints"):
             return 0
         newest = checkpoint.load(self.folder / "checkpoints")
-        state: dict[str, Any] = checkpoint.unflatten(newest.files["server"], newest.meta["state"])
+        state: dict[str, Any] = checkpoint.unflatten(newest.tensors, newest.meta["state"])
         self.server.restore(state)
         return newest.step
