@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore import checkpoint as checkpoints
-from d2lps.kvstore import log as logs
-from d2lps.kvstore.checkpoint import CheckpointDamaged, CheckpointMissing, flatten, load, save, steps, unflatten
-from d2lps.kvstore.durable import Durable
-from d2lps.kvstore.events import Append, Request, alike
-from d2lps.kvstore.frame import frame, parse
-from d2lps.kvstore.log import Log
-from d2lps.kvstore.server import Server
+from d2lps.kvstore.core.events import Append, Request, alike
+from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.storage import checkpoint as checkpoints
+from d2lps.kvstore.storage import log as logs
+from d2lps.kvstore.storage.checkpoint import CheckpointDamaged, CheckpointMissing, flatten, load, save, steps, unflatten
+from d2lps.kvstore.storage.durable import Durable
+from d2lps.kvstore.storage.frame import frame, parse
+from d2lps.kvstore.storage.log import Log
 
 META = {"clock": 3, "optimizer": {"name": "adam", "lr": 1e-3}, "filter": {"0": [1, 17], "1": [2, 4]}}
 
@@ -233,7 +233,7 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goe
 KILLED = """
 import os, random, signal, sys, time
 import torch
-from d2lps.kvstore.checkpoint import load, save, steps
+from d2lps.kvstore.storage.checkpoint import load, save, steps
 
 torch.set_num_threads(1)
 folder, chance, between = sys.argv[1], random.Random(2), 0

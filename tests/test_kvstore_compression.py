@@ -7,8 +7,8 @@ import torch
 
 from d2lps import kvstore
 from d2lps.kvstore import Refused, Request, Server, register_codec
-from d2lps.kvstore.compression import CODECS, Half, make_codec
-from d2lps.kvstore.events import alike
+from d2lps.kvstore.core.compression import CODECS, Half, make_codec
+from d2lps.kvstore.core.events import alike
 from d2lps.topology import star
 
 SHAPES = {"w": (40, 7), "b": (5,), "none": (0, 3)}

@@ -14,9 +14,9 @@ from oracles import digits
 
 import d2lps
 from d2lps.kvstore import Lost, Reply, Request, Server, simulate
-from d2lps.kvstore.client import Session
-from d2lps.kvstore.clocks import ALL, Clocks, Front
-from d2lps.kvstore.events import Effect
+from d2lps.kvstore.core.client import Session
+from d2lps.kvstore.core.clocks import ALL, Clocks, Front
+from d2lps.kvstore.core.events import Effect
 from d2lps.topology import star
 
 

@@ -27,10 +27,10 @@ from launching import nothing_left, script, until
 from d2lps import kvstore
 from d2lps.comm import RankDied, RankHung
 from d2lps.kvstore import Cluster, Lost, Membership, Request, register_optimizer
-from d2lps.kvstore.events import Send
-from d2lps.kvstore.frame import frame
-from d2lps.kvstore.optimizers import OPTIMIZERS, SGD
-from d2lps.kvstore.sockets import connect, derive_keys
+from d2lps.kvstore.core.events import Send
+from d2lps.kvstore.core.optimizers import OPTIMIZERS, SGD
+from d2lps.kvstore.network.sockets import connect, derive_keys
+from d2lps.kvstore.storage.frame import frame
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SOAK = bool(os.environ.get("D2LPS_SOAK"))

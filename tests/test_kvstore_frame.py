@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore import frame as frames
-from d2lps.kvstore.events import OPS, Event, Lost, Membership, Reply, Request, Send
-from d2lps.kvstore.frame import CHECKED, DTYPES, MAGIC, MAX_DIMS, PREFIX, VERSION, FrameError, frame, parse
+from d2lps.kvstore.core.events import OPS, Event, Lost, Membership, Reply, Request, Send
+from d2lps.kvstore.storage import frame as frames
+from d2lps.kvstore.storage.frame import CHECKED, DTYPES, MAGIC, MAX_DIMS, PREFIX, VERSION, FrameError, frame, parse
 
 LIMIT = 1 << 20
 MUTATIONS = 1_000_000 if os.environ.get("D2LPS_SOAK") else 20_000

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore import log as logs
-from d2lps.kvstore.events import Request
-from d2lps.kvstore.frame import frame, parse
-from d2lps.kvstore.log import HEADER, Log, LogDamaged
+from d2lps.kvstore.core.events import Request
+from d2lps.kvstore.storage import log as logs
+from d2lps.kvstore.storage.frame import frame, parse
+from d2lps.kvstore.storage.log import HEADER, Log, LogDamaged
 
 CUTS = 1000
 
@@ -327,7 +327,7 @@ def test_one_sync_is_for_many_records_and_a_segment_waits_for_the_one_before(
 
 LIVES = """
 import mmap, os, random, signal, struct, sys, time
-from d2lps.kvstore.log import Log
+from d2lps.kvstore.storage.log import Log
 
 reported = memoryview(mmap.mmap(-1, 8)).cast("q")  # how many records the writer has reported, wherever it is killed
 chance, cuts = random.Random(1), 0

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore.hashing import HashRing, point
-from d2lps.kvstore.placement import Move, Placement, join_parts, key_of
+from d2lps.kvstore.core.hashing import HashRing, point
+from d2lps.kvstore.core.placement import Move, Placement, join_parts, key_of
 
 F32 = torch.float32
 

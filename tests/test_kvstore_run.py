@@ -16,9 +16,9 @@ from oracles import digits, joins_later
 from d2lps import kvstore
 from d2lps.comm import Mismatch, RankHung
 from d2lps.kvstore import Refused, register_optimizer
-from d2lps.kvstore.deployment import LEVELS
-from d2lps.kvstore.events import alike
-from d2lps.kvstore.optimizers import OPTIMIZERS, SGD
+from d2lps.kvstore.core.events import alike
+from d2lps.kvstore.core.optimizers import OPTIMIZERS, SGD
+from d2lps.kvstore.network.deployment import LEVELS
 from d2lps.topology import star
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2lps.kvstore import Lost, Membership, Reply, Request, Server, register_optimizer
-from d2lps.kvstore import server as server_module
-from d2lps.kvstore.client import Session
-from d2lps.kvstore.events import Append, Event, Send, alike
-from d2lps.kvstore.optimizers import SGD, make_optimizer
-from d2lps.kvstore.state import WINDOW, Known
+from d2lps.kvstore.core import server as server_module
+from d2lps.kvstore.core.client import Session
+from d2lps.kvstore.core.events import Append, Event, Send, alike
+from d2lps.kvstore.core.optimizers import SGD, make_optimizer
+from d2lps.kvstore.core.state import WINDOW, Known
 
 STORMS = 1_700 if os.environ.get("D2LPS_SOAK") else 50  # of some 60 pushes each
 

@@ -11,8 +11,8 @@ from oracles import joins_later
 from d2lps import cost
 from d2lps.comm import RankHung
 from d2lps.kvstore import Lost, Refused, Server, simulate
-from d2lps.kvstore.events import alike
-from d2lps.kvstore.placement import join_parts
+from d2lps.kvstore.core.events import alike
+from d2lps.kvstore.core.placement import join_parts
 from d2lps.simulator import Model
 from d2lps.topology import pcie_tree, star
 from d2lps.trace import Origins

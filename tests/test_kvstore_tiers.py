@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from d2lps.kvstore.events import Reply, Request, alike
-from d2lps.kvstore.frame import FrameError
-from d2lps.kvstore.server import Server
-from d2lps.kvstore.tiers import Tiers
+from d2lps.kvstore.core.events import Reply, Request, alike
+from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.storage.frame import FrameError
+from d2lps.kvstore.storage.tiers import Tiers
 
 KEYS = st.sampled_from(["a", "b/c", "ключ" * 100, ""])
 BUDGET = 64

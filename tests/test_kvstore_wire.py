@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from d2lps import sharedmemory
-from d2lps.kvstore.entry import Entry
-from d2lps.kvstore.events import Reply, Request
-from d2lps.kvstore.frame import NOWHERE, FrameError, frame, seal
-from d2lps.kvstore.server import Server
-from d2lps.kvstore.wire import BIG, Slots, Wire
+from d2lps.kvstore.core.entry import Entry
+from d2lps.kvstore.core.events import Reply, Request
+from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.network.wire import BIG, Slots, Wire
+from d2lps.kvstore.storage.frame import NOWHERE, FrameError, frame, seal
 from d2lps.sharedmemory.arena import Arena
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")

@@ -79,6 +79,23 @@ def test_imports_only_point_down(module: str) -> None:
         assert below == part or below in ONLY.get(part, {below}), f"{module} imports {other}; {part} may import {ONLY[part]}"
 
 
+# The parameter server's folders: what each may import of the others.
+STORE = {
+    "core": set(),
+    "storage": {"core"},
+    "network": {"core", "storage"},
+    "launch": {"core", "storage", "network"},
+    "simulation": {"core"},
+}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.count(".") == 3 and part_of(module) == "kvstore"])
+def test_the_stores_folders_are_layers(module: str) -> None:
+    folder = module.split(".")[2]
+    others = {other.split(".")[2] for other in imports(module) if part_of(other) == "kvstore"} - {folder}
+    assert others <= STORE[folder], f"{module} imports of {others - STORE[folder]}, which its layer may not know"
+
+
 def circles(edges: Iterable[tuple[str, str]]) -> list[set[str]]:
     """The largest sets in which each knows each, if only through others; the smallest such set is two that know each other."""
     return [part for part in nx.strongly_connected_components(nx.DiGraph(edges)) if len(part) > 1]

@@ -1,0 +1,223 @@
+"""A server process: hear requests, let the state machine step, write the log, answer.
+
+It takes in what has come, up to a batch, steps once for each request, brings the log to safety once for all of them, and
+answers then: the more there is to do, the cheaper each becomes. Whatever is no request is counted, and changes nothing.
+Only the coordinator, over a socket of its own, can say that a worker was lost, or who is primary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import zmq
+
+from d2lps.comm import Communicator
+from d2lps.kvstore.core.compression import CODECS
+from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Request, Send
+from d2lps.kvstore.core.optimizers import OPTIMIZERS
+from d2lps.kvstore.core.report import ServerReport
+from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.network.deployment import Deployment
+from d2lps.kvstore.network.memory import keep_freed_memory
+from d2lps.kvstore.network.monitor import Meter
+from d2lps.kvstore.network.pulse import Pulse
+from d2lps.kvstore.network.replica import Backup, Deposed
+from d2lps.kvstore.network.sockets import connect, guard, listen, readable
+from d2lps.kvstore.network.wire import NOWHERE, Wire
+from d2lps.kvstore.storage.durable import Durable
+from d2lps.kvstore.storage.frame import FrameError, frame, parse
+from d2lps.kvstore.storage.tiers import Tiers
+from d2lps.sharedmemory.arena import Arena
+
+BATCH = 64  # requests, at most, between two syncs of the log
+
+
+def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> ServerReport | None:
+    """The life of a node; None from one that lost its place to its backup."""
+    with serving(plan, node, endpoint) as server:
+        try:
+            return server.serve()
+        except Deposed as reason:
+            server.tell(b"deposed", str(reason).encode())
+            return None
+
+
+@contextmanager
+def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
+    """A node that listens, as long as the context lasts."""
+    keep_freed_memory()
+    OPTIMIZERS.update(plan.optimizers)
+    CODECS.update(plan.codecs)
+    server = Serving(plan, node, endpoint)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _shared_with(plan: Deployment) -> Arena | None:
+    """The workers' memory, as this process sees it."""
+    if not plan.memory:
+        return None
+    descriptor = os.open(plan.memory, os.O_RDWR)
+    try:
+        return Arena(descriptor, plan.workers, 0)
+    finally:
+        os.close(descriptor)
+
+
+class Serving:
+    """One node's sockets around its Server."""
+
+    def __init__(self, plan: Deployment, node: int, endpoint: str) -> None:
+        self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
+        self.serves = node < plan.servers  # a backup answers nobody but its primary
+        store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
+        self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules, store=store)
+        self.server.replicate = plan.replicated and self.serves
+        on_disk = plan.durability in ("log", "fsync")
+        self.durable = None
+        if on_disk:
+            self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
+        self.context = zmq.Context[zmq.Socket[bytes]]()
+        self.doorkeeper = guard(self.context, plan.keys)
+        self.requests = listen(self.context, endpoint, plan.largest, plan.keys)
+        self.endpoint = self.requests.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None) if plan.room else None
+        self.copies = listen(self.context, f"ipc://{plan.room}/b{node}", plan.largest, None) if plan.replicated else None
+        self.backup: Backup | None = None
+        if self.server.replicate:
+            self.backup = Backup(self.context, f"ipc://{plan.room}/b{node + plan.servers}", plan.largest)
+        self.wire = Wire(plan.limit, plan.checked, _shared_with(plan))
+        self.over = False
+        self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
+        self.tell(b"ready", self.endpoint.encode())
+
+    def close(self) -> None:
+        for helper in (self.pulse, self.doorkeeper):
+            if helper is not None:
+                helper.stop()
+        if self.durable is not None:
+            self.durable.close()
+        for socket in (self.control, self.requests):
+            if socket is not None:
+                socket.close(linger=1000)  # milliseconds: a last word may still be under way
+        self.context.destroy(linger=0)
+        if isinstance(self.server.store, Tiers):
+            self.server.store.close()
+
+    def tell(self, *words: bytes) -> None:
+        """To the coordinator, if there is one."""
+        if self.control is not None:
+            self.control.send_multipart(words)
+
+    def serve(self) -> ServerReport:
+        """Until the coordinator says that all is over; without one, until the last worker has left."""
+        sockets = [socket for socket in (self.control, self.requests, self.copies) if socket is not None]
+        while not self.over:
+            heard = [*sockets, self.backup.socket] if self.backup is not None else sockets
+            zmq.select(heard, [], [])
+            self._orders()
+            if self.backup is not None:
+                self._send(self.backup.confirmed())
+            self._answer_all()
+            self._follow()
+            self.over |= self.control is None and not self.server.clocks.at
+        return self.report.closed(self.server)
+
+    # ---- workers ----------------------------------------------------------------------------------------------------------
+
+    def _answer_all(self) -> None:
+        """One batch."""
+        replies: list[Reply] = []
+        for event in self._arrived(self.requests):
+            if isinstance(event, Request) and self.serves:
+                self.report.received += 0 if event.value is None else event.value.nbytes
+                self.report.requests[event.op] += 1
+                self.meter.arrived(event.retry_key)
+                replies += self._step(self._owned(event))
+            elif self.serves:
+                self.report.requests["not a request"] += 1
+        self._commit(replies)
+
+    def _arrived(self, socket: zmq.Socket[bytes]) -> list[Event | Reply]:
+        """What is there, of a batch at most; tensors lie where the socket has put them."""
+        found: list[Event | Reply] = []
+        for _ in range(BATCH):
+            try:
+                _, *parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                found.append(self.wire.unpack([part.buffer for part in parts]))
+            except zmq.Again:
+                break
+            except FrameError:
+                self.report.requests["not a request"] += 1
+        return found
+
+    def _owned(self, request: Request) -> Request:
+        """The server's own copy of a tensor that it will keep beyond its answer: one that waits for its round to end."""
+        keeps = self.server.consistency.rounds and self.wire.where(request.value) != NOWHERE
+        return replace(request, value=request.value.clone()) if keeps and request.value is not None else request
+
+    def _step(self, event: Event) -> list[Reply]:
+        """Let something happen; the answers, which must wait for `_commit`."""
+        replies = []
+        for effect in self.server.step(event):
+            if isinstance(effect, Reply):
+                replies.append(effect)
+            elif isinstance(effect, Send) and self.backup is not None:
+                self.backup.send(effect)
+            elif isinstance(effect, Append) and self.durable is not None:
+                self.durable.append(effect.event)
+        return replies
+
+    def _commit(self, replies: list[Reply]) -> None:
+        """First safety, then answers."""
+        if self.durable is not None:
+            self.durable.sync()
+        self._send(self.backup.hold(replies) if self.backup is not None else replies)
+
+    def _send(self, replies: list[Reply]) -> None:
+        """To workers by name; an answer to somebody who is not there is dropped, and will be asked for again."""
+        for reply in replies:
+            self.report.sent += 0 if reply.value is None else reply.value.nbytes
+            self.meter.answered((reply.client, reply.epoch, reply.sequence))
+            name = f"{reply.client}.{reply.epoch}".encode()
+            self.requests.send_multipart([name, *self.wire.pack(reply)], copy=False)
+
+    # ---- the coordinator, and the primary ---------------------------------------------------------------------------------
+
+    def _orders(self) -> None:
+        while self.control is not None and readable(self.control):
+            word, *parts = self.control.recv_multipart()
+            if word in (b"measure", b"finish"):
+                self.tell(b"measured", self.meter.said(self.report, self.server.seen))
+                if word == b"finish":
+                    self.tell(b"over")
+                    self.over = True
+            elif word == b"alone" and self.backup is not None:
+                self.server.replicate, backup, self.backup = False, self.backup, None
+                self._send(backup.released())
+            elif word == b"event":
+                self._told(parse(parts, self.plan.limit))
+
+    def _told(self, event: Event | Reply) -> None:
+        if isinstance(event, Lost):
+            self.meter.forget(event.worker)
+            self._commit(self._step(event))
+        elif isinstance(event, Membership):  # of workers we know better: some have left, which nobody else can date
+            alive = {worker: self.server.filter.clients[worker].epoch for worker in self.server.clocks.at}
+            self._commit(self._step(replace(event, workers=alive)))
+            self.serves = True
+            self.tell(b"serves", str(event.view).encode())
+
+    def _follow(self) -> None:
+        """A backup: do what the primary did, in its order, and say so."""
+        if self.copies is None:
+            return
+        for send in self._arrived(self.copies):
+            replies = self._step(send) if isinstance(send, Send) else []
+            for reply in replies:
+                self.copies.send_multipart([b"primary", *frame(reply)])
