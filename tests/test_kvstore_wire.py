@@ -26,7 +26,7 @@ MUTATIONS = 200_000 if os.environ.get("D2LPS_SOAK") else 5_000
 def ends() -> Iterator[tuple[Wire, Wire]]:
     """A worker's end and a server's, each with a mapping of its own, as two processes have it."""
     descriptor = sharedmemory.create(2)
-    yield Wire(LIMIT, False, Arena(descriptor, 2, 1)), Wire(LIMIT, False, Arena(descriptor, 2, 0))
+    yield Wire(LIMIT, Arena(descriptor, 2, 1)), Wire(LIMIT, Arena(descriptor, 2, 0))
     os.close(descriptor)
 
 
@@ -79,8 +79,8 @@ def test_what_is_small_in_pieces_or_elsewhere_travels(ends: tuple[Wire, Wire]) -
 
 def test_without_shared_memory_all_travels() -> None:
     request = Request("pushpull", "w", torch.ones(100_000), sequence=1, out=torch.ones(100_000))
-    wire = Wire(LIMIT, True)
-    assert wire.pack(request) == frame(request, checked=True)
+    wire = Wire(LIMIT)
+    assert wire.pack(request) == frame(request)
     assert wire.unpack(wire.pack(request)).out is None
 
 
@@ -100,7 +100,7 @@ def test_a_reference_to_anywhere_else_is_refused(ends: tuple[Wire, Wire]) -> Non
     good = json.dumps(["Request", {"op": "pull", "out": [begin, BIG]}]).encode()
     assert server.unpack([seal(good)]).out.nbytes == BIG
     with pytest.raises(FrameError, match="no tensor of at most"):  # and to one who shares nothing it means nothing
-        Wire(LIMIT, False).unpack([seal(good)])
+        Wire(LIMIT).unpack([seal(good)])
 
 
 def test_mutated_references_change_nothing(ends: tuple[Wire, Wire]) -> None:

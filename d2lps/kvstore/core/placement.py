@@ -67,12 +67,15 @@ class Placement:
         self.ring = HashRing(self.servers)
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.parts: dict[str, list[Part]] = {}
+        self.held = self.nbytes()  # kept up to date while keys come
 
     def place(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
         """The parts of a key, in the order of its rows; of one that is known, as they are."""
         if key not in self.parts:
             self.shapes[key] = tuple(shape), dtype
             self.parts[key] = self._place(key)
+            for part in self.parts[key]:
+                self.held[part.server] += part.nbytes
         return self.parts[key]
 
     def nbytes(self) -> dict[int, int]:
@@ -105,6 +108,7 @@ class Placement:
         if self.by == "load":
             for key in [key for key in self._small() if self.parts[key][0].server == server]:
                 del self.parts[key]
+                self.held = self.nbytes()
                 self.parts[key] = self._place(key)
         return self._moves(before)
 
@@ -113,8 +117,8 @@ class Placement:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes >= self.split and shape and shape[0] > 1 and len(self.servers) > 1:
             return self._blocks(key, shape[0], nbytes // shape[0])
-        load = self.nbytes() if self.by == "load" else {}
-        server = min(self.servers, key=lambda server: load[server]) if load else self.ring.owner(key)
+        least = self.by == "load"
+        server = min(self.servers, key=self.held.__getitem__) if least else self.ring.owner(key)
         return [Part(server, f"{key}[:]" if key.endswith("]") else key, nbytes)]
 
     def _blocks(self, key: str, rows: int, row_bytes: int) -> list[Part]:
@@ -129,13 +133,14 @@ class Placement:
 
     def _cut_anew(self) -> dict[str, list[Part]]:
         """Place all but what lies by load; as it was before."""
-        before = dict(self.parts)
+        before, self.held = dict(self.parts), self.nbytes()
         for key in before:
             if self.by == "hash" or before[key][0].last is not None or self._place(key)[0].last is not None:
                 self.parts[key] = self._place(key)
         return before
 
     def _moves(self, before: dict[str, list[Part]]) -> list[Move]:
+        self.held = self.nbytes()
         return [
             move
             for key, parts in self.parts.items()

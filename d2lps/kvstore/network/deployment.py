@@ -60,11 +60,6 @@ class Deployment:
     codecs: dict[str, Any] = field(default_factory=dict)  # likewise, and for workers
 
     @property
-    def checked(self) -> bool:
-        """Whether tensors travel with a checksum: not within this machine's memory, where it would halve the speed."""
-        return self.address != "ipc"
-
-    @property
     def largest(self) -> int:
         """Bytes of one part of a message, at most."""
         return self.limit + HEAD

@@ -91,7 +91,7 @@ class Serving:
         self.backup: Backup | None = None
         if self.server.replicate:
             self.backup = Backup(self.context, f"ipc://{plan.room}/b{node + plan.servers}", plan.largest)
-        self.wire = Wire(plan.limit, plan.checked, _shared_with(plan))
+        self.wire = Wire(plan.limit, _shared_with(plan))
         self.over = False
         self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
         self.tell(b"ready", self.endpoint.encode())

@@ -75,7 +75,7 @@ class Line:
 
     def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], session: Session, arena: Arena | None) -> None:
         self.plan, self.context, self.session = plan, context, session
-        self.wire = Wire(plan.limit, plan.checked, arena)
+        self.wire = Wire(plan.limit, arena)
         self.slots = Slots(arena) if arena is not None else None
         self.lent = 0  # requests under way that are answered at once, and have a slot
         self.lost = False

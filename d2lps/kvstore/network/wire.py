@@ -28,11 +28,11 @@ BIG = 1 << 15  # bytes from which it is worth it
 class Wire:
     """One process's end. arena: the file that it shares with those at the other ends, None if it shares none.
 
-    checked: with checksums of the tensors that travel. limit: bytes of a record's tensors, at most.
+    limit: bytes of a record's tensors, at most. No checksums of tensors: what leaves the machine is sealed by CURVE.
     """
 
-    def __init__(self, limit: int, checked: bool, arena: Arena | None = None) -> None:
-        self.limit, self.checked, self.arena = limit, checked, arena
+    def __init__(self, limit: int, arena: Arena | None = None) -> None:
+        self.limit, self.arena = limit, arena
 
     def where(self, tensor: torch.Tensor | None) -> tuple[int, int]:
         """The offset of a tensor in the shared file, and its bytes; NOWHERE for one that is small, in pieces, or elsewhere."""
@@ -43,7 +43,7 @@ class Wire:
 
     def pack(self, record: Event | Reply) -> list[Bytes]:
         """The parts of a message; tensors are not copied, so must stay as they are until the answer is there."""
-        return frame(record, self.checked, self.where)
+        return frame(record, where=self.where)
 
     def unpack(self, parts: Sequence[Bytes]) -> Event | Reply:
         """The record of a message; its tensors lie where the parts lie, or in the shared file. FrameError if it is none."""

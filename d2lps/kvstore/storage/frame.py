@@ -67,7 +67,7 @@ def frame(record: Event | Reply, checked: bool = False, where: Where = lambda te
     >>> parse(buffers, limit=1000).value
     tensor([1., 1.])
 
-    checked: with a checksum of the tensors, for sockets; 0.25 s per GB at either end. where: the offset and the bytes of a
+    checked: with a checksum of the tensors, for the disk; 0.25 s per GB at either end. where: the offset and the bytes of a
     tensor in memory that both ends see. FrameError for what does not fit.
     """
     payload: list[memoryview] = []

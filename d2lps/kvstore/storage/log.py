@@ -91,7 +91,9 @@ class Log:
             write_all(self._file, [memoryview(header(position, length, checksum(*views))), *views])
             self.end += HEADER.size + length
         except BaseException as error:  # an interrupt too
-            self._take_back(error)
+            self._take_back()
+            if isinstance(error, OSError):
+                error.filename = str(self._path(self._begin))
             raise
         return position
 
@@ -170,11 +172,11 @@ class Log:
         self.sync()
         self._open(self.end)
 
-    def _take_back(self, error: BaseException) -> None:
+    def _take_back(self) -> None:
         """After a write that failed half way (a full disk): cut its bytes off, or what follows them could not be read."""
         try:
             os.ftruncate(self._file, self.end - self._begin)
-        except OSError:
+        except OSError as error:
             self._failed = f"an unfinished record could not be taken back: {error}"
 
     def _check_usable(self) -> None:

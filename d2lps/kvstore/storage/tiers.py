@@ -150,8 +150,12 @@ class Tiers(Store):
 
     def _write(self, key: Hashable, tensor: torch.Tensor) -> None:
         page = self._pages[key] or self._new_page()
-        with page.open("wb") as file:
-            file.writelines(frame(Request("init", repr(key), tensor), checked=True))
+        try:
+            with page.open("wb") as file:
+                file.writelines(frame(Request("init", repr(key), tensor), checked=True))
+        except OSError as error:
+            error.filename = str(page)
+            raise
         self._pages[key] = page
         self.counts.bytes_written += tensor.nbytes
 
