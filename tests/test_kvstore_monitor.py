@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from d2lps import kvstore
 from d2lps.kvstore.core.report import ServerReport
-from d2lps.kvstore.network.monitor import EDGES, Latencies, Meter
+from d2lps.kvstore.network.serving import EDGES, Latencies, Meter
 
 
 def worker(kv: Any, steps: int) -> None:

@@ -13,7 +13,7 @@ from d2lps import sharedmemory
 from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import Reply, Request
 from d2lps.kvstore.core.server import Server
-from d2lps.kvstore.network.wire import BIG, Slots, Wire
+from d2lps.kvstore.network.sockets import BIG, Slots, Wire
 from d2lps.kvstore.storage.frame import NOWHERE, FrameError, frame, seal
 from d2lps.sharedmemory.arena import Arena
 

@@ -112,7 +112,7 @@ def make_codec(name: str, **options: Any) -> Codec:
 
 def decoded(request: Request, entries: Mapping[str, Entry]) -> Request:
     """A push with the tensor that it means; Refused if that cannot be told."""
-    if "codec" not in request.options or request.value is None or request.key not in entries:
+    if request.value is None or request.key not in entries:
         return request
     options = dict(request.options)
     try:

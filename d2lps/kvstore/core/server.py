@@ -89,7 +89,8 @@ class Server(State):
                 raise Refused(self.broken)
             if request.client not in self.clocks.at and request.op not in ("join", "leave"):
                 raise Refused(f"worker {request.client} is not a member: it must join first")
-            request = decoded(request, self.entries)
+            if "codec" in request.options:
+                request = decoded(request, self.entries)
             return effects + self._go_on(OPERATIONS[request.op](self, request), request)
         except Refused as reason:
             self.filter.clients[request.client].errors[request.sequence] = str(reason)

@@ -22,9 +22,9 @@ from d2lps.kvstore.core.report import StoreRun
 from d2lps.kvstore.launch.chaos import Cluster, Victim
 from d2lps.kvstore.launch.coordinator import Coordinator
 from d2lps.kvstore.launch.joined import join
+from d2lps.kvstore.launch.monitor import Monitor
 from d2lps.kvstore.launch.working import work
 from d2lps.kvstore.network.deployment import Deployment, deploy
-from d2lps.kvstore.network.monitor import Monitor
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
 from d2lps.launch.runs import check, resolve, under_launcher

@@ -21,8 +21,7 @@ from d2lps.comm.status import Status, readers_line
 from d2lps.kvstore.core.client import Client, Session
 from d2lps.kvstore.core.events import READS, Membership, Reply, Request
 from d2lps.kvstore.network.deployment import Deployment
-from d2lps.kvstore.network.sockets import connect, readable, subscribe, writable
-from d2lps.kvstore.network.wire import BIG, NOWHERE, Slots, Wire
+from d2lps.kvstore.network.sockets import BIG, NOWHERE, Slots, Wire, connect, readable, subscribe, writable
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.sharedmemory import SharedMemoryCommunicator
 from d2lps.sharedmemory.arena import Arena

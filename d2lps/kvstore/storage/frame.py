@@ -6,7 +6,7 @@
     value      the tensor's bytes as they lie in memory, little-endian
 
 In the head a tensor is [dtype, shape]; or [dtype, shape, offset] where it does not travel, since both ends see the memory in
-which it lies (see `wire`). A frame goes out as a list of these buffers without a copy of a tensor, and comes in as the same
+which it lies (see `Wire`). A frame goes out as a list of these buffers without a copy of a tensor, and comes in as the same
 list, or as one buffer that holds them all (a record of the log). What comes in is checked from front to back, and each field
 before it is used: a wrong frame is a FrameError, and costs nothing but its own bytes.
 """
