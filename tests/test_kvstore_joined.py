@@ -5,11 +5,22 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from time import sleep
 
 import pytest
+import zmq
 from launching import environment, script
 from test_hosts import HOSTS, cables, start
+
+from d2lps import kvstore
+from d2lps.comm import RankHung
+from d2lps.kvstore import Request
+from d2lps.kvstore.network.deployment import deploy
+from d2lps.kvstore.network.serving import serving
+from d2lps.kvstore.network.sockets import connect
+from d2lps.kvstore.storage.frame import frame
 
 SCRIPT = """
 import json, os, sys
@@ -59,6 +70,38 @@ def notes(folder: Path, ranks: int) -> list[list[object]]:
 def prepared(folder: Path, workers: int, servers: int, options: dict[str, str]) -> list[str]:
     code = SCRIPT.replace("WORKERS", str(workers)).replace("SERVERS", str(servers))
     return [*script(folder / "job.py", code)[1:], str(folder), json.dumps(options)]
+
+
+def served(patience: float, living: float) -> kvstore.ServerReport:
+    """A server without a coordinator, whose only worker comes, says hello, and `living` seconds later has gone without a word."""
+    plan = deploy(1, 1, address="tcp")
+
+    def visit(endpoint: str) -> None:
+        with zmq.Context[zmq.Socket[bytes]]() as context:
+            socket = connect(context, endpoint, b"0.0", plan.largest, plan.keys)
+            for sequence, op in ((1, "barrier"), *([(2, "leave")] if living else [])):
+                sleep(living if op == "leave" else 0)
+                socket.send_multipart(frame(Request(op, sequence=sequence)))
+                while socket.recv_multipart() == [b""]:  # is anybody there?
+                    pass
+            socket.close()
+
+    with serving(plan, 0, plan.endpoint(0)) as server:
+        thread = threading.Thread(target=visit, args=[server.endpoint])
+        thread.start()
+        try:
+            return server.serve(patience)
+        finally:
+            thread.join()
+
+
+def test_a_server_ends_when_its_workers_are_out_of_reach() -> None:
+    with pytest.raises(RankHung, match=r"server 0: nothing has come for 1 s, and workers \[0\] are out of reach"):
+        served(patience=1, living=0)
+
+
+def test_a_server_waits_for_a_worker_that_is_only_silent() -> None:
+    assert served(patience=0.2, living=2).requests == {"barrier": 1, "leave": 1}
 
 
 def test_roles_by_rank_under_torchrun(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _role(
             replace(plan, folder=folder), number, plan.endpoint(number)
         ) as server:
             _exchange(comm, server.endpoint)
-            return server.serve()
+            return server.serve(timeout)
     endpoints = _exchange(comm, "")[plan.workers :]
     result, ended = work(group, worker, plan, dict(enumerate(endpoints)), args, timeout)
     return result, ended - started

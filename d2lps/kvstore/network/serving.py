@@ -13,14 +13,14 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import zmq
 
-from d2lps.comm import Communicator
+from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.compression import CODECS
 from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Request, Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
@@ -171,12 +171,16 @@ class Serving:
         if self.control is not None:
             self.control.send_multipart(words)
 
-    def serve(self) -> ServerReport:
-        """Until the coordinator says that all is over; without one, until the last worker has left."""
+    def serve(self, patience: float | None = None) -> ServerReport:
+        """Until the coordinator says that all is over; without one, until the last worker has left.
+
+        RankHung when nothing has come for `patience` seconds, and no worker can be reached: a cable may be cut.
+        """
         sockets = [socket for socket in (self.control, self.requests, self.copies) if socket is not None]
         while not self.over:
             heard = [*sockets, self.backup.socket] if self.backup is not None else sockets
-            zmq.select(heard, [], [])
+            if not zmq.select(heard, [], [], patience)[0]:
+                self._look_for_workers(patience)
             self._orders()
             if self.backup is not None:
                 self._send(self.backup.confirmed())
@@ -186,6 +190,19 @@ class Serving:
         return self.report.closed(self.server)
 
     # ---- workers ----------------------------------------------------------------------------------------------------------
+
+    def _look_for_workers(self, patience: float | None) -> None:
+        """A message without content, which they ignore, to everybody: the socket knows who is connected."""
+        reached, members = 0, list(self.server.clocks.at)
+        self.requests.set(zmq.ROUTER_MANDATORY, 1)
+        for worker in members:
+            with suppress(zmq.ZMQError):  # it is not
+                self.requests.send_multipart([f"{worker}.{self.server.filter.clients[worker].epoch}".encode(), b""], zmq.NOBLOCK)
+                reached += 1
+        self.requests.set(zmq.ROUTER_MANDATORY, 0)
+        if not reached:
+            silent = f"server {self.report.node}: nothing has come for {patience:g} s"
+            raise RankHung(f"{silent}, and workers {members} are out of reach")
 
     def _answer_all(self) -> None:
         """One batch."""

@@ -112,6 +112,9 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int, k
     socket.set(zmq.SNDBUF, KERNEL)
     socket.set(zmq.RCVBUF, KERNEL)
     socket.set(zmq.ROUTER_HANDOVER, 1)  # who connects anew under its own name is heard
+    if endpoint.startswith("tcp"):
+        socket.set(zmq.HEARTBEAT_IVL, 1000)  # milliseconds: a connection that is dead, since a cable is, must be known to be
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 5000)
     socket.set(zmq.IPV6, int("[" in endpoint))
     if keys is not None:
         socket.set(zmq.CURVE_SERVER, 1)
