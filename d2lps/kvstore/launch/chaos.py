@@ -58,6 +58,7 @@ class Cluster:
         self, servers: Sequence[Victim], backups: Sequence[Victim], workers: Sequence[Victim], addresses: Sequence[str]
     ) -> None:
         self.servers, self.backups, self.workers, self.addresses = servers, backups, workers, addresses
+        self.history: list[str] = []  # what has happened so far, as the Run will have it
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
         self.wrong: BaseException | None = None  # what the saboteur has raised

@@ -31,8 +31,10 @@ class Coordinator:
 
     def __init__(self, plan: Deployment, timeout: float, live: bool, say: Say, monitor: Monitor | None) -> None:
         self.plan, self.timeout, self.say, self.monitor = plan, timeout, say, monitor
-        self.nodes = [Node(plan, number, live) for number in range(plan.servers * (1 + plan.replicated))]
-        self.serving = self.nodes[: plan.servers]  # by server: the node that answers workers
+        self.live = live
+        self.nodes = {number: Node(plan, number, live) for number in range(plan.servers * (1 + plan.replicated))}
+        self.serving = [self.nodes[server] for server in range(plan.servers)]  # by server: the node that answers workers
+        self.backups = [self.nodes.get(server + plan.servers) for server in range(plan.servers)]
         self.view, self.lost, self.announced, self.measured, self.finishing = 0, list[int](), 0.0, 0.0, False
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.control = self._bound(zmq.ROUTER, plan.coordinator)
@@ -50,10 +52,10 @@ class Coordinator:
 
     def start(self) -> dict[int, str]:
         """Start all nodes, and return where each listens as soon as all do."""
-        for node in self.nodes:
+        for node in self.nodes.values():
             node.start()
-        self._until(lambda: all(node.ready.is_set() for node in self.nodes), "all servers had started")
-        return {node.number: node.endpoint for node in self.nodes}
+        self._until(lambda: all(node.ready.is_set() for node in self.nodes.values()), "all servers had started")
+        return {number: node.endpoint for number, node in self.nodes.items()}
 
     def finish(self) -> list[ServerReport]:
         """The workers are done: what the servers have to report."""
@@ -66,7 +68,7 @@ class Coordinator:
 
     def end(self) -> None:
         """Nothing is left of what was started."""
-        for node in self.nodes:
+        for node in self.nodes.values():
             node.end()
         self.context.destroy(linger=0)
 
@@ -82,14 +84,14 @@ class Coordinator:
 
     def waited_for(self) -> list[int]:
         """Descriptors that can be read when a server has ended."""
-        return [descriptor for node in self.nodes for descriptor in node.descriptors()]
+        return [descriptor for node in self.nodes.values() for descriptor in node.descriptors()]
 
     def look(self) -> None:
         """Hear what the servers say, and see to those that have ended."""
         while readable(self.control):
             name, word, *parts = self.control.recv_multipart()
             self._heard(self.nodes[int(name.removeprefix(PULSE))], word, b"".join(parts).decode())
-        for node in self.nodes:
+        for node in list(self.nodes.values()):
             if death := node.look():
                 self._died(node, death)
         if self.plan.replicated:
@@ -110,10 +112,15 @@ class Coordinator:
             if node.starts > 1:
                 self.say(f"server {node.number} runs again, with all that is in its log")
             self._serves(node)
+            if node.number >= 2 * self.plan.servers:
+                self.say(f"node {node.number} is the backup of server {node.server}")
         elif word == b"serves":
-            self.say(f"node {node.number} serves as server {node.number % self.plan.servers} in view {text}")
+            self.say(f"node {node.number} serves as server {node.server} in view {text}")
             self._serves(node)
             self._announce()
+            self._renew(node.server)
+        elif word == b"handed" and not self.finishing:
+            self.nodes[int(text)].start()
         elif word == b"measured" and self.monitor is not None and node in self.serving:
             self.monitor.heard(self.serving.index(node), text)
         elif word == b"over":
@@ -139,48 +146,61 @@ class Coordinator:
     # ---- deaths -----------------------------------------------------------------------------------------------------------
 
     def _died(self, node: Node, death: str) -> None:
-        server = node.number % self.plan.servers
         if self.plan.replicated:
-            self._replace(node, server, death)
+            self._replace(node, death)
         elif self.plan.durability == "memory":
-            raise RankDied(f"server {server} {death}, and what it had is lost: durability='log' would have kept it")
+            raise RankDied(f"server {node.server} {death}, and what it had is lost: durability='log' would have kept it")
         elif node.failed == ATTEMPTS:
-            raise RankDied(f"server {server} {death}, and so it did when it was started again")
+            raise RankDied(f"server {node.server} {death}, and so it did when it was started again")
         else:
-            self.say(f"server {server} {death}")
+            self.say(f"server {node.server} {death}")
             node.start()
 
-    def _replace(self, node: Node, server: int, death: str) -> None:
+    def _replace(self, node: Node, death: str) -> None:
         """Of two nodes there is one left."""
-        first, second = self.nodes[server], self.nodes[server + self.plan.servers]
-        other = second if node is first else first
-        if self.serving[server] is node:
-            if not other.alive or other is first:
-                raise RankDied(f"server {server} {death}, and it has no backup any more")
-            self.say(f"server {server} {death}")
-            self._promote(server, other)
-        elif node is second:
-            self.say(f"the backup of server {server} {death}")
-            self._tell(first, b"alone")
+        backup = self.backups[node.server]
+        if node is self.serving[node.server]:
+            if backup is None or not backup.ready.is_set():
+                raise RankDied(f"server {node.server} {death}, and it has no backup any more")
+            self.say(f"server {node.server} {death}")
+            self._promote(node.server, backup)
+        elif node is backup:
+            self.say(f"the backup of server {node.server} {death}")
+            self.backups[node.server] = None
+            self._tell(self.serving[node.server], b"alone")
+            if not node.failed:  # else the next one might well die as it starts, too
+                self._renew(node.server)
 
     def _promote(self, server: int, backup: Node) -> None:
         """A new view, in which the backup serves: it is told first, then, when it has obeyed, the workers are."""
         self.view += 1
-        self.serving[server] = backup
+        self.serving[server], self.backups[server] = backup, None
         backup.ready.clear()
         self._event(backup, Membership(self.view, {}, tuple(node.number for node in self.serving)))
 
+    def _renew(self, server: int) -> None:
+        """A new backup: the primary writes down all that it has, and says so; then the new one begins with that.
+
+        Over tcp there is none: workers know only the ports of the first nodes.
+        """
+        if self.plan.address == "ipc" and not self.finishing:
+            number = max(number for number, node in self.nodes.items() if node.server == server) + self.plan.servers
+            self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live)
+            self._tell(self.serving[server], b"handover", str(number).encode())
+
     def _watch(self) -> None:
         """Is everybody awake? Who has been silent for too long may be dead, or only asleep: nobody can tell."""
-        now = time.monotonic()
-        silent = [node for node in self.nodes if node.alive and node.ready.is_set() and now - node.heard > self.plan.patience]
-        for server, (first, second) in enumerate(zip(self.nodes, self.nodes[self.plan.servers :], strict=False)):
-            if self.serving[server] is first and first in silent and second.alive and second not in silent:
-                self.say(f"server {server} has not answered for {self.plan.patience:g} s")
+        now, silence = time.monotonic(), f"has not answered for {self.plan.patience:g} s"
+        for server, (first, second) in enumerate(zip(self.serving, self.backups, strict=True)):
+            if second is None or not (first.ready.is_set() and second.ready.is_set()):
+                continue
+            silent = [node for node in (first, second) if now - node.heard > self.plan.patience]
+            if silent == [first]:
+                self.say(f"server {server} {silence}")
                 self._promote(server, second)
-            elif self.serving[server] is first and second in silent and first not in silent:
+            elif silent == [second]:
                 second.end()
-                self._replace(second, server, f"has not answered for {self.plan.patience:g} s")
+                self._replace(second, silence)
         if now > self.announced + BEAT:
             self.announced = now
             self._announce()

@@ -23,6 +23,7 @@ class Node:
 
     def __init__(self, plan: Deployment, number: int, live: bool) -> None:
         self.plan, self.number, self.live = plan, number, live
+        self.server = number % plan.servers
         self.endpoint = plan.endpoint(number)
         self.group: Group | None = None
         self.ready = threading.Event()
@@ -81,7 +82,7 @@ class Node:
         try:
             raise_in_caller(failure, 0, 1)
         except Exception as error:
-            error.add_note(f"in the process of server {self.number % self.plan.servers}")
+            error.add_note(f"in the process of server {self.server}")
             raise
 
     def end(self) -> None:

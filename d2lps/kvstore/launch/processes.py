@@ -171,7 +171,7 @@ def _run(
         program = _packed(worker, plan, coordinator.start(), args)
         begin = time.monotonic()
         group.start(program)
-        outcomes = _watched(group, coordinator, saboteur)
+        outcomes = _watched(group, coordinator, saboteur, history)
         reports = coordinator.finish()
     finally:
         try:
@@ -184,11 +184,14 @@ def _run(
     return ProcessesRun(Run([*results, *reports], 0.0), job.ranks, history, group.lost)
 
 
-def _watched(group: Workers, coordinator: Coordinator, saboteur: Callable[[Cluster], Any] | None) -> list[Success]:
+def _watched(
+    group: Workers, coordinator: Coordinator, saboteur: Callable[[Cluster], Any] | None, history: list[str]
+) -> list[Success]:
     """Wait for the workers, and let somebody harm them."""
-    nodes, servers = [Victim(node.pid) for node in coordinator.nodes], coordinator.plan.servers
+    nodes, servers = [Victim(node.pid) for node in coordinator.nodes.values()], coordinator.plan.servers
     workers = [Victim(lambda rank=rank: group.pids[rank]) for rank in range(group.job.ranks)]  # type: ignore[misc]
-    cluster = Cluster(nodes[:servers], nodes[servers:], workers, [node.endpoint for node in coordinator.nodes])
+    cluster = Cluster(nodes[:servers], nodes[servers:], workers, [node.endpoint for node in coordinator.nodes.values()])
+    cluster.history = history
     if saboteur is not None:
         group.cluster = cluster
         cluster.start(saboteur)

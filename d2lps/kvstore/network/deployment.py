@@ -26,7 +26,8 @@ class Deployment:
 
     durability: what survives a server that is killed. "memory": nothing, the run ends. "log": all that was acknowledged; it
     is started again from its log. "fsync": that, and a power cut. "replica": all that was acknowledged; each server has a
-    backup, which takes over, once, when the server is dead or has been silent for `patience` seconds.
+    backup, which takes over when the server is dead or has been silent for `patience` seconds, and then gets a backup itself
+    (not over tcp).
     folder: where logs and checkpoints stay, new or empty. log_bytes: after so many comes a checkpoint.
     memory_budget: bytes of tensors, the optimizer's too, that each server keeps in memory, those used last; the others lie on
     disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -31,7 +32,7 @@ from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable
-from d2lps.kvstore.storage.durable import Durable
+from d2lps.kvstore.storage.durable import Durable, load_state, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.kvstore.storage.tiers import Tiers
 from d2lps.sharedmemory.arena import Arena
@@ -135,6 +136,8 @@ class Serving:
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
+        if plan.replicated:
+            load_state(self.server, self._handed(node))
         on_disk = plan.durability in ("log", "fsync")
         self.durable = None
         if on_disk:
@@ -145,13 +148,18 @@ class Serving:
         self.endpoint = self.requests.getsockopt_string(zmq.LAST_ENDPOINT)
         self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None) if plan.room else None
         self.copies = listen(self.context, f"ipc://{plan.room}/b{node}", plan.largest, None) if plan.replicated else None
-        self.backup: Backup | None = None
-        if self.server.replicate:
-            self.backup = Backup(self.context, f"ipc://{plan.room}/b{node + plan.servers}", plan.largest)
+        self.backup = self._backup(node + plan.servers) if self.server.replicate else None
         self.wire = Wire(plan.limit, _shared_with(plan))
         self.over = False
         self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
         self.tell(b"ready", self.endpoint.encode())
+
+    def _handed(self, node: int) -> Path:
+        """Where a new backup finds what its primary had when it came."""
+        return self.plan.disk(node) / "handed"
+
+    def _backup(self, node: int) -> Backup:
+        return Backup(self.context, f"ipc://{self.plan.room}/b{node}", self.plan.largest)
 
     def close(self) -> None:
         for helper in (self.pulse, self.doorkeeper):
@@ -274,6 +282,10 @@ class Serving:
             elif word == b"alone" and self.backup is not None:
                 self.server.replicate, backup, self.backup = False, self.backup, None
                 self._send(backup.released())
+            elif word == b"handover":
+                save_state(self.server, self._handed(int(parts[0])), self.server.number)
+                self.server.replicate, self.backup = True, self._backup(int(parts[0]))
+                self.tell(b"handed", parts[0])
             elif word == b"event":
                 self._told(parse(parts, self.plan.limit))
 

@@ -247,4 +247,4 @@ class SocketTransport:
             if isinstance(event, Membership):
                 for server, node in self.client.learn(event, time.monotonic()).items():
                     self.lines[server].close()
-                    self.lines[server].open(self.endpoints[node])
+                    self.lines[server].open(self.endpoints.get(node) or self.plan.endpoint(node))

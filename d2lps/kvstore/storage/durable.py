@@ -34,7 +34,7 @@ class Durable:
     def __init__(self, server: Server, folder: Path, level: str, limit: int = 1 << 30, log_bytes: int = 1 << 30) -> None:
         self.server, self.folder, self.log_bytes = server, folder, log_bytes
         self.log = Log(folder / "log", cast(Level, level))
-        self.kept = self._load()
+        self.kept = load_state(server, folder / "checkpoints")
         if (begin := self.log.begin) > self.kept:
             self.log.close()
             raise checkpoint.CheckpointMissing(
@@ -57,20 +57,26 @@ class Durable:
 
     def checkpoint(self) -> None:
         """Write down the state, and let go of the log that led to it."""
-        tensors, plain = checkpoint.flatten(self.server.state())
         end = self.log.end
-        checkpoint.save(self.folder / "checkpoints", end, tensors, {"state": plain}, keep=1)
+        save_state(self.server, self.folder / "checkpoints", end)
         self.kept = end
         self.log.drop_before(end)
 
     def close(self) -> None:
         self.log.close()
 
-    def _load(self) -> int:
-        """The log's position at the newest checkpoint, which is now this server's state; 0 if there is none."""
-        if not checkpoint.steps(self.folder / "checkpoints"):
-            return 0
-        newest = checkpoint.load(self.folder / "checkpoints")
-        state: dict[str, Any] = checkpoint.unflatten(newest.tensors, newest.meta["state"])
-        self.server.restore(state)
-        return newest.step
+
+def save_state(server: Server, folder: Path, step: int) -> None:
+    """A checkpoint of all that a server knows, in place of those before it."""
+    tensors, plain = checkpoint.flatten(server.state())
+    checkpoint.save(folder, step, tensors, {"state": plain}, keep=1)
+
+
+def load_state(server: Server, folder: Path) -> int:
+    """Let a server know what the newest checkpoint holds; its step, 0 if there is none."""
+    if not checkpoint.steps(folder):
+        return 0
+    newest = checkpoint.load(folder)
+    state: dict[str, Any] = checkpoint.unflatten(newest.tensors, newest.meta["state"])
+    server.restore(state)
+    return newest.step
