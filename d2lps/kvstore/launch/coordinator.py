@@ -19,7 +19,7 @@ from d2lps.kvstore.launch.monitor import EVERY, Monitor
 from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.pulse import BEAT, PULSE
-from d2lps.kvstore.network.sockets import readable
+from d2lps.kvstore.network.sockets import new_socket, readable
 from d2lps.kvstore.storage.frame import frame
 
 ATTEMPTS = 3  # to start a server
@@ -41,10 +41,7 @@ class Coordinator:
         self.news = self._bound(zmq.PUB, plan.news) if plan.replicated else None
 
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self.context.socket(kind)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, self.plan.largest)
-        socket.set(zmq.ROUTER_HANDOVER, 1) if kind == zmq.ROUTER else None
+        socket = new_socket(self.context, kind, self.plan.largest, {zmq.ROUTER_HANDOVER: 1} if kind == zmq.ROUTER else {})
         socket.bind(endpoint)
         return socket
 
@@ -192,8 +189,8 @@ class Coordinator:
         """Is everybody awake? Who has been silent for too long may be dead, or only asleep: nobody can tell."""
         now, silence = time.monotonic(), f"has not answered for {self.plan.patience:g} s"
         for server, (first, second) in enumerate(zip(self.serving, self.backups, strict=True)):
-            if second is None or not (first.ready.is_set() and second.ready.is_set()):
-                continue
+            if second is None or first.over or not (first.ready.is_set() and second.ready.is_set()):
+                continue  # one that is over packs its report, however long that takes
             silent = [node for node in (first, second) if now - node.heard > self.plan.patience]
             if silent == [first]:
                 self.say(f"server {server} {silence}")

@@ -33,10 +33,6 @@ class Node:
         self.over = False  # it has said its last word
 
     @property
-    def alive(self) -> bool:
-        return self.group is not None
-
-    @property
     def stopped(self) -> bool:
         return self.group is not None and is_stopped(self.group.pids[0])
 

@@ -8,7 +8,6 @@ Only the coordinator, over a socket of its own, can say that a worker was lost, 
 from __future__ import annotations
 
 import json
-import os
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -31,11 +30,10 @@ from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
-from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable
+from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
 from d2lps.kvstore.storage.durable import Durable, load_state, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.kvstore.storage.tiers import Tiers
-from d2lps.sharedmemory.arena import Arena
 
 EDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # seconds; the last bucket has what took longer
 BATCH = 64  # requests, at most, between two syncs of the log
@@ -116,17 +114,6 @@ def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
         server.close()
 
 
-def _shared_with(plan: Deployment) -> Arena | None:
-    """The workers' memory, as this process sees it."""
-    if not plan.memory:
-        return None
-    descriptor = os.open(plan.memory, os.O_RDWR)
-    try:
-        return Arena(descriptor, plan.workers, 0)
-    finally:
-        os.close(descriptor)
-
-
 class Serving:
     """One node's sockets around its Server."""
 
@@ -149,7 +136,7 @@ class Serving:
         self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None) if plan.room else None
         self.copies = listen(self.context, f"ipc://{plan.room}/b{node}", plan.largest, None) if plan.replicated else None
         self.backup = self._backup(node + plan.servers) if self.server.replicate else None
-        self.wire = Wire(plan.limit, _shared_with(plan))
+        self.wire = Wire(plan.limit, shared_memory(plan.memory, plan.workers))
         self.over = False
         self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
         self.tell(b"ready", self.endpoint.encode())

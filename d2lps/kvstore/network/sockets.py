@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import os
 import secrets
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,34 +104,36 @@ def writable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLOUT)
 
 
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limit: int, options: dict[int, Any]) -> zmq.Socket[bytes]:
+    """A socket that takes message parts of `limit` bytes at most: a longer one ends its connection."""
+    socket = context.socket(kind)
+    for option, value in {zmq.LINGER: 0, zmq.MAXMSGSIZE: limit, **options}.items():
+        socket.set(option, value)
+    return socket
+
+
 def listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int, keys: Keys | None) -> zmq.Socket[bytes]:
-    """A server's socket: it hears everybody, and answers by name. A message part over `limit` bytes ends its connection."""
-    socket = context.socket(zmq.ROUTER)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.MAXMSGSIZE, limit)
-    socket.set(zmq.RCVHWM, MOST_WAITING)  # beyond these the kernel's buffers fill, and then the sender has to wait
-    socket.set(zmq.SNDHWM, 0)  # an answer is never dropped because many are under way
-    socket.set(zmq.SNDBUF, KERNEL)
-    socket.set(zmq.RCVBUF, KERNEL)
-    socket.set(zmq.ROUTER_HANDOVER, 1)  # who connects anew under its own name is heard
-    if endpoint.startswith("tcp"):
-        socket.set(zmq.HEARTBEAT_IVL, 1000)  # milliseconds: a connection that is dead, since a cable is, must be known to be
-        socket.set(zmq.HEARTBEAT_TIMEOUT, 5000)
-    socket.set(zmq.IPV6, int("[" in endpoint))
+    """A server's socket: it hears everybody, and answers by name."""
+    options: dict[int, Any] = {
+        zmq.RCVHWM: MOST_WAITING,  # beyond these the kernel's buffers fill, and then the sender has to wait
+        zmq.SNDHWM: 0,  # an answer is never dropped because many are under way
+        zmq.SNDBUF: KERNEL,
+        zmq.RCVBUF: KERNEL,
+        zmq.ROUTER_HANDOVER: 1,  # who connects anew under its own name is heard
+        zmq.IPV6: int("[" in endpoint),
+    }
+    if endpoint.startswith("tcp"):  # milliseconds: a connection that is dead, since a cable is, must be known to be
+        options |= {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: 5000}
     if keys is not None:
-        socket.set(zmq.CURVE_SERVER, 1)
-        socket.set(zmq.CURVE_PUBLICKEY, keys.server[0])
-        socket.set(zmq.CURVE_SECRETKEY, keys.server[1])
+        options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_PUBLICKEY: keys.server[0], zmq.CURVE_SECRETKEY: keys.server[1]}
+    socket = new_socket(context, zmq.ROUTER, limit, options)
     socket.bind(endpoint)
     return socket
 
 
 def subscribe(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int) -> zmq.Socket[bytes]:
     """A socket that hears what the coordinator tells all."""
-    socket = context.socket(zmq.SUB)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.MAXMSGSIZE, limit)
-    socket.set(zmq.SUBSCRIBE, b"")
+    socket = new_socket(context, zmq.SUB, limit, {zmq.SUBSCRIBE: b""})
     socket.connect(endpoint)
     return socket
 
@@ -138,21 +142,13 @@ def connect(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: bytes, limit: int, keys: Keys | None, most: int = MOST_SENT
 ) -> zmq.Socket[bytes]:
     """A socket to a server, under a name; it connects by itself, and again whenever the server has been away."""
-    socket = context.socket(zmq.DEALER)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.MAXMSGSIZE, limit)
-    socket.set(zmq.ROUTING_ID, name)
-    socket.set(zmq.SNDHWM, most)
-    socket.set(zmq.RCVHWM, 0)
-    socket.set(zmq.SNDBUF, KERNEL)
-    socket.set(zmq.RCVBUF, KERNEL)
-    socket.set(zmq.RECONNECT_IVL, 10)  # milliseconds, at first
-    socket.set(zmq.RECONNECT_IVL_MAX, 200)
-    socket.set(zmq.IPV6, int("[" in endpoint))
+    options: dict[int, Any] = {zmq.ROUTING_ID: name, zmq.SNDHWM: most, zmq.RCVHWM: 0, zmq.SNDBUF: KERNEL, zmq.RCVBUF: KERNEL}
+    options |= {zmq.RECONNECT_IVL: 10, zmq.RECONNECT_IVL_MAX: 200}  # milliseconds, at first and at most
+    options |= {zmq.IPV6: int("[" in endpoint)}
     if keys is not None:
-        socket.set(zmq.CURVE_SERVERKEY, keys.server[0])
-        socket.set(zmq.CURVE_PUBLICKEY, keys.client[0])
-        socket.set(zmq.CURVE_SECRETKEY, keys.client[1])
+        options |= {zmq.CURVE_PUBLICKEY: keys.client[0], zmq.CURVE_SECRETKEY: keys.client[1]}
+        options |= {zmq.CURVE_SERVERKEY: keys.server[0]}
+    socket = new_socket(context, zmq.DEALER, limit, options)
     socket.connect(endpoint)
     return socket
 
@@ -199,6 +195,17 @@ class Wire:
         if arena is None or not (BIG <= nbytes <= self.limit and arena.layout.spaces <= offset <= arena.layout.end - nbytes):
             wrong("reference", (offset, nbytes), f"no tensor of at most {self.limit} bytes can lie there")
         return arena.bytes[offset : offset + nbytes]
+
+
+def shared_memory(path: str, workers: int) -> Arena | None:
+    """The workers' memory, as a server sees it; None if the path is empty."""
+    if not path:
+        return None
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return Arena(descriptor, workers, 0)
+    finally:
+        os.close(descriptor)
 
 
 class Slots:
