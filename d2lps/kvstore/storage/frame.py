@@ -42,6 +42,8 @@ DEFAULTS = {
     kind: {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(kind)}
     for kind in KINDS.values()
 }
+REQUIRED = {kind: {name for name, default in known.items() if default is MISSING} for kind, known in DEFAULTS.items()}
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _COUNT, _RANK = range(1 << 63), range(-1, 1 << 31)
 NUMBERS = {"client": _RANK, "worker": _RANK, "priority": range(-(1 << 63), 1 << 63)}
 NUMBERS |= dict.fromkeys(("epoch", "sequence", "acknowledged", "clock", "view", "number"), _COUNT)
@@ -72,7 +74,7 @@ def frame(record: Event | Reply, checked: bool = False, where: Where = lambda te
     """
     payload: list[memoryview] = []
     try:
-        head = json.dumps(_said(record, payload, where), allow_nan=False, separators=(",", ":")).encode()
+        head = _JSON.encode(_said(record, payload, where)).encode()
     except (ValueError, TypeError, RuntimeError) as error:
         raise FrameError(f"this cannot be sent: {error}: {record!r:.200}") from error
     if len(head) > MAX_HEAD:
@@ -233,10 +235,8 @@ def _record(content: Any, payload: _Payload, kinds: Sequence[type]) -> Any:
     kind, found = KINDS.get(content[0]), content[1]
     if kind not in kinds or kind is None:
         wrong("kind", content[0], f"wanted one of {', '.join(kind.__name__ for kind in kinds)}")
-    defaults = DEFAULTS[kind]
-    for name in defaults.keys() | found.keys():
-        if name not in defaults or (name not in found and defaults[name] is MISSING):
-            wrong("fields", sorted(found), f"a {kind.__name__} has {', '.join(defaults)}")
+    if not REQUIRED[kind] <= found.keys() <= DEFAULTS[kind].keys():
+        wrong("fields", sorted(found), f"a {kind.__name__} has {', '.join(DEFAULTS[kind])}")
     if kind is Send:
         numbers = {name: _checked(kind, name, value) for name, value in found.items() if name != "event"}
         return Send(event=_record(found["event"], payload, _INSIDE), **numbers)
