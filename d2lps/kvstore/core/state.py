@@ -179,7 +179,7 @@ class State:
             "moments": {key: moments for key, (_, moments) in tensors.items()},
             "versions": {key: {"version": entry.version, "owner": entry.owner} for key, entry in entries},
             "open": {k: {r: {w: list(p) for w, p in pushes.items()} for r, pushes in e.open.items()} for k, e in entries},
-            "offers": {key: dict(offers) for key, offers in self.offers.items()},
+            "offers": {key: list(offers.items()) for key, offers in self.offers.items()},
             "options": dict(self.options),
             "clocks": dict(self.clocks.at),
             "fronts": {key: dict(front.at) for key, front in self.clocks.keys.items()},
@@ -199,7 +199,8 @@ class State:
             key: Entry(key, value, self.store, state["moments"][key], open=state["open"][key], **state["versions"][key])
             for key, value in state["values"].items()
         }
-        self.offers, self.options = state["offers"], state["options"]
+        self.offers = {key: dict(offers) for key, offers in state["offers"].items()}
+        self.options = state["options"]
         self.optimizer = optimizer_of(self.options)
         reached, fronts = state["reached"]
         self.clocks.all = Front(state["clocks"], reached)
