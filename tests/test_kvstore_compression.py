@@ -7,8 +7,8 @@ import torch
 
 from d2lps import kvstore
 from d2lps.kvstore import Refused, Request, Server, register_codec
-from d2lps.kvstore.compression import CODECS, Half, make_codec
-from d2lps.kvstore.events import alike
+from d2lps.kvstore.core.compression import CODECS, Half, make_codec
+from d2lps.kvstore.core.events import alike
 from d2lps.topology import star
 
 SHAPES = {"w": (40, 7), "b": (5,), "none": (0, 3)}
@@ -100,6 +100,16 @@ def with_doubled(kv: Any) -> float:
     kv.clock()
     kv.pull("w", out := torch.zeros(3)).wait()
     return float(out[0])
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_one_bit_refuses_what_would_spoil_all(bad: float) -> None:
+    codec = make_codec("1bit")
+    codec.encode("w", torch.tensor([3.0, -1.0]))
+    left = codec.left["w"].clone()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"'w' has {bad} at 1: one magnitude"):
+        codec.encode("w", torch.tensor([3.0, bad]))
+    assert torch.equal(codec.left["w"], left)  # type: ignore[attr-defined]
 
 
 def test_a_codec_of_ones_own_is_known_to_servers() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from oracles import digits
 
 import d2lps
-from d2lps.kvstore import Joined, Lost, Reply, Request, Server, simulate
-from d2lps.kvstore.clocks import Clocks, Front
-from d2lps.kvstore.duplicates import Session
-from d2lps.kvstore.events import Effect
+from d2lps.kvstore import Lost, Reply, Request, Server, simulate
+from d2lps.kvstore.core.client import Session
+from d2lps.kvstore.core.clocks import ALL, Clocks, Front
+from d2lps.kvstore.core.events import Effect
 from d2lps.topology import star
 
 
@@ -217,8 +217,8 @@ def test_a_clock_may_jump() -> None:
 def test_fronts_of_keys_follow_the_clocks() -> None:
     clocks = Clocks([0, 1])
     assert clocks.done("w", 0) == set() and clocks.done("w", 1) == {"w"}
-    assert clocks.tick(0, 1) == set() and clocks.tick(1, 1) == {""}
-    assert clocks.tick(0, 2) == set() and clocks.leave(1) == {"", "w"}
+    assert clocks.tick(0, 1) == set() and clocks.tick(1, 1) == {ALL}
+    assert clocks.tick(0, 2) == set() and clocks.leave(1) == {ALL, "w"}
 
 
 # ---- those who go and those who come --------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_who_joins_begins_at_the_current_clock() -> None:
     rig.clock(0)
     assert rig.ask(0, "pull") == []  # waits for the newcomer
     assert [reply.client for reply in rig.clock(7)] == [0]
-    rig.server.step(Joined(8))
+    rig.server.step(Request("join", client=8, sequence=1))
     assert rig.server.clocks.at[8] == 4
 
 

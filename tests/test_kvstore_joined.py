@@ -5,13 +5,22 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from time import sleep
 
 import pytest
+import zmq
 from launching import environment, script
 from test_hosts import HOSTS, cables, start
 
-SECRET = "a secret of the test"
+from d2lps import kvstore
+from d2lps.comm import RankHung
+from d2lps.kvstore import Request
+from d2lps.kvstore.network.deployment import deploy
+from d2lps.kvstore.network.serving import serving
+from d2lps.kvstore.network.sockets import connect
+from d2lps.kvstore.storage.frame import frame
 
 SCRIPT = """
 import json, os, sys
@@ -45,7 +54,6 @@ def told(**options):
 if __name__ == "__main__":
     options = json.loads(sys.argv[2])
     refused = [told(durability="log"), told(saboteur=print), told(address="tcp://1.2.3.4")]
-    refused.append(told() if options.get("secret") else None)
     run = kvstore.run(worker, WORKERS, SERVERS, 4, split=10_000, **options)
     wanted = kvstore.simulate(worker, star(WORKERS + SERVERS, 1e9, 1e-6), WORKERS, SERVERS, 4, split=10_000)
     values = all(torch.equal(run.values[key], wanted.values[key]) for key in wanted.values)
@@ -64,25 +72,56 @@ def prepared(folder: Path, workers: int, servers: int, options: dict[str, str]) 
     return [*script(folder / "job.py", code)[1:], str(folder), json.dumps(options)]
 
 
+def served(patience: float, living: float) -> kvstore.ServerReport:
+    """A server without a coordinator, whose only worker comes, says hello, and `living` seconds later has gone without a word."""
+    plan = deploy(1, 1, address="tcp")
+
+    def visit(endpoint: str) -> None:
+        with zmq.Context[zmq.Socket[bytes]]() as context:
+            socket = connect(context, endpoint, b"0.0", plan.largest, plan.keys)
+            for sequence, op in ((1, "barrier"), *([(2, "leave")] if living else [])):
+                sleep(living if op == "leave" else 0)
+                socket.send_multipart(frame(Request(op, sequence=sequence)))
+                while socket.recv_multipart() == [b""]:  # is anybody there?
+                    pass
+            socket.close()
+
+    with serving(plan, 0, plan.endpoint(0)) as server:
+        thread = threading.Thread(target=visit, args=[server.endpoint])
+        thread.start()
+        try:
+            return server.serve(patience)
+        finally:
+            thread.join()
+
+
+def test_a_server_ends_when_its_workers_are_out_of_reach() -> None:
+    with pytest.raises(RankHung, match=r"server 0: nothing has come for 1 s, and workers \[0\] are out of reach"):
+        served(patience=1, living=0)
+
+
+def test_a_server_waits_for_a_worker_that_is_only_silent() -> None:
+    assert served(patience=0.2, living=2).requests == {"barrier": 1, "leave": 1}
+
+
 def test_roles_by_rank_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
     clean = environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
     subprocess.run([*torchrun, *prepared(tmp_path, 3, 2, {})], check=True, env=clean, timeout=250)
-    for same, values, sent, time, (durability, saboteur, address, _) in notes(tmp_path, 5):
+    for same, values, sent, time, (durability, saboteur, address) in notes(tmp_path, 5):
         assert same and values and sent and time
         assert "durability='log': under a launcher, which starts nobody again" in durability
         assert "saboteur=... needs a run that starts its own processes" in saboteur
         assert "each server listens where its machine is reached" in address
 
 
-def test_on_several_machines_and_only_with_a_secret(cables: None, tmp_path: Path) -> None:
-    processes = start([sys.executable, *prepared(tmp_path, 2, HOSTS - 2, {"secret": SECRET})])
+def test_on_several_machines_with_a_secret_of_the_jobs_own(cables: None, tmp_path: Path) -> None:
+    processes = start([sys.executable, *prepared(tmp_path, 2, HOSTS - 2, {})])
     try:
         assert [process.wait(100) for process in processes] == [0] * HOSTS
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for rank, (same, values, sent, time, (*_, without)) in enumerate(notes(tmp_path, HOSTS)):
+    for same, values, sent, time, _ in notes(tmp_path, HOSTS):
         assert same and values and sent and time
-        assert f"address='tcp://10.77.0.{rank + 1}' can be reached from other machines: that needs secret=..." in without

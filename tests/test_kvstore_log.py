@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore import log as logs
-from d2lps.kvstore.events import Request
-from d2lps.kvstore.frame import frame, parse
-from d2lps.kvstore.log import HEADER, Log, LogDamaged
+from d2lps.kvstore.core.events import Request
+from d2lps.kvstore.storage import log as logs
+from d2lps.kvstore.storage.frame import frame, parse
+from d2lps.kvstore.storage.log import HEADER, Log, LogDamaged
 
 CUTS = 1000
 
@@ -210,9 +210,6 @@ def test_a_flipped_bit_before_whole_records_is_named_and_nothing_is_cut(tmp_path
         with pytest.raises(LogDamaged, match=rf"position {position} is broken.*follows at {following} "):
             Log(tmp_path)
         assert file.read_bytes() == broken
-    log = Log(tmp_path, salvage=True)
-    assert log.end == position and log.cut == positions[-1] - position
-    log.close()
 
 
 def test_without_the_checksum_a_damaged_push_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +237,6 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     (tmp_path / f"{200:020d}.log").unlink()
     with pytest.raises(LogDamaged, match=r"position 200 is broken or missing.*follows at 300"):
         Log(tmp_path)
-    log = Log(tmp_path, salvage=True)
-    assert log.end == 200 and log.cut == 200 and len(contents(log)) == 2
-    log.close()
 
 
 def test_damage_after_opening_is_found_by_reading(tmp_path: Path) -> None:
@@ -270,7 +264,7 @@ def test_a_full_disk_leaves_no_half_record_behind(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=r"No space left on device: '.*/0+\.log'"):
             log.append(b"lost")
     log.append(b"after")
     assert [data for _, data in contents(log)] == [b"before", b"after"]
@@ -333,7 +327,7 @@ def test_one_sync_is_for_many_records_and_a_segment_waits_for_the_one_before(
 
 LIVES = """
 import mmap, os, random, signal, struct, sys, time
-from d2lps.kvstore.log import Log
+from d2lps.kvstore.storage.log import Log
 
 reported = memoryview(mmap.mmap(-1, 8)).cast("q")  # how many records the writer has reported, wherever it is killed
 chance, cuts = random.Random(1), 0

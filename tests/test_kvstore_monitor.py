@@ -12,8 +12,8 @@ from launching import nothing_left
 from prometheus_client.parser import text_string_to_metric_families
 
 from d2lps import kvstore
-from d2lps.kvstore.monitor import EDGES, Latencies, Meter
-from d2lps.kvstore.report import ServerReport
+from d2lps.kvstore.core.report import ServerReport
+from d2lps.kvstore.network.serving import EDGES, Latencies, Meter
 
 
 def worker(kv: Any, steps: int) -> None:

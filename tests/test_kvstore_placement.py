@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore.hashing import HashRing, point
-from d2lps.kvstore.placement import Move, Placement, join_parts
+from d2lps.kvstore.core.hashing import HashRing, point
+from d2lps.kvstore.core.placement import Move, Placement, join_parts, key_of
 
 F32 = torch.float32
 
@@ -57,8 +57,20 @@ def test_small_scalar_and_single_rows_stay_whole() -> None:
     placement = Placement(range(3), split=8)
     for key, shape in (("scalar", ()), ("row", (1, 100)), ("small", (1,)), ("none", (0,))):
         assert [part.last for part in placement.place(key, shape, F32)] == [None]
-    with pytest.raises(ValueError, match="name of a block"):
-        placement.place("w[0:5]", (1,), F32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(st.sampled_from("w[]:05\n\0")) | st.text(st.characters()), unique=True, max_size=8))
+def test_any_string_is_a_key(keys: list[str]) -> None:
+    """Whatever it looks like, in parts or whole, its name is its own, and leads back to it."""
+    values, parts = {key: torch.rand(number % 3 + 1, 2) for number, key in enumerate(keys)}, {}
+    placement = Placement(range(2), split=16)
+    for key, value in values.items():
+        for part in placement.place(key, value.shape, F32):
+            assert part.name not in parts and key_of(part.name) == (key, part.first)
+            parts[part.name] = part.of(value)
+    whole = join_parts(parts)
+    assert whole.keys() == values.keys() and all(torch.equal(whole[key], values[key]) for key in keys)
 
 
 def test_by_load_each_key_goes_where_least_lies() -> None:
@@ -118,3 +130,6 @@ def test_bad_placements_are_refused() -> None:
         Placement([])
     with pytest.raises(ValueError, match="by='size'"):
         Placement([0], by="size")
+    for split in (-1, 0, "a", 1.5, True):
+        with pytest.raises(ValueError, match=f"split={split!r} is not a number of bytes"):
+            Placement([0], split=split)  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ from oracles import digits, joins_later
 from d2lps import kvstore
 from d2lps.comm import Mismatch, RankHung
 from d2lps.kvstore import Refused, register_optimizer
-from d2lps.kvstore.deployment import LEVELS
-from d2lps.kvstore.events import alike
-from d2lps.kvstore.optimizers import OPTIMIZERS, SGD
+from d2lps.kvstore.core.events import alike
+from d2lps.kvstore.core.optimizers import OPTIMIZERS, SGD
+from d2lps.kvstore.network.deployment import LEVELS
 from d2lps.topology import star
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -123,6 +123,34 @@ def test_more_big_tensors_than_are_sent_at_once(consistency: str) -> None:
 
     wanted = [[2.0 * (key + 1)] for key in range(30)]
     assert kvstore.run(worker, 2, 2, consistency=consistency) == [wanted, wanted]
+
+
+def layer_by_layer(kv: Any, layers: int, same: bool) -> list[list[float]]:
+    """The loop that anyone writes: the last layer's gradient first, the first layer's weights soonest; twice."""
+    mine = range(layers) if same or not kv.rank else range(layers)[::-1]
+    outs = {key: torch.zeros(25_000) for key in mine}
+    for key in mine:
+        kv.init(f"{layers} {same} {key}", outs[key])
+    for step in range(2):
+        works = [kv.pushpull(f"{layers} {same} {k}", torch.full((25_000,), k + step + 1.0), outs[k], -k) for k in reversed(mine)]
+        kv.clock()
+        for work in works:
+            work.wait()
+    kv.barrier()
+    for key in mine:
+        kv.pull(f"{layers} {same} {key}", outs[key]).wait()
+    return [outs[key].unique().tolist() for key in range(layers)]
+
+
+@pytest.mark.parametrize("address", ["ipc", "tcp"])
+@pytest.mark.parametrize(("consistency", "staleness"), [("bsp", 0), ("ssp", 1), ("asp", 0)])
+def test_no_request_waits_behind_one_that_waits_for_other_workers(consistency: str, staleness: int, address: str) -> None:
+    def worker(kv: Any) -> list[Any]:
+        return [layer_by_layer(kv, layers, same) for layers in (4, 20, 100) for same in (True, False)]
+
+    run = kvstore.run(worker, 2, 2, consistency=consistency, staleness=staleness, address=address)
+    wanted = [[[2.0 * (2 * key + 3)] for key in range(layers)] for layers in (4, 20, 100) for _ in range(2)]
+    assert run == [wanted, wanted]
 
 
 @pytest.mark.parametrize(("workers", "servers", "placement"), [(1, 1, "hash"), (2, 3, "load"), (5, 1, "hash")])
@@ -278,8 +306,56 @@ def test_over_tcp_with_keys_and_without() -> None:
     for secret in (None, "a secret of the test"):
         run = kvstore.run(add_up, 2, 2, 2, split=100, address="tcp", secret=secret)
         assert run.values["big"].unique().tolist() == [4.0]
-    run = kvstore.run(add_up, 2, 1, 2, address="tcp://*", secret="a secret of the test")
+    run = kvstore.run(add_up, 2, 1, 2, address="tcp://*")
     assert run.values["big"].unique().tolist() == [4.0]
+
+
+STRANGE = ["", "w", "w\0momentum", "barrier()", "w[0:5]", "w[0:1]", "w[:]", "a\nb", "]", "0/values/w", "leave", "\ud800", "ключ"]
+
+
+@pytest.mark.parametrize("log_bytes", [1 << 30, 2_000])
+def test_any_string_is_a_key(log_bytes: int) -> None:
+    """Small ones and split ones side by side, with momentum, in rounds of their own, in logs and checkpoints."""
+
+    def worker(kv: Any) -> list[list[float]]:
+        found = [torch.zeros(shape) for shape in ((1,), (4, 3)) for _ in STRANGE]
+        keys = [*STRANGE, *(f"{key}\nlarge" for key in STRANGE)]
+        for key, out in zip(keys, found, strict=True):
+            kv.init(key, out)
+        kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+        for _ in range(3):
+            works = [
+                kv.pushpull(key, torch.full_like(out, -(number + 1.0)), out)
+                for number, (key, out) in enumerate(zip(keys, found, strict=True))
+            ]
+            kv.clock()
+            for work in works:
+                work.wait()
+        return [out.unique().tolist() for out in found]
+
+    run = kvstore.run(worker, 2, 2, split=48, durability="log", log_bytes=log_bytes)
+    wanted = [[(number + 1) * 4.25] for number in range(2 * len(STRANGE))]  # 1 + 1.5 + 1.75 steps
+    assert run == [wanted, wanted]
+    assert run.values.keys() == {*STRANGE, *(f"{key}\nlarge" for key in STRANGE)}
+    assert [value.shape for value in run.values.values()].count((4, 3)) == len(STRANGE)
+
+
+def test_first_values_are_those_of_one_worker() -> None:
+    """In parts on all servers, of four workers with four values: never torn, whoever comes first where."""
+
+    def worker(kv: Any) -> list[float]:
+        keys = [f"{number}" for number in range(60)]
+        for key in keys if kv.rank % 2 else reversed(keys):
+            kv.init(key, torch.full((8, 4), float(kv.rank)))
+        kv.barrier()
+        outs = [torch.empty(8, 4) for _ in keys]
+        for work in [kv.pull(key, out) for key, out in zip(keys, outs, strict=True)]:
+            work.wait()
+        assert all(len(out.unique()) == 1 for out in outs)
+        return [float(out[0, 0]) for out in outs]
+
+    run = kvstore.run(worker, 4, 2, split=16)
+    assert all(found == run[0] for found in run) and all(len(value.unique()) == 1 for value in run.values.values())
 
 
 # ---- what they may not ------------------------------------------------------------------------------------------------------
@@ -288,6 +364,21 @@ def test_over_tcp_with_keys_and_without() -> None:
 def test_what_the_servers_refuse_is_raised_in_the_caller() -> None:
     with pytest.raises(Refused, match=r"kv.push\('w'\): key 'w' is unknown: init comes first"):
         kvstore.run(lambda kv: kv.push("w", torch.ones(2)).wait(), 1, 1)
+
+
+@pytest.mark.parametrize("durability", ["memory", "log"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex128])
+def test_what_cannot_be_added_or_stored_is_refused_at_init(dtype: torch.dtype, durability: str) -> None:
+    def worker(kv: Any) -> list[float]:
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(Refused, match=rf"'bad' is {name}\[2\], which cannot be added up or stored"):
+            kv.init("bad", torch.zeros(2).to(dtype))
+        out = torch.zeros(2)
+        kv.init("w", out)
+        kv.pushpull("w", torch.ones(2), out).wait()
+        return out.tolist()
+
+    assert kvstore.run(worker, 1, 1, durability=durability, log_bytes=1) == [[1.0, 1.0]]
 
 
 def test_what_cannot_be_sent_is_refused_before_it_has_a_number() -> None:
@@ -318,12 +409,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"backend": "mpi"}, "backend='mpi' is unknown"),
     ({"folder": "x"}, "'memory' writes nothing"),
     ({"address": "udp://1.2.3.4"}, "address='udp://1.2.3.4' is none"),
-    ({"address": "tcp://*"}, "can be reached from other machines: that needs secret"),
-    ({"address": "tcp://10.0.0.1"}, "can be reached from other machines: that needs secret"),
     ({"absent": [3]}, "absent=\\[3\\] are not all ranks"),
     ({"limit": 0}, "limit=0 is not a number of bytes"),
     ({"memory_budget": 0}, "memory_budget=0 is not a number of bytes"),
     ({"address": "tcp", "secret": "short"}, "at least 16 characters"),
+    ({"patience": -1}, "patience=-1 is not a number of seconds"),
+    ({"patience": True}, "patience=True is not a number of seconds"),
+    ({"patience": float("nan")}, "patience=nan is not a number of seconds"),
+    ({"split": -1}, "split=-1 is not a number of bytes"),
+    ({"split": "a"}, "split='a' is not a number of bytes"),
 ]
 
 

@@ -11,8 +11,8 @@ from oracles import joins_later
 from d2lps import cost
 from d2lps.comm import RankHung
 from d2lps.kvstore import Lost, Refused, Server, simulate
-from d2lps.kvstore.events import alike
-from d2lps.kvstore.placement import join_parts
+from d2lps.kvstore.core.events import alike
+from d2lps.kvstore.core.placement import join_parts
 from d2lps.simulator import Model
 from d2lps.topology import pcie_tree, star
 from d2lps.trace import Origins
@@ -237,6 +237,26 @@ def test_what_the_servers_refuse_is_raised_in_the_worker() -> None:
 
     with pytest.raises(Refused, match=r"kv.push\('w'\): key 'w' is unknown: init comes first"):
         simulate(worker, star(2, 1e9), 1, 1)
+
+
+@pytest.mark.parametrize("op", ["push", "pushpull", "push_rows"])
+def test_a_refused_push_that_nobody_waited_for_is_reported_at_the_end(op: str) -> None:
+    def worker(kv: Any, waits: bool) -> str:
+        value, rows = torch.ones(2), torch.tensor([7])
+        kv.init("w", value)
+        kv.pushpull("w", value, value).wait()
+        given = {"push": (value,), "pushpull": (value, value), "push_rows": (rows, value[:1])}[op]
+        work = getattr(kv, op)("w", *given)  # its round of this key is over
+        for _ in range(3):
+            kv.pull("w", value).wait()
+        if waits:
+            with pytest.raises(Refused):
+                work.wait()
+        return "done"
+
+    assert simulate(worker, star(2, 1e9), 1, 1, True) == ["done"]
+    with pytest.raises(Refused, match=rf"kv.{op}\('w'\): .*; nobody has waited for this"):
+        simulate(worker, star(2, 1e9), 1, 1, False)
 
 
 def test_a_wrong_shape_is_found_before_anything_is_sent() -> None:

@@ -41,13 +41,6 @@ def part_of(module: str) -> str:
 MODULES = {name_of(file): file for file in FILES}
 
 
-# Circles that are still there: the files of each. They shall become fewer; none may join them.
-KNOWN_CIRCLES = [
-    # The server's state, and what it does with an event, in four files that know one another.
-    {"d2lps.kvstore.server", "d2lps.kvstore.operations", "d2lps.kvstore.refusals", "d2lps.kvstore.snapshot"},
-]
-
-
 @cache
 def imports(module: str) -> set[str]:
     """The modules of d2lps that a module knows: an import inside a function or for types alone is one too.
@@ -86,6 +79,23 @@ def test_imports_only_point_down(module: str) -> None:
         assert below == part or below in ONLY.get(part, {below}), f"{module} imports {other}; {part} may import {ONLY[part]}"
 
 
+# The parameter server's folders: what each may import of the others.
+STORE = {
+    "core": set(),
+    "storage": {"core"},
+    "network": {"core", "storage"},
+    "launch": {"core", "storage", "network"},
+    "simulation": {"core"},
+}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.count(".") == 3 and part_of(module) == "kvstore"])
+def test_the_stores_folders_are_layers(module: str) -> None:
+    folder = module.split(".")[2]
+    others = {other.split(".")[2] for other in imports(module) if part_of(other) == "kvstore"} - {folder}
+    assert others <= STORE[folder], f"{module} imports of {others - STORE[folder]}, which its layer may not know"
+
+
 def circles(edges: Iterable[tuple[str, str]]) -> list[set[str]]:
     """The largest sets in which each knows each, if only through others; the smallest such set is two that know each other."""
     return [part for part in nx.strongly_connected_components(nx.DiGraph(edges)) if len(part) > 1]
@@ -108,10 +118,7 @@ def test_no_two_parts_know_each_other() -> None:
 
 def test_no_files_know_each_other_round_a_circle() -> None:
     found = circles((module, other) for module in MODULES for other in imports(module))
-    new = [sorted(circle) for circle in found if circle not in KNOWN_CIRCLES]
-    assert not new, f"these know one another, if only through one another: {new}"
-    gone = [sorted(circle) for circle in KNOWN_CIRCLES if circle not in found]
-    assert not gone, f"no circle any more: strike it off KNOWN_CIRCLES: {gone}"
+    assert not found, f"these know one another, if only through one another: {found}"
 
 
 @pytest.mark.parametrize("module", MODULES)

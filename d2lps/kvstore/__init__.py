@@ -1,20 +1,19 @@
 """The parameter server: keys and values on servers, and workers that push and pull."""
 
-from d2lps.kvstore.chaos import Cluster
-from d2lps.kvstore.compression import register_codec
-from d2lps.kvstore.events import Joined, Lost, Membership, Refused, Reply, Request, Tick
-from d2lps.kvstore.monitor import Monitor
-from d2lps.kvstore.optimizers import register_optimizer
-from d2lps.kvstore.placement import Placement
-from d2lps.kvstore.processes import ProcessesRun, run
-from d2lps.kvstore.report import ServerReport, StoreRun
-from d2lps.kvstore.server import Server
-from d2lps.kvstore.simulated import simulate
-from d2lps.kvstore.worker import KVWorker
+from d2lps.kvstore.core.compression import register_codec
+from d2lps.kvstore.core.events import Lost, Membership, Refused, Reply, Request
+from d2lps.kvstore.core.optimizers import register_optimizer
+from d2lps.kvstore.core.placement import Placement
+from d2lps.kvstore.core.report import ServerReport, StoreRun
+from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.core.worker import KVWorker
+from d2lps.kvstore.launch.chaos import Cluster
+from d2lps.kvstore.launch.monitor import Monitor
+from d2lps.kvstore.launch.processes import ProcessesRun, run
+from d2lps.kvstore.simulation.simulated import simulate
 
 __all__ = [
     "Cluster",
-    "Joined",
     "KVWorker",
     "Lost",
     "Membership",
@@ -27,7 +26,6 @@ __all__ = [
     "Server",
     "ServerReport",
     "StoreRun",
-    "Tick",
     "register_codec",
     "register_optimizer",
     "run",

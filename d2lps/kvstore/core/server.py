@@ -1,0 +1,213 @@
+"""The server: a pure state machine. It is given events, changes its state, and says what it wants done.
+
+No clock, no sockets, no threads, no chance: the same events give the same values, in a simulation, in a process, and when
+a log is played again. A driver carries out the effects in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from d2lps.kvstore.core.clocks import ALL
+from d2lps.kvstore.core.compression import decoded
+from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send
+from d2lps.kvstore.core.operations import OPERATIONS, check_key, place
+from d2lps.kvstore.core.state import BARRIER, State
+
+
+class Server(State):
+    """Tensors by key, for workers that push and pull.
+
+    >>> import torch
+    >>> server = Server(workers=[0], consistency="asp")
+    >>> server.step(Request("init", key="w", value=torch.zeros(2), sequence=1))[-1].error
+    ''
+    >>> [type(effect).__name__ for effect in server.step(Request("push", key="w", value=torch.ones(2), sequence=2))]
+    ['Append', 'Reply']
+    >>> server.step(Request("pull", key="w", sequence=3))[-1].value
+    tensor([1., 1.])
+    >>> server.step(Request("pull", key="v", sequence=4))[-1].error
+    "key 'v' is unknown: init comes first"
+
+    workers: the ranks of those who take part from the start, or {rank: epoch}. consistency, staleness: see `consistency`.
+    on_loss: what becomes of the others when a worker is lost: "continue", or "raise": all that they ask is refused, and says
+    why. replicate: every event goes to a backup too. store: where its tensors lie, such as `Tiers`; by default all are in memory.
+
+    Each request is executed once, in the order of its client's sequence, and is in the log before it is answered. An answer
+    may have to wait for other workers; the request then stays in `waiting`. Each server of a run goes by what it sees alone.
+    Without an optimizer, what is pushed is added to the value. With one, a push is a gradient: the optimizer gets the sum of
+    a round's divided by the number of workers ("mean", so that the learning rate means the same for any number of them), or
+    not divided ("sum"). Without rounds (all but bsp) each push is a step, of a gradient divided in the same way.
+    Memory: the values, the optimizer's state, and under bsp the pushes of open rounds, up to m n bytes.
+    """
+
+    def step(self, event: Event) -> list[Effect]:
+        """Let something happen; what is now to be done, in order."""
+        effects: list[Effect] = _STEPS[type(event)](self, event)
+        return effects
+
+    # ---- events -----------------------------------------------------------------------------------------------------------
+
+    def _request(self, request: Request) -> list[Effect]:
+        if request.sequence < 1:
+            return [self._reply(request, f"sequence {request.sequence}: a client's requests are numbered from 1")]
+        if request.view != self.view:
+            return [self._reply(request, f"stale view: this server is in view {self.view}, the request in {request.view}")]
+        if error := self.filter.stale(request):
+            return [self._reply(request, error)]
+        client = self.filter.begin(request.client, request.epoch, request.acknowledged)
+        if request.sequence < client.next:
+            return self._again(request)
+        client.hold(request)
+        effects: list[Effect] = []
+        while (ready := client.pop()) is not None:
+            effects += self._execute(ready)
+        return effects
+
+    def _again(self, request: Request) -> list[Effect]:
+        """It was executed: only the answer is due once more. A read is read anew; its worker has seen no answer to it.
+
+        Or it has, and this request is a late one: then its place may have been given to another, so nothing goes there.
+        """
+        client, waiting = self.filter.clients[request.client], self.waiting.get(place(request), ())
+        if request.sequence < client.answered or any(request.retry_key == other.retry_key for other in waiting):
+            return []
+        error = client.errors.get(request.sequence, "")
+        try:
+            return [self._reply(replace(request, out=None), error)]
+        except Refused as reason:
+            return [self._reply(request, str(reason))]
+
+    def _execute(self, request: Request) -> list[Effect]:
+        effects = self._logged(request)
+        try:
+            if request.op not in OPS:
+                raise Refused(f"op {request.op!r} is unknown: choose {', '.join(OPS)}")
+            if self.broken and request.op != "leave":
+                raise Refused(self.broken)
+            if request.client not in self.clocks.at and request.op not in ("join", "leave"):
+                raise Refused(f"worker {request.client} is not a member: it must join first")
+            if "codec" in request.options:
+                request = decoded(request, self.entries)
+            return effects + self._go_on(OPERATIONS[request.op](self, request), request)
+        except Refused as reason:
+            self.filter.clients[request.client].errors[request.sequence] = str(reason)
+            return [*effects, self._reply(request, str(reason))]
+
+    def _lost(self, event: Lost) -> list[Effect]:
+        if event.worker not in self.clocks.at:
+            return []
+        effects = self._logged(event)
+        return effects + self._go_on(self._give_up(event.worker))
+
+    def _give_up(self, worker: int) -> set[Hashable]:
+        self.filter.end(worker)
+        if self.on_loss == "raise":
+            self.broken = f"worker {worker} was lost"
+        return self.forget(worker)
+
+    def _membership(self, event: Membership) -> list[Effect]:
+        if event.view <= self.view:
+            return []
+        effects = self._logged(event)
+        self.view = event.view
+        self.filter.drop_held()
+        known = {worker: self.filter.clients[worker].epoch for worker in self.clocks.at}
+        moved: set[Hashable] = set()
+        for worker in [worker for worker, epoch in known.items() if event.workers.get(worker) != epoch]:
+            moved |= self._give_up(worker)
+        for worker, epoch in event.workers.items():
+            self.filter.begin(worker, epoch)
+            self.admit(worker)
+        return effects + self._go_on(moved)
+
+    def _copied(self, send: Send) -> list[Effect]:
+        """A backup does what its primary did, in that order, without answering anybody but the primary."""
+        error, effects = "", []
+        if send.view < self.view:
+            error = f"stale view: this backup is in view {self.view}, its primary in {send.view}"
+        elif send.number > self.number + 1:
+            error = f"event {send.number} came after {self.number}: some are missing"
+        elif send.number == self.number + 1:
+            effects = [effect for effect in self.step(send.event) if isinstance(effect, Append)]
+        return [*effects, Reply(-1, 0, send.number, op="send", error=error, view=self.view)]
+
+    # ---- answers ----------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, moved: set[Hashable], new: Request | None = None) -> list[Effect]:
+        """Where the slowest worker has moved on, close rounds; then answer all who need wait no longer."""
+        if ALL in moved:
+            changed = self.consistency.round_ended(self.clocks.spread())
+            moved = moved | {*self.entries} - (set() if changed else self.clocks.keys.keys())
+        if self.broken:
+            moved = moved | self.waiting.keys()
+        # One key is looked up; of many, all that there are are looked at, in their order, the same in every process.
+        for key in moved if len(moved) < 2 else self.entries:
+            if isinstance(key, str) and key in moved and key in self.entries and (entry := self.entries[key]).open:
+                entry.close(self.clocks.slowest(key), set(self.clocks.at), self.optimizer, self.mean)
+        free: list[Request] = []
+        for where in [at for at in (moved if len(moved) < 2 else self.waiting) if at in moved and at in self.waiting]:
+            waiting = self.waiting.pop(where)
+            free += filter(self._may_go, waiting)
+            if stay := [request for request in waiting if not self._may_go(request)]:
+                self.waiting[where] = stay
+        if new is not None and self._may_go(new):
+            free.append(new)
+        elif new is not None:
+            self.waiting.setdefault(place(new), []).append(new)
+            self.consistency.waited |= new.op != "barrier"
+        return [self._answer(request) for request in sorted(free, key=lambda request: -request.priority)]
+
+    def _may_go(self, request: Request) -> bool:
+        worker, where = request.client, place(request)
+        if self.broken:
+            return True
+        if where == BARRIER:
+            return self.barriers.slowest >= self.barriers.at[worker]
+        if request.op in (*READS, "set_optimizer"):
+            return self.consistency.may_read(self.clocks.position(worker, where), self.clocks.slowest(where))
+        return True
+
+    def _answer(self, request: Request) -> Reply:
+        if self.broken and request.op != "leave":
+            self.filter.clients[request.client].errors[request.sequence] = self.broken
+            return self._reply(request, self.broken)
+        if request.op == "set_optimizer":
+            self.optimize(request.options)
+        elif request.op in READS:
+            behind = self.clocks.position(request.client, request.key) - self.clocks.slowest(request.key)
+            self.seen[max(0, int(behind))] += 1
+        return self._reply(request)
+
+    def _reply(self, request: Request, error: str = "") -> Reply:
+        """An answer; a read's carries a copy of the value."""
+        value = None
+        if request.op in READS and not error:
+            value = check_key(self, request).read(request.rows, request.out, only_look=request.op == "peek")
+        return Reply(
+            *request.retry_key,
+            op=request.op,
+            key=request.key,
+            value=value,
+            error=error,
+            clock=self.clocks.at.get(request.client, 0),
+            priority=request.priority,
+            view=self.view,
+            owner=self.entries[request.key].owner if request.op == "choose" and not error else (),
+        )
+
+    # ---- and the rest -----------------------------------------------------------------------------------------------------
+
+    def _logged(self, event: Event) -> list[Effect]:
+        self.number += 1
+        return [Append(event), *([Send(self.number, event, self.view)] if self.replicate else [])]
+
+
+_STEPS: dict[type, Any] = {
+    Request: Server._request,
+    Lost: Server._lost,
+    Membership: Server._membership,
+    Send: Server._copied,
+}

@@ -1,0 +1,40 @@
+"""A worker process: its lines to the servers, its function, and the goodbye at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from d2lps.comm import Communicator, RankHung
+from d2lps.kvstore.core.compression import CODECS
+from d2lps.kvstore.core.worker import KVWorker
+from d2lps.kvstore.network.deployment import Deployment
+from d2lps.kvstore.network.memory import keep_freed_memory
+from d2lps.kvstore.network.transport import SocketTransport
+
+
+def work(
+    comm: Communicator,
+    worker: Callable[..., Any],
+    plan: Deployment,
+    endpoints: dict[int, str],
+    args: tuple[Any, ...],
+    patience: float | None = None,
+) -> tuple[Any, float]:
+    """Call `worker(kv, *args)`: its result, and when it had it.
+
+    endpoints: where each server listens; with replicas, each node. patience: seconds that it may wait for an answer; None, as
+    long as whoever has started it lets it.
+    """
+    keep_freed_memory()
+    CODECS.update(plan.codecs)
+    transport = SocketTransport(comm, plan, endpoints, patience)
+    try:
+        kv = KVWorker(transport, comm, plan.placed())
+        result, ended = worker(kv, *args), comm.now()
+        with suppress(RankHung):  # nobody is there any more
+            kv.finish()
+        return result, ended
+    finally:
+        transport.close()

@@ -1,0 +1,153 @@
+"""What all processes of a run agree on: how many there are, by which rules, and where they find one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from d2lps.kvstore.core.compression import CODECS
+from d2lps.kvstore.core.optimizers import OPTIMIZERS
+from d2lps.kvstore.core.placement import Placement
+from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.network.sockets import Keys, check_address, derive_keys, new_secret
+
+# What "durability" may be, and what each level survives; "replica" keeps every server twice, the others on disk or not at all.
+LEVELS = ("memory", "log", "fsync", "replica")
+HEAD = 1 << 20  # bytes of a message beside its tensors, at most
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The options of a run, and what it adds to them. A node is a server process: server 0 is node 0 at first; with replicas, its
+    backup is node `servers` + 0.
+
+    durability: what survives a server that is killed. "memory": nothing, the run ends. "log": all that was acknowledged; it
+    is started again from its log. "fsync": that, and a power cut. "replica": all that was acknowledged; each server has a
+    backup, which takes over when the server is dead or has been silent for `patience` seconds, and then gets a backup itself
+    (not over tcp).
+    folder: where logs and checkpoints stay, new or empty. log_bytes: after so many comes a checkpoint.
+    memory_budget: bytes of tensors, the optimizer's too, that each server keeps in memory, those used last; the others lie on
+    disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.
+    on_loss: when a worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with
+    kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host". secret: what workers and
+    servers prove to know before they are heard, 16 characters or more; over tcp, by default, a random one for each run.
+    limit: bytes of one part of a tensor.
+    """
+
+    workers: int
+    servers: int
+    consistency: str = "bsp"
+    staleness: int = 0
+    durability: str = "memory"
+    on_loss: str = "continue"
+    absent: Sequence[int] = ()
+    split: int = 1_000_000
+    placement: str = "hash"
+    folder: str | Path = ""
+    log_bytes: int = 1 << 30
+    memory_budget: int | None = None
+    patience: float = 2.0
+    address: str = "ipc"
+    secret: str | None = None
+    limit: int = 1 << 30
+    # What a run adds.
+    room: str = ""  # a folder of its own, which nobody else can enter
+    memory: str = ""  # the path of the file that workers and servers share, if they do
+    keys: Keys | None = None
+    optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
+    codecs: dict[str, Any] = field(default_factory=dict)  # likewise, and for workers
+
+    @property
+    def largest(self) -> int:
+        """Bytes of one part of a message, at most."""
+        return self.limit + HEAD
+
+    @property
+    def replicated(self) -> bool:
+        return self.durability == "replica"
+
+    @property
+    def waits(self) -> bool:
+        """Whether a read may have to wait for other workers."""
+        return self.consistency != "asp"
+
+    @property
+    def near(self) -> bool:
+        """Whether servers may reach into the workers' memory. A deposed primary must not: it might do so at any time later."""
+        return self.address == "ipc" and not self.replicated
+
+    @property
+    def coordinator(self) -> str:
+        """Where the coordinator hears servers."""
+        return f"ipc://{self.room}/c"
+
+    @property
+    def news(self) -> str:
+        """Where the coordinator tells workers who serves."""
+        return f"ipc://{self.room}/n"
+
+    def endpoint(self, node: int) -> str:
+        """Where a node listens when it first starts: a port of its own choice, unless it has a file."""
+        return f"ipc://{self.room}/{node}" if self.address == "ipc" else f"{self.address}:*"
+
+    def disk(self, node: int) -> Path:
+        return Path(self.folder) / f"server-{node}"
+
+    def pages(self, node: int) -> Path:
+        """Where a server puts the tensors for which it has no room in memory."""
+        return Path(self.folder) / f"pages-{node}"
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """The arguments of Server."""
+        return {"consistency": self.consistency, "staleness": self.staleness, "on_loss": self.on_loss}
+
+    def placed(self) -> Placement:
+        return Placement(range(self.servers), self.split, self.placement)
+
+
+OPTIONS = {field.name for field in fields(Deployment)} - {"workers", "servers", "room", "memory", "keys", "optimizers", "codecs"}
+
+
+def deploy(workers: int, servers: int, **options: Any) -> Deployment:
+    """`deploy(2, 1, durability="log")`: the plan of a run, checked; an error for what cannot be, before anything is started."""
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(f"options {sorted(unknown)} are unknown: choose {', '.join(sorted(OPTIONS))}")
+    plan = Deployment(workers, servers, **options)
+    if plan.durability not in LEVELS:
+        raise ValueError(f"durability={plan.durability!r} is unknown: choose {', '.join(map(repr, LEVELS))}")
+    _check_bytes(31, limit=plan.limit, log_bytes=plan.log_bytes)
+    if plan.memory_budget is not None:
+        _check_bytes(63, memory_budget=plan.memory_budget)
+    patience, absent, secret = plan.patience, plan.absent, plan.secret
+    if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < math.inf:
+        raise ValueError(f"patience={patience!r} is not a number of seconds")
+    if not set(absent) < set(range(workers)) and absent:
+        raise ValueError(f"absent={list(absent)} are not all ranks from 0 to {workers - 1}, or nobody else is there")
+    plan.placed(), Server((), **plan.rules)  # to hear what is wrong with them
+    where = check_address(plan.address)
+    keys = None if where == "ipc" and secret is None else derive_keys(new_secret() if secret is None else secret)
+    kept = {"folder": _empty(plan.folder, plan.durability), "optimizers": dict(OPTIMIZERS), "codecs": dict(CODECS)}
+    return replace(plan, absent=tuple(absent), address=where, keys=keys, secret=None, **kept)  # type: ignore[arg-type]
+
+
+def _check_bytes(bits: int, **given: int) -> None:
+    for name, nbytes in given.items():
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 <= nbytes < 1 << bits:
+            raise ValueError(f"{name}={nbytes!r} is not a number of bytes from 1 to 2**{bits} - 1")
+
+
+def _empty(folder: str | Path, durability: str) -> str:
+    """The folder for logs, made if need be: what an earlier run has left there is neither read nor overwritten."""
+    if not folder:
+        return ""
+    if durability not in ("log", "fsync"):
+        raise ValueError(f"folder={str(folder)!r}, but durability={durability!r} writes nothing: choose 'log' or 'fsync'")
+    path = Path(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise FileExistsError(f"folder={str(folder)!r} is not empty: choose another one")
+    return str(path)

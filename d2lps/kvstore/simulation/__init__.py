@@ -1,0 +1,1 @@
+"""The same clients and servers in virtual time."""

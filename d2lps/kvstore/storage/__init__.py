@@ -1,0 +1,1 @@
+"""Bytes: records as frames, the log, checkpoints, and tensors that lie on the disk."""
