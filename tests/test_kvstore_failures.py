@@ -397,8 +397,11 @@ def test_who_does_not_know_the_secret_never_gets_in(tmp_path: Path, how: str) ->
         until(lambda: all((tmp_path / f"began {rank}").exists() for rank in range(2)))
         with zmq.Context[zmq.Socket[bytes]]() as context:
             for key, name in ((keys, b"x"), (right, b"y")):
-                stranger = connect(context, cluster.addresses[0], name, 1 << 20, key)
+                nowhere = f"ipc://{tmp_path}/nobody"  # until somebody looks at what happens to the connection
+                stranger = connect(context, nowhere, name, 1 << 20, key)
                 monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                stranger.disconnect(nowhere)
+                stranger.connect(cluster.addresses[0])
                 stranger.send_multipart(frame(FORGED if name == b"x" else Lost(0), checked=True))
                 heard.append(bool(monitor.poll(500 if name == b"x" else 10_000)))
                 stranger.disable_monitor()
