@@ -32,6 +32,7 @@ class ProcessGroupCommunicator(Communicator):
     ) -> None:
         super().__init__(members or range(group.size()), group.rank(), name)
         self.group, self.device, self.timeout = group, device, timeout
+        self._store = store
         self.node, self.generator = socket.gethostname(), torch.Generator().manual_seed(self.rank)
         self.backend = group.name()
         self.signatures = Signatures(store, timeout if self.backend == "nccl" else None)
@@ -39,7 +40,7 @@ class ProcessGroupCommunicator(Communicator):
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. For that of a function that has ended, the barrier behind which all are done.
         self._engines: dict[Any, Any] = {}
-        self._stores: list[Any] = []  # connections to the store that nothing waits at just now: a new one takes a while
+        self._stores: list[Any] = []  # connections to the store that no started function uses just now
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class ProcessGroupCommunicator(Communicator):
         with self.waiting("native", nbytes=tensor.numel() * tensor.element_size()):
             work = self.group.allreduce([host], options)
             (_on_stream(work) if self.backend == "nccl" else work).wait()
-        tensor.copy_(host)  # which costs nothing where the two are the same
+        tensor.detach().copy_(host)  # which costs nothing where the two are the same
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -99,14 +100,17 @@ class ProcessGroupCommunicator(Communicator):
         child = copy.copy(self)
         Communicator.__init__(child, [self.members[rank] for rank in ranks], ranks.index(self.rank), name)
         child.group = None
+        if beside:
+            child._store = None  # one of its own: while this start waits there for the other ranks, another one may
         return child
 
     def connect(self) -> None:
         """Make the engine, as every rank of the group does."""
-        try:  # over a connection of its own: while this one waits there for the other ranks, another may
-            self._store = self._stores.pop()
-        except IndexError:
-            self._store = own_connection(self.signatures.store)
+        if self._store is None:
+            try:
+                self._store = self._stores.pop()
+            except IndexError:
+                self._store = own_connection(self.signatures.store)
         store = dist.PrefixStore(f"engine of {self.name}", self._store)
         self.group = connect(self.backend, store, self.rank, self.size, self.timeout)
         self._engines[self.group] = None

@@ -29,6 +29,7 @@ import d2lps.backend
 from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
 from d2lps.backend import choice, transports
 from d2lps.backend.tasks import TaskQueue
+from d2lps.sharedmemory.space import Space
 
 TRANSPORTS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8]
@@ -481,6 +482,26 @@ def test_an_error_on_one_rank_is_felt_by_all(transport: str) -> None:
         assert again.startswith("RankFailed: all_reduce: this process group is of no more use since")
 
 
+def after_a_refusal(comm: Communicator) -> list[float]:
+    """What comes of a message, and of arguments by name, after another message was refused on rank 0."""
+    if comm.rank == 0:
+        free, Space.free = Space.free, lambda self, most: 0  # the machine is full for a moment
+        try:
+            with pytest.raises(MemoryError):
+                dist.isend(torch.ones(400_000), 1)
+        finally:
+            Space.free = free
+    tensor, both, group = torch.full((1,), 5.0 + comm.rank), torch.zeros(2), dist.group.WORLD
+    (dist.recv if comm.rank else dist.send)(tensor, 1 - comm.rank)
+    group._allgather_base(output=both, input=tensor + comm.rank).wait()  # type: ignore[union-attr]
+    return both.tolist()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_what_is_refused_before_it_is_sent_harms_no_group() -> None:
+    assert job(after_a_refusal, 2) == [[5.0, 6.0]] * 2
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_wait_ends_after_the_groups_timeout(transport: str) -> None:
     zero, _, two = job(failing, 3, "late", transport=transport, timeout=1.0)
@@ -562,6 +583,27 @@ def thrice(rank: int, folder: str) -> None:
         dist.all_reduce(tensor := torch.tensor([number + rank]))
         assert tensor.item() == 2 * number + 1
         dist.destroy_process_group()
+
+
+def maps_after_groups(comm: Communicator) -> list[int]:
+    """How often a rank maps the memory of groups when each of three is gone, by the number of elements that it added up."""
+    gc.disable()  # who lets go of the last reference lets go of the memory
+    found = []
+    for elements in (10, 100_000, 2_000_000):
+        group = dist.new_group()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(elements), group=group)
+        dist.destroy_process_group(group)
+        del group
+        found.append(Path("/proc/self/maps").read_text().count("memfd:d2lps"))
+    return found
+
+
+@untold
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_a_destroyed_group_lets_go_of_its_memory() -> None:
+    for one, other, third in job(maps_after_groups, 2):
+        assert one == other == third
 
 
 def test_a_group_may_follow_another(tmp_path: Path) -> None:

@@ -553,6 +553,22 @@ def test_a_run_in_which_a_rank_is_killed_says_so_and_leaves_nothing(seed: int, n
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("elements", [10, 50_000, 2_000_000])
+def test_sums_within_inference_mode_leave_those_outside_alone(elements: int) -> None:
+    def work(comm: Communicator) -> list[float]:
+        def added() -> float:
+            tensor = torch.ones(elements)
+            for _ in range(4):
+                all_reduce(comm, tensor, algorithm="native")
+            return tensor[-1].item()
+
+        with torch.inference_mode():
+            within = added()
+        return [within, added()]
+
+    assert d2lps.run(work, 2, backend="shm") == [[16.0, 16.0]] * 2
+
+
 def test_thousands_of_calls_leave_no_memory_and_no_descriptors(nothing_left: Any) -> None:
     def used() -> tuple[int, int]:
         """Pages that this process has in shared memory, in KiB, and its descriptors."""

@@ -3,6 +3,7 @@
 # ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -181,6 +182,17 @@ def test_one_that_never_ends_is_not_waited_for_for_ever(run: Runner) -> None:
 
     with pytest.raises(RankHung, match="rank 1 waits for what it has started"):
         run(work, 2, timeout=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_a_split_keeps_no_connection_to_where_ranks_meet() -> None:
+    def work(comm: Communicator) -> int:
+        before = len(os.listdir("/proc/self/fd"))
+        kept = [comm.split(0) for _ in range(10)]
+        return (len(os.listdir("/proc/self/fd")) - before) // len(kept)
+
+    at_the_store, elsewhere = d2lps.run(work, 2, backend="gloo")
+    assert at_the_store == elsewhere
 
 
 def test_many_leave_nothing_behind(run: Runner, nothing_left: object) -> None:

@@ -65,19 +65,19 @@ def all_gather_coalesced(comm: Communicator, outputs: Sequence[Tensors], inputs:
         call("all_gather", comm, [theirs[index] for theirs in outputs], tensor)  # a list of all tensors for each rank
 
 
-def all_gather_into_tensor(comm: Communicator, outputs: Any, inputs: Any, opts: Any = None) -> None:
-    for output, tensor in zip(leaves(outputs), leaves(inputs), strict=True):  # one of each, or lists
-        call("all_gather_into_tensor", comm, output, tensor)
+def all_gather_into_tensor(comm: Communicator, output: Any, input: Any, opts: Any = None) -> None:
+    for whole, tensor in zip(leaves(output), leaves(input), strict=True):  # one of each, or lists
+        call("all_gather_into_tensor", comm, whole, tensor)
 
 
 def reduce_scatter(comm: Communicator, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULTS) -> None:
     call("reduce_scatter", comm, outputs[0], *scaled(inputs[0], opts.reduceOp))
 
 
-def reduce_scatter_tensor(comm: Communicator, outputs: Any, inputs: Any, opts: Any = _DEFAULTS) -> None:
-    parts, op = scaled(leaves(inputs), opts.reduceOp)
-    for output, tensor in zip(leaves(outputs), parts, strict=True):  # one of each, or lists
-        call("reduce_scatter_tensor", comm, output, tensor, op)
+def reduce_scatter_tensor(comm: Communicator, output: Any, input: Any, opts: Any = _DEFAULTS) -> None:
+    wholes, op = scaled(leaves(input), opts.reduceOp)
+    for part, tensor in zip(leaves(output), wholes, strict=True):  # one of each, or lists
+        call("reduce_scatter_tensor", comm, part, tensor, op)
 
 
 def all_to_all(comm: Communicator, outputs: Tensors, inputs: Tensors, opts: Any = None) -> None:

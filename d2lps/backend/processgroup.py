@@ -50,9 +50,10 @@ class BookProcessGroup(_Base):
 
     def _run(self, operation: Callable[..., None], *given: Any, **named: Any) -> CollectiveWork:
         """Have one of the `operations` done, and return its work; what it writes to is its first argument."""
-        name, tensors = operation.__name__, leaves(given)
+        every = [*given, *named.values()]
+        name, tensors = operation.__name__, leaves(every)
         self._check(name, tensors)
-        work, device = CollectiveWork(self, name, leaves(given[:1])), tensors[0].device if tensors else CPU
+        work, device = CollectiveWork(self, name, leaves(every[:1])), tensors[0].device if tensors else CPU
         context = callers_context(device)
 
         def task() -> None:
@@ -66,8 +67,7 @@ class BookProcessGroup(_Base):
                 work.error = self._failed(error, comm, name)
             work.done.set()
 
-        options = (*given, *named.values())  # torch's are among them
-        waits = any(getattr(each, "asyncOp", True) is False for each in options)
+        waits = any(getattr(each, "asyncOp", True) is False for each in every)  # torch's options are among them
         self.tasks.submit(task, at_once=waits)
         return work
 
@@ -107,22 +107,23 @@ class BookProcessGroup(_Base):
         self._check(action, tensors)
         (tensor,) = tensors
         comm = self.transports.communicator("messages", tensor.device)
-        with self._telling(action, comm):
+        with self._telling(action, comm, RuntimeError):  # a ValueError comes before anything was posted
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
 
         def finish() -> None:
-            with self._telling(action, comm):
+            with self._telling(action, comm, Exception):
                 message.wait()
 
         return BookWork("the message", tensors, finish, message.is_done)
 
     @contextmanager
-    def _telling(self, action: str, comm: Any) -> Iterator[None]:
+    def _telling(self, action: str, comm: Any, kind: type[Exception]) -> Iterator[None]:
         """Raise an error of this block as all of the group's are."""
         try:
             yield
-        except Exception as error:
-            raise self._failed(error, comm, action) from None
+        except kind as error:
+            told = self._failed(error, comm, action)
+            raise told from (error if told is not error else error.__cause__)
 
     send, recv = partialmethod(_message, "send"), partialmethod(_message, "recv")
 

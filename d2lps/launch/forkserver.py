@@ -246,6 +246,8 @@ def _end(processes: dict[int, int], reporter: threading.Thread) -> None:
     """Kill the ranks, and what they started and left: orphans are the keeper's own children (see `keep`)."""
     for pid in list(processes):
         kill_session(pid)
+    if reporter.ident is None:  # the run has ended while its ranks were being forked
+        reporter.start()
     while reporter.is_alive():  # it ends when there is no child any more
         for pid in [] if processes else _children():  # once the ranks are gone
             kill_session(pid)

@@ -86,7 +86,8 @@ def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -
     for rank in meeting.others:
         tensor[block[rank]].copy_(copies[rank][block[rank]])
     meeting.come()
-    arena.space.keep(offset, unused=partial(meeting.is_over, meeting.count))
+    came, number = meeting.came, meeting.count  # not the meeting itself: it knows the space, and nobody would let go of either
+    arena.space.keep(offset, unused=lambda: min(came) >= number)
 
 
 def _by_reading(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:

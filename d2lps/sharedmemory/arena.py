@@ -104,7 +104,8 @@ class Arena:
 
 def _view(memory: memoryview, offset: int, dtype: torch.dtype, length: int) -> torch.Tensor:
     """What lies at an offset as a flat tensor, without owning it."""
-    return torch.frombuffer(memory, dtype=dtype, count=length, offset=offset)
+    with torch.inference_mode(False):  # it is remembered, and written to outside of that mode as well
+        return torch.frombuffer(memory, dtype=dtype, count=length, offset=offset)
 
 
 def bytes_of(shape: int | Sequence[int], dtype: torch.dtype) -> int:

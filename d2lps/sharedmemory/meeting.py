@@ -31,7 +31,7 @@ class Meeting:
         self._seats = [[first + (2 * other + turn) * place.seat for other in ranks] for turn in range(2)]
         self.count = 0  # of the meetings so far
         self.unreadable: str | None = None  # why no rank reads another one's memory; not known before the first try
-        self._came, gone = self.arena.columns(begin, len(members), 2)
+        self.came, gone = self.arena.columns(begin, len(members), 2)
         weakref.finalize(self, gone.__setitem__, rank, 1).atexit = False  # until this is garbage, the member is there
 
     def exchange(self, call: str, mine: bytes = b"") -> list[bytes]:
@@ -62,7 +62,7 @@ class Meeting:
         """Be there, without waiting for the others; the last one wakes them."""
         self.count += 1
         linux.fence()
-        self._came[self.rank] = self.count
+        self.came[self.rank] = self.count
         linux.fence(full=True)  # of two that come at the same time, one at least sees both
         if self.is_over(self.count):
             self.waiting.wake([self.members[other] for other in self.others])
@@ -78,11 +78,11 @@ class Meeting:
         return self.is_over(self.count)
 
     def _missing(self) -> list[int]:
-        return [self.members[other] for other in self.others if self._came[other] < self.count]
+        return [self.members[other] for other in self.others if self.came[other] < self.count]
 
     def is_over(self, number: int) -> bool:
         """Whether all have come to the meeting of that number."""
-        return min(self._came) >= number
+        return min(self.came) >= number
 
     def slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         """Where each rank puts a small tensor before the next meeting, to be read after it."""

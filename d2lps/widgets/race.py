@@ -45,7 +45,7 @@ class Race(still.Still):
         for lane in lanes:  # equally fast ones share a place
             lane["place"] = 1 + sum(other["seconds"] < lane["seconds"] * (1 - 1e-6) for other in lanes)
         end = max(lane["seconds"] for lane in lanes)
-        title = title or RACE["title"].format(bytes=EngFormatter("B")(nbytes), topology=topology.name)
+        title = title or RACE["title"].format(bytes=EngFormatter("B", places=0)(nbytes), topology=topology.name)
         super().__init__(data={"title": title, "lanes": lanes, "end": end, "stops": _stops(lanes, end), "texts": RACE})
 
     def __repr__(self) -> str:
