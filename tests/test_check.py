@@ -236,6 +236,10 @@ def test_the_sum_of_another_part_is_not_the_right_part() -> None:
     assert check.reduce_scatter(next_part).text.startswith(said)
 
 
+def adding_broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
+    collectives.all_reduce(comm, tensor)
+
+
 def wrong_broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
     collectives.broadcast(comm, tensor, 0)
 
@@ -265,6 +269,11 @@ def keep_what_is_for_others(comm: Communicator, output_list: list[torch.Tensor],
 @pytest.mark.parametrize(
     ("exercise", "function", "said"),
     [
+        (
+            "broadcast",
+            adding_broadcast,
+            "rank 0, tensor, elements 0 to 7: holds a sum, of ranks 0, 1; should be element 0 of rank 1",
+        ),
         (
             "broadcast",
             wrong_broadcast,

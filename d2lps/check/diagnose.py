@@ -66,7 +66,9 @@ def _wrong_copy(left: Left, first: int, ranks: int) -> str:
     def spelled(value: int) -> str:
         counted = counts(value, ranks) or []
         source = common_element(value, ranks, len(left.got))
-        if sum(counted) != 1 or source is None:
+        if sum(counted) > 1:
+            return "a sum, of ranks " + ", ".join(str(rank) for rank, times in enumerate(counted) for _ in range(times))
+        if not counted or source is None:
             return str(value)
         part, element = source
         return f"element {element}{f' of part {part}' if part else ''} of rank {counted.index(1)}"

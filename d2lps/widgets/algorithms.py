@@ -22,7 +22,7 @@ def described(algorithms: Sequence[Algorithm]) -> list[dict[str, Any]]:
         raise ValueError(f"algorithms={algorithms!r} must be a list of at least one name or function")
     styles: dict[Any, int] = {algorithm: style for style, algorithm in enumerate(NAMES)}
     names: dict[Any, str] = NAMES  # a function has its own
-    return [{"name": names.get(a, getattr(a, "__name__", a)), "style": styles.get(a, len(NAMES))} for a in algorithms]
+    return [{"name": names.get(a, getattr(a, "__name__", str(a))), "style": styles.get(a, len(NAMES))} for a in algorithms]
 
 
 def simulated(algorithm: Algorithm, topology: Topology, nbytes: float, trace: bool = False) -> Run:
