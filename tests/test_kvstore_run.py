@@ -310,6 +310,50 @@ def test_over_tcp_with_keys_and_without() -> None:
     assert run.values["big"].unique().tolist() == [4.0]
 
 
+@pytest.mark.parametrize("address", ["ipc", "tcp"])
+@pytest.mark.parametrize(
+    ("out", "error", "told"),
+    [
+        (torch.zeros(20_000, dtype=torch.int32), ValueError, "copy needs two tensors alike, not int32"),  # as many bytes
+        (torch.zeros(10_000, dtype=torch.float64), ValueError, "copy needs two tensors alike, not float64"),
+        (torch.zeros(1).expand(20_000), RuntimeError, "more than one element of the written-to tensor"),
+    ],
+    ids=["int32", "float64", "expanded"],
+)
+def test_a_tensor_that_cannot_take_the_value_is_an_error_at_once(address: str, out: torch.Tensor, error: Any, told: str) -> None:
+    def worker(kv: Any) -> None:
+        if kv.rank == 0:
+            kv.init("w", torch.full((20_000,), 1.5))
+        kv.barrier()
+        if kv.rank == 1:  # who has not called init does not know what the key is
+            kv.pull("w", out).wait()
+
+    with pytest.raises(error, match=told):
+        kvstore.run(worker, 2, 1, address=address)
+
+
+@pytest.mark.parametrize(
+    ("call", "rows", "shape", "told"),
+    [
+        ("push_rows", [1, 2], (5, 3), r"values is float32\[5, 3\], but 2 rows of key 'e' are \[2, 3\]"),
+        ("push_rows", [1, 2, 3], (2, 3), r"values is float32\[2, 3\], but 3 rows of key 'e' are \[3, 3\]"),
+        ("pull_rows", [1], (2, 3), r"out is float32\[2, 3\], but 1 rows of key 'e' are \[1, 3\]"),
+        ("pull_rows", [1, 2], (2, 1), r"out is float32\[2, 1\], but 2 rows of key 'e' are \[2, 3\]"),
+        ("pull_rows", [True, False], (2, 3), r"rows must be flat, of int64, not bool\[2\]"),
+    ],
+)
+def test_rows_and_their_values_must_be_as_many(call: str, rows: list[int], shape: tuple[int, ...], told: str) -> None:
+    def worker(kv: Any) -> None:
+        kv.init("e", torch.zeros(40, 3))
+        with pytest.raises(ValueError, match=told):
+            getattr(kv, call)("e", torch.tensor(rows), torch.ones(shape))
+        out = torch.ones(40, 3)
+        kv.pull("e", out).wait()
+        assert not out.any()
+
+    kvstore.run(worker, 1, 2, split=100)
+
+
 STRANGE = ["", "w", "w\0momentum", "barrier()", "w[0:5]", "w[0:1]", "w[:]", "a\nb", "]", "0/values/w", "leave", "\ud800", "ключ"]
 
 

@@ -38,6 +38,9 @@ class Move:
     nbytes: int
 
 
+Rows = tuple[Part, torch.Tensor, torch.Tensor]  # of a part: which of the rows asked for lie there, and where
+
+
 class Placement:
     """
     >>> placement = Placement(servers=[0, 1], split=100)
@@ -77,6 +80,16 @@ class Placement:
             for part in self.parts[key]:
                 self.held[part.server] += part.nbytes
         return self.parts[key]
+
+    def split_rows(self, key: str, rows: torch.Tensor) -> list[Rows]:
+        """For each part that is concerned: which of `rows` lie there, and where in the part."""
+        parts = self.parts[key]
+        if parts[0].last is None:
+            return [(parts[0], torch.arange(len(rows)), rows)]
+        edges = torch.tensor([part.last for part in parts])
+        owner = torch.bucketize(rows, edges, right=True).clamp(max=len(parts) - 1)  # the last one's server refuses strangers
+        split = [(part, (owner == number).nonzero().flatten()) for number, part in enumerate(parts)]
+        return [(part, mine, rows[mine] - part.first) for part, mine in split if len(mine)]
 
     def nbytes(self) -> dict[int, int]:
         """{server: bytes of values that it has}."""

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from d2lps.comm import Communicator, Work
+from d2lps.comm.rank import describe
 from d2lps.kvstore.core.compression import Codec, make_codec
 from d2lps.kvstore.core.events import LOSS, Refused, Reply, Request
-from d2lps.kvstore.core.placement import Part, Placement
+from d2lps.kvstore.core.placement import Part, Placement, Rows
 
 
 class Answer(Protocol):
@@ -159,13 +160,13 @@ class KVWorker:
         >>> kv.push_rows("embedding", torch.tensor([7, 2, 7]), gradients)       # gradients: float32[3, dim]   # doctest: +SKIP
         """
         requests = []
-        for part, mine, local in self._split_rows(key, rows):
+        for part, mine, local in self._split_rows(key, rows, "values", values):
             requests.append((part, Request("push", part.name, _wire(values[mine]), rows=local, priority=priority)))
         return self._work("push_rows", key, requests, values.nbytes)
 
     def pull_rows(self, key: str | int, rows: torch.Tensor, out: torch.Tensor, priority: int = 0) -> Work:
         """Fill out[i] with row rows[i]."""
-        split = self._split_rows(key, rows)
+        split = self._split_rows(key, rows, "out", out)
         requests = [(part, Request("pull", part.name, rows=local, priority=priority)) for part, _, local in split]
 
         def place(replies: list[Reply]) -> None:
@@ -174,17 +175,16 @@ class KVWorker:
 
         return self._work("pull_rows", key, requests, out.nbytes, place)
 
-    def _split_rows(self, key: str | int, rows: torch.Tensor) -> list[tuple[Part, torch.Tensor, torch.Tensor]]:
-        """For each part that is concerned: which of `rows` lie there, and where in the part."""
+    def _split_rows(self, key: str | int, rows: torch.Tensor, name: str, tensor: torch.Tensor) -> list[Rows]:
+        """See `Placement.split_rows`; `tensor` has a row for each of them."""
         if str(key) not in self.placement.shapes:
             raise ValueError(f"key {key!r} is unknown to this worker: it must call init, to learn how many rows there are")
-        parts, rows = self.placement.parts[str(key)], rows.detach().cpu()
-        if parts[0].last is None:
-            return [(parts[0], torch.arange(len(rows)), rows)]
-        edges = torch.tensor([part.last for part in parts])
-        owner = torch.bucketize(rows, edges, right=True).clamp(max=len(parts) - 1)  # the last one's server refuses strangers
-        split = [(part, (owner == number).nonzero().flatten()) for number, part in enumerate(parts)]
-        return [(part, mine, rows[mine] - part.first) for part, mine in split if len(mine)]
+        if rows.dim() != 1 or rows.dtype != torch.int64:
+            raise ValueError(f"rows must be flat, of int64, not {describe(rows)}")
+        wanted = [len(rows), *self.placement.shapes[str(key)][0][1:]]
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"{name} is {describe(tensor)}, but {len(rows)} rows of key {key!r} are {wanted}")
+        return self.placement.split_rows(str(key), rows.detach().cpu())
 
     # ---- time -------------------------------------------------------------------------------------------------------------
 

@@ -143,10 +143,16 @@ class Line:
         place, answer.place = answer.place, None
         if place is None or answer.out is None or self.wire.where(reply.value) == NOWHERE:
             return reply
-        if place is not answer.out:
-            with torch.inference_mode(answer.out.is_inference()):  # the caller's mode, which this thread does not know
-                answer.out.copy_(place)
-        return replace(reply, value=answer.out)
+        value, out = reply.value, answer.out
+        if value is None or (value.dtype, value.numel()) != (out.dtype, out.numel()):
+            return reply  # the caller's own copy will say so
+        if place is not out:
+            try:
+                with torch.inference_mode(out.is_inference()):  # the caller's mode, which this thread does not know
+                    out.copy_(place)
+            except RuntimeError:  # expanded, say: the same, where the caller hears it
+                return reply
+        return replace(reply, value=out)
 
 
 class SocketTransport:

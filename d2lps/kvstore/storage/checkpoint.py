@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from d2lps.kvstore.core.events import Request
@@ -70,7 +70,10 @@ def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], met
         seen.add(memory)
     content = json.dumps({"step": step, "meta": meta}, sort_keys=True)
     draft = folder / f".{final.stem}.draft"
-    save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
+    try:
+        save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
+    except SafetensorError as error:  # which tells no path
+        raise OSError(f"cannot write {draft}: {error}") from error
     persist_path(draft)
     os.rename(draft, final)
     persist_path(folder)
