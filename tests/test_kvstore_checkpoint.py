@@ -114,7 +114,7 @@ def cut(path: Path) -> None:
 
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[-len(data) // 4] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
@@ -151,7 +151,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 # ---- writers that stop ----------------------------------------------------------------------------------------------------
 
-CALLS = ["mkdir", "open", "close", "fsync", "rename", "unlink"]
+CALLS = ["mkdir", "open", "writev", "close", "fsync", "rename", "unlink", "rmdir"]
 
 
 class Stop(Exception):

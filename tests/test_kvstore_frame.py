@@ -129,10 +129,10 @@ def test_tensors_in_one_buffer_are_aligned() -> None:
         (Request("push", rows=torch.ones(2)), r"rows: torch.float32; .*\[2\]"),
         (Request("push", sequence=-1), "sequence: -1"),
         (Request("push", sequence=1 << 64), "18446744073709551616"),
-        (Request("push", key="k" * 700_000), "head: .*kkk.*; 7000.. bytes"),
+        (Request("push", key="k" * 70_000), "head: .*kkk.*; 70034 bytes"),
         (Request("set_optimizer", options={"lr": float("nan")}), "nan"),
         (Request("set_optimizer", options={"lr": torch.ones(1)}), "Tensor"),
-        (Reply(0, 0, 0, error="e" * 700_000), "head: .*eee"),
+        (Reply(0, 0, 0, error="e" * 70_000), "head: .*eee"),
         (Membership(1, {-1: 0}, ()), "-1"),
         (Send(1, Send(2, Lost(0))), "Send"),
     ],
@@ -150,14 +150,14 @@ def seal(head: object, *payload: bytes) -> list[bytes]:
     return [frames.seal(head if isinstance(head, bytes) else json.dumps(head).encode(), payload), *payload]
 
 
-def refused(buffers: Sequence[bytes], limit: int = LIMIT) -> str:
+def refused(buffers: Sequence[bytes], limit: int = LIMIT, most: int = 200_000) -> str:
     """The error's message; memory in use never rises by more than the few bytes of an error."""
     tracemalloc.start()
     with pytest.raises(FrameError) as caught:
         parse(buffers, limit)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 200_000
+    assert peak < most
     return str(caught.value)
 
 
@@ -211,6 +211,9 @@ def push(**fields: object) -> list[object]:
         (push(value=["float32", [1 << 32, 1 << 32]]), "shape"),  # 2^64 elements are 0 in 64 bits
         (push(value=["float32", [1 << 61, 1 << 61, 0]]), "shape"),  # no elements, yet no tensor either
         (push(value=["float32", [(1 << 64) - 2]]), "shape"),  # -2 in two's complement
+        (push(value=["float32", [1 << 63, 2]]), "shape"),
+        (push(value=["float32", [(1 << 64) - 1, (1 << 64) - 2]]), "shape"),  # -1 times -2
+        (push(value=["float32", [1 << 62, 1 << 62, 0]]), "shape"),
         (push(value=["float32", [2], 0]), "payload: [8]"),  # it lies elsewhere, and here
         (push(out=[0, 8]), "reference: (0, 8); no memory is shared"),
         (push(out=[-1, 8]), "out: -1"),
@@ -230,6 +233,21 @@ def push(**fields: object) -> list[object]:
 def test_a_hostile_head_is_refused_by_name(head: object, message: str) -> None:
     assert message in refused(seal(head, EIGHT))
     assert message in refused([b"".join(seal(head, EIGHT))])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[" + b"{}," * 21_000 + b"0]",
+        b"[" + b"[]," * 21_000 + b"0]",
+        b'["Send",{"number":1,"event":' * 2_000 + b"5" + b"}]" * 2_000,
+    ],
+    ids=["dictionaries", "lists", "sends within sends"],
+)
+def test_a_hostile_head_costs_no_more_than_thirty_times_its_bytes(head: bytes) -> None:
+    buffers = [frames.seal(head)]
+    assert len(buffers[0]) <= frames.PREFIX.size + frames.MAX_HEAD
+    assert "head" in refused(buffers, most=30 * len(head))
 
 
 @pytest.mark.parametrize(
