@@ -11,10 +11,9 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from d2lps.kvstore.core.events import Membership, Reply, Request
+from d2lps.kvstore.core.events import Membership, Reply, Request, replace
 
 RETRY, RETRY_MOST = 1.0, 16.0  # seconds of silence after which all is sent again: at first, and at most (it doubles)
 SOON = 0.01  # seconds: the server knows less than we do, for a moment

@@ -7,14 +7,13 @@ playing it again decodes it again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from d2lps.kvstore.core.entry import Entry
-from d2lps.kvstore.core.events import Refused, Request
+from d2lps.kvstore.core.events import Refused, Request, replace
 
 LARGEST = torch.finfo(torch.float16).max
 

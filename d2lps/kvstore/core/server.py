@@ -7,12 +7,11 @@ a log is played again. A driver carries out the effects in their order.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
-from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send
+from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send, replace
 from d2lps.kvstore.core.operations import OPERATIONS, check_key, place
 from d2lps.kvstore.core.state import BARRIER, State
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from d2lps.kvstore.core.clocks import Clocks, Front
 from d2lps.kvstore.core.consistency import make_consistency
 from d2lps.kvstore.core.entry import Entry, Memory, Store
-from d2lps.kvstore.core.events import LOSS, Request
+from d2lps.kvstore.core.events import LOSS, Request, replace
 from d2lps.kvstore.core.optimizers import Optimizer, make_optimizer
 
 WINDOW = 1024  # requests beyond a gap that are kept; further ones are dropped, and will come again

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from d2lps.comm import Communicator, Work
 from d2lps.comm.rank import describe
 from d2lps.kvstore.core.compression import Codec, make_codec
-from d2lps.kvstore.core.events import LOSS, Refused, Reply, Request
+from d2lps.kvstore.core.events import LOSS, Refused, Reply, Request, replace
 from d2lps.kvstore.core.placement import Part, Placement, Rows
 
 

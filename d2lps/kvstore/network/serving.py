@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import zmq
 
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.compression import CODECS
-from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Request, Send
+from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Request, Send, replace
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server

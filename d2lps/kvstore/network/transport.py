@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 import zmq
@@ -19,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from d2lps.comm import Communicator, RankHung
 from d2lps.comm.status import Status, readers_line
 from d2lps.kvstore.core.client import Client, Session
-from d2lps.kvstore.core.events import READS, Membership, Reply, Request
+from d2lps.kvstore.core.events import READS, Membership, Reply, Request, replace
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.sockets import BIG, NOWHERE, Slots, Wire, connect, readable, subscribe, writable
 from d2lps.kvstore.storage.frame import FrameError, frame, parse

@@ -6,13 +6,13 @@ A worker is a task that waits for answers. A server is none: whatever arrives is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from d2lps.kvstore.core.client import Client, order
-from d2lps.kvstore.core.events import Append, Event, Reply, Request
+from d2lps.kvstore.core.events import Append, Event, Reply, Request, replace
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
