@@ -228,7 +228,7 @@ def send(event: object, number: object = 1) -> dict[str, object]:
         (push(value=None), "payload: [8]"),
         (push(value=[]), "at least length 2, got 0 - at `$.value`"),
         (push(value="float32"), "got `str` - at `$.value`"),
-        (push(value=["object", [1]]), "'object' - at `$[0]` - at `$.value`"),
+        (push(value=["object", [1]]), "dtype: 'object'; wanted one of float32"),
         (push(value=[["float32"], [2]]), "got `array` - at `$[0]` - at `$.value`"),
         (push(value=["float32", 2]), "got `int` - at `$[1]` - at `$.value`"),
         (push(value=["float32", [1] * 9]), "Expected `array` of length <= 8 - at `$[1]` - at `$.value`"),
