@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from d2lps.kvstore import Lost, Membership, Reply, Request, Server, register_optimizer
 from d2lps.kvstore.core import server as server_module
 from d2lps.kvstore.core.client import Session
-from d2lps.kvstore.core.events import Append, Event, Send, alike
+from d2lps.kvstore.core.events import Append, Event, Send, alike, replace
 from d2lps.kvstore.core.optimizers import SGD, make_optimizer
 from d2lps.kvstore.core.state import WINDOW, Known
 from d2lps.kvstore.storage.checkpoint import flatten, unflatten

@@ -87,17 +87,20 @@ def test_without_shared_memory_all_travels() -> None:
 # ---- what must not be believed --------------------------------------------------------------------------------------------
 
 
+def asking(op: str, field: str, offset: int, nbytes: int) -> bytes:
+    return json.dumps({"type": "Request", "op": op, "sequence": 1, field: ["uint8", [nbytes], offset]}).encode()
+
+
 def test_a_reference_to_anywhere_else_is_refused(ends: tuple[Wire, Wire]) -> None:
     _, server = ends
     assert server.arena is not None
     begin, end = server.arena.layout.spaces, server.arena.layout.end
     outside = [(0, BIG), (begin - 1, BIG), (end - BIG + 4, BIG), (begin, 4), (begin, LIMIT + 4)]
     for offset, nbytes in outside:
-        value, out = {"value": ["float32", [nbytes // 4], offset]}, {"out": [offset, nbytes]}
-        for fields in (value, out):
+        for field in ("value", "out"):
             with pytest.raises(FrameError, match=r"no tensor of at most|shape"):
-                server.unpack([seal(json.dumps(["Request", {"op": "pushpull", "sequence": 1} | fields]).encode())])
-    good = json.dumps(["Request", {"op": "pull", "out": [begin, BIG]}]).encode()
+                server.unpack([seal(asking("pushpull", field, offset, nbytes))])
+    good = asking("pull", "out", begin, BIG)
     assert server.unpack([seal(good)]).out.nbytes == BIG
     with pytest.raises(FrameError, match="no tensor of at most"):  # and to one who shares nothing it means nothing
         Wire(LIMIT).unpack([seal(good)])

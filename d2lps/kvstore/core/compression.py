@@ -113,7 +113,7 @@ def decoded(request: Request, entries: Mapping[str, Entry]) -> Request:
     """A push with the tensor that it means; Refused if that cannot be told."""
     if request.value is None or request.key not in entries:
         return request
-    options = dict(request.options)
+    options: dict[str, Any] = dict(request.options)
     try:
         value = make_codec(options.pop("codec"), **options).decode(request.value, entries[request.key].like)
     except Exception as error:  # a codec is anybody's, and so is what came

@@ -1,26 +1,35 @@
 """What can happen to a server, and what it then wants done: the whole vocabulary of `Server.step`.
 
-Events and effects are plain frozen records of numbers, strings and tensors, so a driver can carry them over a wire, write
-them into a log, and play them again.
+Events and effects are frozen records of numbers, strings and tensors, so a driver can carry them over a wire, write them into
+a log, and play them again. Their types say what is allowed: whatever arrives is held against them (see `frame`), and so is
+what leaves.
 
 >>> push = Request("push", key="w", value=torch.ones(2), client=0, epoch=1, sequence=3)
 >>> push.op, push.retry_key, push.value.tolist()
 ('push', (0, 1, 3), [1.0, 1.0])
+>>> replace(push, value=None)
+Request(op='push', key='w', epoch=1, sequence=3)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from dataclasses import replace as replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from msgspec import Meta, Struct, field
+from msgspec.structs import astuple
+from msgspec.structs import replace as replace
 
 # What a client can ask for.
-OPS = ("offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek")
+Op = Literal["offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek"]
+OPS: tuple[Op, ...] = get_args(Op)
 READS = ("pull", "pushpull", "peek")  # what is answered with a value
 
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Plain = bool | int | float | str
+Options = Mapping[str, Plain | Sequence[Plain]]
 
 LOSS = "acknowledged requests are lost"  # what an answer begins with that names such a loss
 
@@ -32,35 +41,35 @@ class Refused(RuntimeError):
 # ---- events: what a server can be given -----------------------------------------------------------------------------------
 
 
-class _Record:
+class _Record(Struct, frozen=True, eq=False, tag=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True):
     """Two records are equal if they are of one kind and all their fields are, tensors element by element."""
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and alike(vars(self), vars(other))
+    def __eq__(self, other: Any) -> bool:
+        return type(self) is type(other) and alike(astuple(self), astuple(other))
 
-    __hash__ = None  # type: ignore[assignment]
+    def __ne__(self, other: object) -> bool:  # Struct has one of its own
+        return not self == other
 
 
-@dataclass(frozen=True, eq=False)
-class Request(_Record):
+class Request(_Record, frozen=True):
     """One client asks one server for something.
 
     The server owns `value` and `rows` from now on: who gives them keeps no tensor that shares their memory. `out` is written
     to, if it has room, when the request is executed, and never again; it is in no log and no state.
     """
 
-    op: str  # one of OPS
+    op: Op
     key: str = ""
     value: torch.Tensor | None = None  # init, push, pushpull: the tensor, or the pushed rows of it
     rows: torch.Tensor | None = None  # push, pull, pushpull of rows: which ones, int64[number of rows]
-    options: Mapping[str, Any] = field(default_factory=dict)  # {"name": "sgd", "lr": 0.1}; of a push, {"codec": "half"}
-    clock: int = 0  # how many iterations the worker has ended; with op "clock", this one included
+    options: Options = field(default_factory=dict)  # {"name": "sgd", "lr": 0.1}; of a push, {"codec": "half"}
+    clock: Count = 0  # how many iterations the worker has ended; with op "clock", this one included
     priority: int = 0  # the higher, the sooner, among what waits
-    client: int = 0  # the worker's rank
-    epoch: int = 0  # which life of this client: one that was lost and comes back has a higher one
-    sequence: int = 0  # 1, 2, 3 ... in the order in which this life sends requests to this server; retries keep theirs
-    acknowledged: int = 0  # the client has the answers to all sequences below this one
-    view: int = 0  # the number of the membership that the client knows
+    client: Rank = 0  # the worker's
+    epoch: Count = 0  # which life of this client: one that was lost and comes back has a higher one
+    sequence: Count = 0  # 1, 2, 3 ... in the order in which this life sends requests to this server; retries keep theirs
+    acknowledged: Count = 0  # the client has the answers to all sequences below this one
+    view: Count = 0  # the number of the membership that the client knows
     out: torch.Tensor | None = None  # where the answer is wanted: on its way to the server only if both share its memory
 
     @property
@@ -69,59 +78,55 @@ class Request(_Record):
         return self.client, self.epoch, self.sequence
 
 
-@dataclass(frozen=True, eq=False)
-class Lost(_Record):
+class Lost(_Record, frozen=True):
     """A worker is given up: from now on nobody waits for it, and what it still asks for is refused."""
 
-    worker: int
+    worker: Rank
 
 
-@dataclass(frozen=True, eq=False)
-class Membership(_Record):
+class Membership(_Record, frozen=True):
     """The coordinator numbers who takes part; a server refuses requests that carry another number than its own."""
 
-    view: int
-    workers: Mapping[int, int]  # {rank: epoch of its present life}
-    servers: tuple[int, ...]
+    view: Count
+    workers: Mapping[Rank, Count]  # {rank: epoch of its present life}
+    servers: tuple[Count, ...]
 
 
 # ---- effects: what a server wants done, in this order ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Append(_Record):
+class Append(_Record, frozen=True):
     """Write the event to the log; the effects after this one must wait until that is done."""
 
-    event: Event
+    event: Executed
 
 
-@dataclass(frozen=True, eq=False)
-class Send(_Record):
+class Send(_Record, frozen=True):
     """Give the event to the backup, which steps with this very record; the effects after this one must wait for its answer."""
 
-    number: int  # 1, 2, 3 ... of the events that a server has executed
-    event: Event
-    view: int = 0  # of the primary: a backup refuses what is older than its own
+    number: Count  # 1, 2, 3 ... of the events that a server has executed
+    event: Executed
+    view: Count = 0  # of the primary: a backup refuses what is older than its own
 
 
-@dataclass(frozen=True, eq=False)
-class Reply(_Record):
+class Reply(_Record, frozen=True):
     """Answer a request, or (client -1) a primary's Send by its number."""
 
-    client: int
-    epoch: int
-    sequence: int
-    op: str = ""
+    client: Annotated[int, Meta(ge=-1)]
+    epoch: Count
+    sequence: Count
+    op: Literal["", Op, "send"] = ""
     key: str = ""
     value: torch.Tensor | None = None  # pull, pushpull: a copy of the tensor, or of the rows asked for; it may be in `out`
     error: str = ""  # not empty: the request was refused, for this reason
-    clock: int = 0  # join: the clock to begin at
+    clock: Count = 0  # join: the clock to begin at
     priority: int = 0  # of the request
-    view: int = 0  # of the server
-    owner: tuple[int, ...] = ()  # choose: whose first value it is, a worker's rank and which of its lives
+    view: Count = 0  # of the server
+    owner: tuple[Count, ...] = ()  # choose: whose first value it is, a worker's rank and which of its lives
 
 
-Event = Request | Lost | Membership | Send
+Executed = Request | Lost | Membership  # what changes a server, and is logged
+Event = Executed | Send
 Effect = Append | Send | Reply
 
 

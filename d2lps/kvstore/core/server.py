@@ -199,7 +199,7 @@ class Server(State):
 
     # ---- and the rest -----------------------------------------------------------------------------------------------------
 
-    def _logged(self, event: Event) -> list[Effect]:
+    def _logged(self, event: Request | Lost | Membership) -> list[Effect]:
         self.number += 1
         return [Append(event), *([Send(self.number, event, self.view)] if self.replicate else [])]
 

@@ -14,7 +14,7 @@ import torch
 from d2lps.comm import Communicator, Work
 from d2lps.comm.rank import describe
 from d2lps.kvstore.core.compression import Codec, make_codec
-from d2lps.kvstore.core.events import LOSS, Refused, Reply, Request, replace
+from d2lps.kvstore.core.events import LOSS, Op, Refused, Reply, Request, replace
 from d2lps.kvstore.core.placement import Part, Placement, Rows
 
 
@@ -111,7 +111,8 @@ class KVWorker:
         of those whose whole value is there: no key begins with parts of two workers' values, whoever dies meanwhile.
         """
         home, *others = parts = self._parts(key, value)
-        op, found = "offer" if others else "init", list[Reply]()
+        op: Op = "offer" if others else "init"
+        found = list[Reply]()
         self._work("init", key, [(part, self._pushing(op, part, value, 0)) for part in parts], value.nbytes).wait()
         if others:
             self._work("init", key, [(home, Request("choose", home.name))], 0, found.extend).wait()
@@ -241,14 +242,14 @@ class KVWorker:
             raise ValueError(f"key {key!r} is {known[1]}{list(known[0])}, not {tensor.dtype}{list(tensor.shape)}")
         return parts
 
-    def _pushing(self, op: str, part: Part, value: torch.Tensor, priority: int) -> Request:
+    def _pushing(self, op: Op, part: Part, value: torch.Tensor, priority: int) -> Request:
         """A request that brings a part of a tensor, encoded if that was wished."""
         tensor = _wire(part.of(value))
         if self.codec is None or op in ("offer", "init") or not tensor.is_floating_point():
             return Request(op, part.name, tensor, priority=priority)
         return Request(op, part.name, self.codec.encode(part.name, tensor), options=self.code, priority=priority)
 
-    def _fetch(self, op: str, key: str | int, value: torch.Tensor, out: torch.Tensor, priority: int) -> Work:
+    def _fetch(self, op: Op, key: str | int, value: torch.Tensor, out: torch.Tensor, priority: int) -> Work:
         parts = self._parts(key, value)
         requests = []
         for part in self._parts(key, out):

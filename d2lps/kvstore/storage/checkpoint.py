@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import asdict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -139,7 +140,7 @@ def flatten(state: Any, tensors: dict[str, torch.Tensor] | None = None, path: st
         found[name] = state
         return found, {"tensor": name}
     if isinstance(state, Request):
-        return found, {"request": flatten(vars(state), found, f"{path}/{state.op}")[1]}
+        return found, {"request": flatten(asdict(state), found, f"{path}/{state.op}")[1]}
     if isinstance(state, Mapping):
         return found, {"dict": [[key, flatten(value, found, f"{path}/{key}")[1]] for key, value in state.items()]}
     if isinstance(state, list | tuple):
