@@ -64,16 +64,19 @@ class Durable:
                 f"acknowledged requests are lost"
             )
         self.log = Log(self._path(begin), cast(Level, level), begin)
-        if self.number < promised:
+        try:
+            if self.number < promised:
+                raise LogDamaged(
+                    f"{self.log.path}: there are {self.number} events, and {promised} were promised: acknowledged requests are lost"
+                )
+            for path in logs.values():
+                if path != self.log.path:
+                    path.rename(folder / "spare")
+            for _, data in self.log.read():
+                server.step(cast(Event, parse([data], limit)))
+        except BaseException:
             self.log.close()
-            raise LogDamaged(
-                f"{self.log.path}: there are {self.number} events, and {promised} were promised: acknowledged requests are lost"
-            )
-        for path in logs.values():
-            if path != self.log.path:
-                path.rename(folder / "spare")
-        for _, data in self.log.read():
-            server.step(cast(Event, parse([data], limit)))
+            raise
 
     @property
     def number(self) -> int:

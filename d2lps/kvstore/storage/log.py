@@ -145,7 +145,7 @@ def make(path: Path, level: Level, begin: int) -> None:
     spare = path.with_name("spare")
     spare.touch(0o600)
     with spare.open("r+b", buffering=0) as file:
-        file.write(header(begin, begin))
+        os.pwrite(file.fileno(), header(begin, begin), 0)
         if level == "fsync":
             persist(file.fileno())
     spare.rename(path)
