@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -20,6 +22,7 @@ from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.pulse import BEAT, PULSE
 from d2lps.kvstore.network.sockets import new_socket, readable
+from d2lps.kvstore.storage.durable import write_mark
 from d2lps.kvstore.storage.frame import frame
 
 ATTEMPTS = 3  # to start a server
@@ -52,6 +55,7 @@ class Coordinator:
         for node in self.nodes.values():
             node.start()
         self._until(lambda: all(node.ready.is_set() for node in self.nodes.values()), "all servers had started")
+        self._mark()
         return {number: node.endpoint for number, node in self.nodes.items()}
 
     def finish(self) -> list[ServerReport]:
@@ -61,7 +65,14 @@ class Coordinator:
             self._tell(node, b"finish")
         # A report comes by a pipe, and may overtake the last word, which comes by a socket, with the monitor's last numbers.
         self._until(lambda: all(node.over and node.report is not None for node in self.serving), "all servers had reported")
-        return [node.report for node in self.serving if node.report is not None]
+        reports = [node.report for node in self.serving if node.report is not None]
+        self._mark(numbers={report.node: report.number for report in reports})
+        return reports
+
+    def _mark(self, **more: Any) -> None:
+        """Note in the folder how a later run is to read what the servers leave there."""
+        if self.plan.durability in ("log", "fsync"):
+            write_mark(Path(self.plan.folder), self.plan.mark | more)
 
     def end(self) -> None:
         """Nothing is left of what was started."""

@@ -49,7 +49,7 @@ class Node:
         self.failed += 1
         backend = "gloo" if sharedmemory.missing() else "shm"
         self.group = Group(Job(1, backend, "cpu", 1e6), self.live, labels=[f"server {self.number}"])
-        self.group.start(cloudpickle.dumps((serve, (self.plan, self.number, self.endpoint))))
+        self.group.start(cloudpickle.dumps((serve, (self.plan, self.number, self.endpoint, self.starts == self.failed))))
 
     def descriptors(self) -> list[int]:
         if self.group is None or self.group.keeper is None:

@@ -31,7 +31,7 @@ from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
-from d2lps.kvstore.storage.durable import Durable, load_state, save_state
+from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.kvstore.storage.tiers import Tiers
 
@@ -91,9 +91,9 @@ class Meter:
         return json.dumps(counters | {"latencies": self.latencies.counts, "seconds": self.latencies.total}).encode()
 
 
-def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> ServerReport | None:
-    """The life of a node; None from one that lost its place to its backup."""
-    with serving(plan, node, endpoint) as server:
+def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str, first: bool) -> ServerReport | None:
+    """The life of a node, perhaps its first; None from one that lost its place to its backup."""
+    with serving(plan, node, endpoint, first) as server:
         try:
             return server.serve()
         except Deposed as reason:
@@ -102,12 +102,12 @@ def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> Ser
 
 
 @contextmanager
-def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
+def serving(plan: Deployment, node: int, endpoint: str, first: bool = True) -> Iterator[Serving]:
     """A node that listens, as long as the context lasts."""
     keep_freed_memory()
     OPTIMIZERS.update(plan.optimizers)
     CODECS.update(plan.codecs)
-    server = Serving(plan, node, endpoint)
+    server = Serving(plan, node, endpoint, first)
     try:
         yield server
     finally:
@@ -117,16 +117,20 @@ def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
 class Serving:
     """One node's sockets around its Server."""
 
-    def __init__(self, plan: Deployment, node: int, endpoint: str) -> None:
+    def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool) -> None:
         self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
         self.serves = node < plan.servers  # a backup answers nobody but its primary
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
-        self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules, store=store)
+        self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
         if plan.replicated:
             load_state(self.server, self._handed(node))
         on_disk = plan.durability in ("log", "fsync")
         self.durable = None
+        if on_disk and plan.earlier and first:
+            earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
+            promised = plan.earlier.get("numbers", {}).get(str(node), 0)
+            renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
         if on_disk:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
         self.context = zmq.Context[zmq.Socket[bytes]]()
