@@ -242,7 +242,7 @@ def test_what_the_servers_refuse_is_raised_in_the_worker() -> None:
 @pytest.mark.parametrize("op", ["push", "pushpull", "push_rows"])
 def test_a_refused_push_that_nobody_waited_for_is_reported_at_the_end(op: str) -> None:
     def worker(kv: Any, waits: bool) -> str:
-        value, rows = torch.ones(2), torch.tensor([7])
+        value, rows = torch.ones(2), torch.tensor([1])
         kv.init("w", value)
         kv.pushpull("w", value, value).wait()
         given = {"push": (value,), "pushpull": (value, value), "push_rows": (rows, value[:1])}[op]

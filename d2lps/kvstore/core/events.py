@@ -18,7 +18,10 @@ from typing import Any
 import torch
 
 # What a client can ask for.
-OPS = ("offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek")
+OPS = (
+    "declare", "offer", "choose", "init", "push", "pull", "pushpull", "peek",
+    "clock", "barrier", "set_optimizer", "state", "restore", "join", "leave",
+)  # fmt: skip
 READS = ("pull", "pushpull", "peek")  # what is answered with a value
 
 

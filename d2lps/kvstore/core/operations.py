@@ -6,21 +6,38 @@ It returns the places whose slowest worker has thereby moved on (see `Clocks`): 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import json
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 
 from d2lps.comm.rank import describe
 from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import READS, Refused, Request
-from d2lps.kvstore.core.state import BARRIER, State, optimizer_of
+from d2lps.kvstore.core.reductions import COMPARE, total
+from d2lps.kvstore.core.state import BARRIER, State, made_of
 
 Moved = set[Hashable]
-# What values may be: what can be added, and what the format of checkpoints has a name for.
+# What values may be: what can be added (bools are or-ed), and what the format of checkpoints has a name for.
 KEPT = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64,
 )  # fmt: skip
+
+
+def declare(state: State, request: Request) -> Moved:
+    """What a key is as a whole, where it lies in parts, or elsewhere: kept by its home, which its name alone determines.
+
+    options: {"whole": "float32[100, 2]", "new": True}. Who is the first to say so is right; with new=False, somebody was.
+    """
+    whole, known = str(request.options.get("whole", "")), whole_of(state, request.key)
+    if known and known != whole:
+        raise Refused(f"key {request.key!r} is {known}, not {whole}")
+    if not known and not request.options.get("new"):
+        raise Refused(f"key {request.key!r} is unknown: init comes first")
+    state.wholes[request.key] = whole
+    return set()
 
 
 def offer(state: State, request: Request) -> Moved:
@@ -61,7 +78,7 @@ def push(state: State, request: Request) -> Moved:
     if state.consistency.rounds:
         entry.push(state.clocks.at[worker], worker, contribution)
     else:
-        entry.apply([contribution], len(state.clocks.at), state.optimizer, state.mean)
+        entry.apply({worker: [contribution]}, len(state.clocks.at), state.optimizer, state.rule)
     return set()
 
 
@@ -91,12 +108,34 @@ def barrier(state: State, request: Request) -> Moved:
 
 def set_optimizer(state: State, request: Request) -> Moved:
     """Done when it is answered: under bsp, after the rounds before it."""
-    if (reduction := request.options.get("reduction", "mean")) not in ("mean", "sum"):
-        raise Refused(f"reduction={reduction!r} is unknown: choose 'mean' or 'sum'")
-    try:
-        optimizer_of(dict(request.options) | {"name": str(request.options.get("name", ""))})
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    _check_options(state, {"name": ""} | dict(request.options))
+    return set()
+
+
+def look(state: State, request: Request) -> Moved:
+    """For `kv.save`: what there is, or with a key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
+    if request.key:
+        _held(state, request)
+    _between_rounds(state, request)
+    return set()
+
+
+def restore(state: State, request: Request) -> Moved:
+    """For `kv.load`: the options of all keys, or one key's value, and after it each of the optimizer's tensors."""
+    _between_rounds(state, request)
+    moment, value = str(request.options.get("moment", "")), request.value
+    if not request.key:
+        _check_options(state, request.options)
+        state.optimize(request.options)
+        return set()
+    entry = check_key(state, request)
+    if value is None or value.dtype not in KEPT or (value.shape != entry.like.shape and (value.dim() or not moment)):
+        raise Refused(f"key {request.key!r} holds {describe(entry.like)}: {value if value is None else describe(value)}")
+    if moment:
+        entry.moments = entry.moments | {moment: value.clone()}
+    else:
+        entry.moments = state.optimizer.state(value) if state.optimizer else {}
+        entry.put(value.clone())
     return set()
 
 
@@ -110,6 +149,7 @@ def leave(state: State, request: Request) -> Moved:
 
 
 OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
+    "declare": declare,
     "offer": offer,
     "choose": choose,
     "init": init,
@@ -120,9 +160,28 @@ OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
     "clock": clock,
     "barrier": barrier,
     "set_optimizer": set_optimizer,
+    "state": look,
+    "restore": restore,
     "join": join,
     "leave": leave,
 }
+
+
+def answer(state: State, request: Request) -> torch.Tensor | None:
+    """The tensor that an answer carries: a copy of the value, or for `kv.save` of what it asks for."""
+    if request.op == "state" and not request.key:
+        parts = {name: _inventory(entry) for name, entry in state.entries.items()}
+        found = {"workers": sorted(state.clocks.at), "options": state.options, "parts": parts}
+        return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
+    if request.op == "state":
+        return _held(state, request).clone()
+    if request.op not in READS or request.options.get("silent"):
+        return None
+    return check_key(state, request).read(request.rows, request.out, only_look=request.op == "peek")
+
+
+def _inventory(entry: Entry) -> tuple[str, list[int], list[str]]:
+    return str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------------
@@ -131,7 +190,8 @@ OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
 def check_key(state: State, request: Request) -> Entry:
     """The entry of a key that there is, if it has the rows that are asked for."""
     if request.key not in state.entries:
-        raise Refused(f"key {request.key!r} is unknown: init comes first")
+        known = f"{state.wholes[request.key]}, and does not lie here" if request.key in state.wholes else "unknown"
+        raise Refused(f"key {request.key!r} is {known}: init comes first")
     rows, held = request.rows, state.entries[request.key].like
     if rows is None:
         return state.entries[request.key]
@@ -154,10 +214,15 @@ def _first(state: State, request: Request) -> torch.Tensor:
         raise Refused(f"key {key!r} is {describe(value)}, which cannot be added up or stored: choose one of {kept}")
     if state.store.budget is not None and value.nbytes > state.store.budget:
         raise Refused(f"{key!r} has {value.nbytes} bytes, and this server's memory a budget of {state.store.budget}")
-    held = state.entries[key].like if key in state.entries else value
-    if (held.shape, held.dtype) != (value.shape, value.dtype):
-        raise Refused(f"key {key!r} already holds {describe(held)}, not {describe(value)}")
+    if (known := whole_of(state, key)) not in ("", describe(value)):
+        raise Refused(f"key {key!r} already holds {known}, not {describe(value)}")
     return value
+
+
+def whole_of(state: State, key: str) -> str:
+    """What a key is, as far as this server knows: "float32[100, 2]"; "float32[3] everywhere"; empty if it does not."""
+    there = [state.entries[key].like] if key in state.entries else [*state.offers.get(key, {}).values()]
+    return state.wholes.get(key) or (describe(there[0]) if there else "")
 
 
 def _pushed(state: State, request: Request) -> torch.Tensor:
@@ -168,12 +233,41 @@ def _pushed(state: State, request: Request) -> torch.Tensor:
     shape = held.shape if request.rows is None else (len(request.rows), *held.shape[1:])
     if pushed.shape != shape or pushed.dtype != held.dtype:
         raise Refused(f"key {request.key!r} holds {describe(held)}: {describe(pushed)} does not fit {list(shape)}")
-    if state.optimizer and not held.dtype.is_floating_point:
-        raise Refused(f"key {request.key!r} holds {describe(held)}: an optimizer needs floating-point values")
+    if (state.optimizer or state.rule is not total) and not held.dtype.is_floating_point:
+        needs = "an optimizer, and any reduction but 'sum', needs floating-point values"
+        raise Refused(f"key {request.key!r} holds {describe(held)}: {needs}")
     at = state.clocks.at[worker]
     if state.consistency.rounds and state.clocks.position(worker, request.key) > at:
         raise Refused(f"worker {worker} has ended its round {at} of {request.key!r} with a pushpull: clock comes next")
     return pushed
+
+
+def _held(state: State, request: Request) -> torch.Tensor:
+    """A value, or the optimizer's tensor that is named."""
+    value, moments = check_key(state, request).peeked()
+    name = str(request.options.get("moment", ""))
+    if name not in ("", *moments):
+        raise Refused(f"key {request.key!r} has no {name!r}, only {list(moments)}")
+    return moments[name] if name else value
+
+
+def _check_options(state: State, options: Mapping[str, Any]) -> None:
+    """What `set_optimizer` may be given."""
+    try:
+        made_of(options)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    reduction, workers = options.get("reduction"), len(state.clocks.at)
+    if reduction in COMPARE and not state.consistency.rounds:
+        raise Refused(f"reduction={reduction!r} compares the pushes of a round: choose consistency 'bsp', which has rounds")
+    if reduction == "trimmed_mean" and 2 * (trim := options.get("trim", 1)) >= workers:
+        raise Refused(f"trim={trim} at either end leaves nothing of {workers} workers' pushes")
+
+
+def _between_rounds(state: State, request: Request) -> None:
+    keys = [request.key] if request.key in state.entries else state.entries
+    if pending := [key for key in keys if state.entries[key].open]:
+        raise Refused(f"{request.op}: {pending[0]!r} has pushes of a round that is not over: all workers' clock() comes first")
 
 
 def place(request: Request) -> Hashable:
