@@ -120,8 +120,7 @@ def decoded(request: Request, entries: Mapping[str, Entry]) -> Request:
         return request
     options = dict(request.options)
     try:
-        kept = {name: options.pop(name) for name in ("silent",) if name in options}
         value = make_codec(options.pop("codec"), **options).decode(request.value, entries[request.key].like)
     except Exception as error:  # a codec is anybody's, and so is what came
         raise Refused(f"{request.op} of {request.key!r} cannot be decoded: {error}") from error
-    return replace(request, value=value, options=kept)
+    return replace(request, value=value, options={})

@@ -29,13 +29,11 @@ KEPT = (
 def declare(state: State, request: Request) -> Moved:
     """What a key is as a whole, where it lies in parts, or elsewhere: kept by its home, which its name alone determines.
 
-    options: {"whole": "float32[100, 2]", "new": True}. Who is the first to say so is right; with new=False, somebody was.
+    options: {"whole": "float32[100, 2]"}. Who is the first to say so is right.
     """
-    whole, known = str(request.options.get("whole", "")), whole_of(state, request.key)
-    if known and known != whole:
+    whole = str(request.options.get("whole"))
+    if (known := whole_of(state, request.key)) not in ("", whole):
         raise Refused(f"key {request.key!r} is {known}, not {whole}")
-    if not known and not request.options.get("new"):
-        raise Refused(f"key {request.key!r} is unknown: init comes first")
     state.wholes[request.key] = whole
     return set()
 
@@ -113,26 +111,24 @@ def set_optimizer(state: State, request: Request) -> Moved:
 
 
 def look(state: State, request: Request) -> Moved:
-    """For `kv.save`: what there is, or with a key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
+    """For `kv.save`: what there is, or of one key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
     if request.key:
-        _held(state, request)
-    _between_rounds(state, request)
+        _moment(state, request)
     return set()
 
 
 def restore(state: State, request: Request) -> Moved:
-    """For `kv.load`: the options of all keys, or one key's value, and after it each of the optimizer's tensors."""
-    _between_rounds(state, request)
-    moment, value = str(request.options.get("moment", "")), request.value
+    """For `kv.load`: what `set_optimizer` was told, or one key's value, and after it each of the optimizer's tensors."""
+    moment, value = request.options.get("moment"), request.value
     if not request.key:
         _check_options(state, request.options)
         state.optimize(request.options)
         return set()
-    entry = check_key(state, request)
-    if value is None or value.dtype not in KEPT or (value.shape != entry.like.shape and (value.dim() or not moment)):
-        raise Refused(f"key {request.key!r} holds {describe(entry.like)}: {value if value is None else describe(value)}")
+    entry = _between_rounds(state, request)
+    if value is None or (value.shape != entry.like.shape and (value.dim() or not moment)):
+        raise Refused(f"{request.key!r} is {describe(entry.like)}, not {value if value is None else describe(value)}")
     if moment:
-        entry.moments = entry.moments | {moment: value.clone()}
+        entry.moments = entry.moments | {str(moment): value.clone()}
     else:
         entry.moments = state.optimizer.state(value) if state.optimizer else {}
         entry.put(value.clone())
@@ -169,19 +165,17 @@ OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
 
 def answer(state: State, request: Request) -> torch.Tensor | None:
     """The tensor that an answer carries: a copy of the value, or for `kv.save` of what it asks for."""
-    if request.op == "state" and not request.key:
-        parts = {name: _inventory(entry) for name, entry in state.entries.items()}
+    if request.op == "state" and request.key:
+        return _moment(state, request).clone()
+    if request.op == "state":
+        parts = {}
+        for key, entry in state.entries.items():
+            parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names
         found = {"workers": sorted(state.clocks.at), "options": state.options, "parts": parts}
         return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
-    if request.op == "state":
-        return _held(state, request).clone()
-    if request.op not in READS or request.options.get("silent"):
+    if request.op not in READS:
         return None
     return check_key(state, request).read(request.rows, request.out, only_look=request.op == "peek")
-
-
-def _inventory(entry: Entry) -> tuple[str, list[int], list[str]]:
-    return str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------------
@@ -242,15 +236,6 @@ def _pushed(state: State, request: Request) -> torch.Tensor:
     return pushed
 
 
-def _held(state: State, request: Request) -> torch.Tensor:
-    """A value, or the optimizer's tensor that is named."""
-    value, moments = check_key(state, request).peeked()
-    name = str(request.options.get("moment", ""))
-    if name not in ("", *moments):
-        raise Refused(f"key {request.key!r} has no {name!r}, only {list(moments)}")
-    return moments[name] if name else value
-
-
 def _check_options(state: State, options: Mapping[str, Any]) -> None:
     """What `set_optimizer` may be given."""
     try:
@@ -264,10 +249,20 @@ def _check_options(state: State, options: Mapping[str, Any]) -> None:
         raise Refused(f"trim={trim} at either end leaves nothing of {workers} workers' pushes")
 
 
-def _between_rounds(state: State, request: Request) -> None:
-    keys = [request.key] if request.key in state.entries else state.entries
-    if pending := [key for key in keys if state.entries[key].open]:
-        raise Refused(f"{request.op}: {pending[0]!r} has pushes of a round that is not over: all workers' clock() comes first")
+def _between_rounds(state: State, request: Request) -> Entry:
+    """A key's entry, of which no round has begun."""
+    if (entry := check_key(state, request)).open:
+        raise Refused(f"{request.op}: {request.key!r} has pushes of a round that is not over: all workers' clock() comes first")
+    return entry
+
+
+def _moment(state: State, request: Request) -> torch.Tensor:
+    """The value, or the optimizer's tensor that is named."""
+    value, moments = _between_rounds(state, request).peeked()
+    named = {"": value} | moments
+    if (name := request.options.get("moment", "")) not in [*named]:
+        raise Refused(f"{request.key!r} has no {name!r}, only {list(moments)}")
+    return named[name]
 
 
 def place(request: Request) -> Hashable:

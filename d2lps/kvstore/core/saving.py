@@ -2,7 +2,7 @@
 
     w, b             the values by their keys, in safetensors
     w.exp_avg        the optimizer's tensors, under torch's names
-    header           in its metadata, as JSON: what `set_optimizer` was told, and which tensors are an optimizer's
+    header           in its metadata, as JSON: what `set_optimizer` was told, and the names of the optimizer's tensors
 
 A checkpoint of a server (see `checkpoint`) has all of its state, and is of use to that server alone.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,118 +23,84 @@ from d2lps.comm.rank import describe
 from d2lps.kvstore.core.events import Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part, join_parts, key_of
 
-Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, and waits
+Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, and waits for their answers
+Found = list[dict[str, Any]]  # of each server: its workers, its options, and {part: [dtype, shape, the optimizer's tensors]}
+Tensors = dict[str, torch.Tensor]
 META = "d2lps"
 
 
-@dataclass
-class Saved:
-    """What a file has."""
-
-    values: dict[str, torch.Tensor] = field(default_factory=dict)  # by key
-    moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # the optimizer's: {"exp_avg": {"w": tensor}}
-    options: dict[str, Any] | None = None  # None: of a file by another program, which says nothing of optimizers
-
-
-@dataclass
-class Inventory:
-    """What one server has: its live workers, what `set_optimizer` was told, {part: [dtype, shape, names of moments]}."""
-
-    server: int
-    workers: list[int]
-    options: dict[str, Any]
-    parts: dict[str, tuple[str, list[int], list[str]]]
-
-    def like(self, name: str) -> torch.Tensor:
-        """A part's shape and dtype."""
-        dtype, shape, _ = self.parts[name]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
-def inventories(ask: Ask, servers: Sequence[int]) -> list[Inventory]:
+def look(ask: Ask, servers: Sequence[int]) -> Found:
+    """What the servers have."""
     replies = ask([(Part(server, "", 0), Request("state")) for server in servers])
-    texts = [bytes(reply.value.tolist()) for reply in replies if reply.value is not None]
-    return [Inventory(server, **json.loads(text)) for server, text in zip(servers, texts, strict=True)]
+    return [json.loads(bytes(reply.value.tolist())) for reply in replies if reply.value is not None]
 
 
-def collect(ask: Ask, found: Sequence[Inventory]) -> Saved:
-    """All tensors, each asked for by itself and put together from its parts; of copies, one."""
-    places = {(moment, name): one.server for one in found for name in one.parts for moment in ("", *one.parts[name][2])}
-    asked = [(Part(to, name, 0), Request("state", name, options={"moment": m} if m else {})) for (m, name), to in places.items()]
-    by_moment: dict[str, dict[str, torch.Tensor]] = {}
-    for (moment, name), reply in zip(places, ask(asked), strict=True):
-        assert reply.value is not None
-        by_moment.setdefault(moment, {})[name] = reply.value
-    joined = {moment: join_parts(parts) for moment, parts in by_moment.items()}
-    return Saved(joined.pop("", {}), joined, found[0].options)
+def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
+    """All tensors, each asked for by itself and put together from its parts, of copies one; and the metadata."""
+    places = {(name, m): s for s, one in enumerate(found) for name, (*_, moments) in one["parts"].items() for m in ("", *moments)}
+    asked = [(Part(server, name, 0), Request("state", name, options={"moment": m})) for (name, m), server in places.items()]
+    parts: dict[str, Tensors] = {}
+    for (name, moment), reply in zip(places, ask(asked), strict=True):
+        parts.setdefault(moment, {})[name] = reply.value  # type: ignore[assignment]
+    tensors: Tensors = {}
+    for moment, named in parts.items():
+        for key, tensor in join_parts(named).items():
+            if _label(key, moment) in tensors:
+                raise ValueError(f"{key!r} has a {moment!r}, and {_label(key, moment)!r} is a key: name it otherwise")
+            tensors[_label(key, moment)] = tensor
+    return tensors, {"options": found[0]["options"], "moments": sorted({*parts} - {""})}
 
 
-def spread(ask: Ask, found: Sequence[Inventory], saved: Saved) -> None:
+def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
+    """The keys that the servers have not got yet; Refused if one that they have is another tensor."""
+    there = join_parts({name: _like(*part) for one in found for name, part in one["parts"].items()})
+    for key in tensors.keys() & there.keys():
+        if describe(tensors[key]) != describe(there[key]):
+            raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {describe(there[key])} on the servers")
+    moments = {_label(key, moment) for key in tensors for moment in meta["moments"]}
+    return [key for key in tensors if key not in there and key not in moments]
+
+
+def spread(ask: Ask, found: Found, tensors: Tensors, meta: dict[str, Any]) -> None:
     """Give all servers what they had when it was saved: first the options, then values, then what belongs to these."""
-    if saved.options is not None:
-        ask([(Part(one.server, "", 0), Request("restore", options=saved.options)) for one in found])
+    if "options" in meta:
+        ask([(Part(server, "", 0), Request("restore", options=meta["options"])) for server in range(len(found))])
     asked = []
-    for one in found:
-        for name in one.parts:
-            for moment, tensors in ({"": saved.values} | saved.moments).items():
-                key, first = key_of(name)[:2]
-                if key in tensors:
-                    part = _part(tensors[key], first, one.like(name))
-                    asked.append((Part(one.server, name, 0), Request("restore", name, part, options={"moment": moment})))
+    for server, name in [(server, name) for server, one in enumerate(found) for name in one["parts"]]:
+        (key, first), rows = key_of(name)[:2], found[server]["parts"][name][1][:1]
+        for moment in ("", *meta["moments"]):
+            if (whole := tensors.get(_label(key, moment))) is not None:
+                value = whole[first : first + rows[0]] if whole.dim() else whole  # a count of steps has no rows
+                asked.append((Part(server, name, 0), Request("restore", name, value, options={"moment": moment})))
     ask(asked)
 
 
-def _part(tensor: torch.Tensor, first: int, like: torch.Tensor) -> torch.Tensor:
-    """These rows; of a tensor without rows, such as a count of steps, all of it."""
-    return tensor[first : first + len(like)] if tensor.dim() else tensor
-
-
-def check(path: str | Path, saved: Saved, found: Sequence[Inventory]) -> list[str]:
-    """The keys that the servers have not got yet; Refused if one that they have is another tensor."""
-    there = join_parts({name: one.like(name) for one in found for name in one.parts})
-    for key in saved.values.keys() & there.keys():
-        if describe(saved.values[key]) != describe(there[key]):
-            raise Refused(f"{path}: {key!r} is {describe(saved.values[key])}, and the servers have {describe(there[key])}")
-    return [key for key in saved.values if key not in there]
-
-
-def write(path: str | Path, saved: Saved) -> None:
+def write(path: str | Path, tensors: Tensors, meta: dict[str, Any]) -> None:
     """The file is whole or not there, or what it was before: it appears by one rename, after all in it is on the disk."""
-    path, tensors, state = Path(path), dict(saved.values), dict[str, list[str]]()
-    for moment, by_key in saved.moments.items():
-        for key, tensor in by_key.items():
-            if (name := f"{key}.{moment}") in tensors:
-                raise ValueError(f"{path}: {name!r} is both a key and the {moment!r} of {key!r}: name the key otherwise")
-            tensors[name], state[name] = tensor, [key, moment]
+    path = Path(path)
     draft = path.with_name(f".{path.name}.draft")
     try:
-        save_file(tensors, draft, {META: json.dumps({"options": saved.options, "state": state})})
+        save_file(tensors, draft, {META: json.dumps(meta)})
     except SafetensorError as error:  # which tells no path
         raise OSError(f"cannot write {draft}: {error}") from error
-    _persist(draft)
-    os.rename(draft, path)
-    _persist(path.parent)
+    with draft.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(draft, path)
 
 
-def read(path: str | Path) -> Saved:
+def read(path: str | Path) -> tuple[Tensors, dict[str, Any]]:
     """What `write` wrote; any other safetensors file is one of values. FileNotFoundError, ValueError."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no other way
-            meta: Mapping[str, Any] = json.loads((file.metadata() or {}).get(META, "{}"))
+            return tensors, {"moments": []} | json.loads((file.metadata() or {}).get(META, "{}"))
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    saved = Saved(options=meta.get("options"))
-    for name, (key, moment) in meta.get("state", {}).items():
-        saved.moments.setdefault(moment, {})[key] = tensors.pop(name)
-    saved.values = tensors
-    return saved
 
 
-def _persist(path: Path) -> None:
-    """On the disk, not only on its way there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _label(key: str, moment: str) -> str:
+    return f"{key}.{moment}" if moment else key
+
+
+def _like(dtype: str, shape: list[int], moments: list[str]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
