@@ -107,8 +107,8 @@ def test_one_bit_refuses_what_would_spoil_all(bad: float) -> None:
     codec = make_codec("1bit")
     codec.encode("w", torch.tensor([3.0, -1.0]))
     left = codec.left["w"].clone()  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=f"'w' has {bad} at 1: one magnitude"):
-        codec.encode("w", torch.tensor([3.0, bad]))
+    with pytest.raises(ValueError, match=rf"'w' has {bad} at \[1\], no finite float32: one magnitude"):
+        codec.check("w", torch.tensor([3.0, bad]))
     assert torch.equal(codec.left["w"], left)  # type: ignore[attr-defined]
 
 

@@ -28,7 +28,7 @@ from d2lps import kvstore
 from d2lps.comm import RankDied, RankHung
 from d2lps.kvstore import Cluster, Lost, Membership, Request, register_optimizer
 from d2lps.kvstore.core.events import Send
-from d2lps.kvstore.core.optimizers import OPTIMIZERS, SGD
+from d2lps.kvstore.core.optimizers import OPTIMIZERS, TorchOptimizer
 from d2lps.kvstore.network.sockets import connect, derive_keys
 from d2lps.kvstore.storage.frame import frame
 from d2lps.kvstore.storage.log import LogDamaged
@@ -367,7 +367,10 @@ def test_a_backup_that_sleeps_is_named_and_another_takes_its_place(tmp_path: Pat
 
 
 def test_a_server_that_is_busy_for_longer_than_patience_is_not_given_up() -> None:
-    class Slow(SGD):
+    class Slow(TorchOptimizer):
+        def __init__(self, lr: float) -> None:
+            super().__init__(torch.optim.SGD, lr=lr)
+
         def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
             super().step(value, gradient, state)
             if len(value) == 2:  # not when it is tried

@@ -133,7 +133,7 @@ def test_tensors_in_one_buffer_are_aligned() -> None:
     ("record", "message"),
     [
         (Request("grab"), "grab"),
-        (Request("push", value=torch.ones(1, dtype=torch.bool)), "bool"),
+        (Request("push", value=torch.ones(1, dtype=torch.uint16)), "uint16"),
         (Request("push", value=torch.ones((1,) * 9)), "length <= 8.*value"),
         (Request("push", value=torch.ones(1, device="meta")), "meta"),
         (Request("push", sequence=-1), "sequence`: .*sequence=-1"),

@@ -17,7 +17,7 @@ from d2lps import kvstore
 from d2lps.comm import Mismatch, RankHung
 from d2lps.kvstore import Refused, register_optimizer
 from d2lps.kvstore.core.events import alike
-from d2lps.kvstore.core.optimizers import OPTIMIZERS, SGD
+from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.network.deployment import LEVELS
 from d2lps.topology import star
 
@@ -272,7 +272,13 @@ def test_workers_talk_to_one_another_and_print_by_rank(capsys: pytest.CaptureFix
 
 
 def test_an_optimizer_of_ones_own_is_known_to_the_servers() -> None:
-    class Sign(SGD):
+    class Sign:
+        def __init__(self, lr: float) -> None:
+            self.lr = lr
+
+        def state(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {}
+
         def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
             value.sub_(gradient.sign(), alpha=self.lr)
 

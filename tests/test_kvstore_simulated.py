@@ -242,7 +242,7 @@ def test_what_the_servers_refuse_is_raised_in_the_worker() -> None:
 @pytest.mark.parametrize("op", ["push", "pushpull", "push_rows"])
 def test_a_refused_push_that_nobody_waited_for_is_reported_at_the_end(op: str) -> None:
     def worker(kv: Any, waits: bool) -> str:
-        value, rows = torch.ones(2), torch.tensor([7])
+        value, rows = torch.ones(2), torch.tensor([1])
         kv.init("w", value)
         kv.pushpull("w", value, value).wait()
         given = {"push": (value,), "pushpull": (value, value), "push_rows": (rows, value[:1])}[op]
@@ -264,7 +264,7 @@ def test_a_wrong_shape_is_found_before_anything_is_sent() -> None:
         kv.init("w", torch.zeros(4))
         kv.push("w", torch.ones(shape))
 
-    with pytest.raises(ValueError, match=r"'w' is torch.float32\[4\], not torch.float32\[5\]"):
+    with pytest.raises(ValueError, match=r"'w' is float32\[4\], not float32\[5\]"):
         simulate(worker, star(2, 1e9), 1, 1, 5)
     with pytest.raises(TypeError, match="a key is a string or a number"):
         simulate(lambda kv: kv.init(1.5, torch.zeros(1)), star(2, 1e9), 1, 1)

@@ -15,11 +15,14 @@ import torch
 from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import Refused, Request, replace
 
-LARGEST = torch.finfo(torch.float16).max
+LARGEST, LARGEST32 = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
 
 
 class Codec(Protocol):
     """The worker has one, which may remember; servers make others of the same name and options, which must not."""
+
+    def check(self, key: str, tensor: torch.Tensor) -> None:
+        """ValueError if this cannot be sent; asked of all tensors of a push, whole, before any part of them is encoded."""
 
     def encode(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """What is sent in its place. key: of this part, for what is kept until its next push."""
@@ -28,7 +31,7 @@ class Codec(Protocol):
         """The tensor to be added, of the shape and dtype of `like`, which has no contents."""
 
 
-class Half:
+class Half(Codec):
     """Floats of 16 bits: half the bytes of float32, three digits; beyond 65,504 they are cut off.
 
     >>> Half().encode("w", torch.tensor([0.1, 1e6])).tolist()
@@ -42,7 +45,7 @@ class Half:
         return sent.to(like.dtype)
 
 
-class OneBit:
+class OneBit(Codec):
     """The sign of each element, and one magnitude for all: n/8 bytes and 4; what is lost is added to the next push.
 
     >>> codec = OneBit()
@@ -57,16 +60,18 @@ class OneBit:
     def __init__(self) -> None:
         self.left: dict[str, torch.Tensor] = {}
 
+    def check(self, key: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta and not bool((finite := tensor.float().isfinite()).all()):
+            place = tuple((~finite).nonzero()[0].tolist())
+            why = "one magnitude for all would make all of it that"
+            raise ValueError(f"{key!r} has {tensor[place].item()} at {list(place)}, no finite float32: {why}")
+
     def encode(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return torch.empty(4 + -(-tensor.numel() // 8), dtype=torch.uint8, device="meta")
-        wanted = tensor.float().flatten()
-        if not bool(wanted.isfinite().all()):
-            place = int((~wanted.isfinite()).nonzero()[0])
-            raise ValueError(f"{key!r} has {wanted[place].item()} at {place}: one magnitude for all would make all of it that")
-        wanted = wanted + self.left.get(key, 0.0)
+        wanted = (tensor.float().flatten() + self.left.get(key, 0.0)).clamp_(-LARGEST32, LARGEST32)
         positive = wanted >= 0
-        scale = wanted.abs().sum() / max(1, wanted.numel())
+        scale = (wanted.abs().sum(dtype=torch.float64) / max(1, wanted.numel())).float()
         self.left[key] = wanted - torch.where(positive, scale, -scale)
         return torch.cat([scale.view(1).view(torch.uint8), torch.from_numpy(np.packbits(positive.numpy()))])
 
@@ -92,7 +97,7 @@ def register_codec(name: str, cls: Any) -> None:
     ...         return super().encode(key, tensor.round())
     >>> register_codec("rounded", Rounded)
     """
-    for method in ("encode", "decode"):
+    for method in ("encode", "decode", "check"):
         if not callable(getattr(cls, method, None)):
             raise TypeError(f"a codec needs a method {method!r}, which {cls!r} has not")
     CODECS[name] = cls

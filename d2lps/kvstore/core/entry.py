@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping
 
 import torch
 
-from d2lps.kvstore.core.optimizers import Moments, Optimizer
+from d2lps.kvstore.core.optimizers import Moments, Optimizer, optimize
+from d2lps.kvstore.core.reductions import Contribution, Pushes, Rule, add_to, total
 
-Contribution = tuple[torch.Tensor | None, torch.Tensor]  # values[i] belongs to row rows[i]; rows=None means the whole tensor
 Rounds = dict[int, dict[int, list[Contribution]]]  # round -> worker -> its pushes, in order
 
 
@@ -30,7 +30,7 @@ class Entry:
     """
     >>> entry = Entry("w", torch.zeros(2))
     >>> entry.push(0, 1, (None, torch.ones(2)))             # round 0, worker 1
-    >>> entry.apply([(None, torch.ones(2))], workers=2)
+    >>> entry.apply({1: [(None, torch.ones(2))]}, workers=2)
     >>> entry.value, entry.version, entry.nbytes
     (tensor([1., 1.]), 1, 8)
 
@@ -82,6 +82,11 @@ class Entry:
         return self.store.peek(self._page()), {name: self.store.peek(self._page(name)) for name in self._pages}
 
     @property
+    def names(self) -> list[str]:
+        """Of the optimizer's tensors."""
+        return list(self._pages)
+
+    @property
     def nbytes(self) -> int:
         """Of the value and the optimizer's state."""
         return self.like.nbytes + sum(self._pages.values())
@@ -90,26 +95,29 @@ class Entry:
         """Put a push aside until its round ends."""
         self.open.setdefault(round, {}).setdefault(worker, []).append(contribution)
 
-    def close(self, before: float, live: set[int], optimizer: Optimizer | None = None, mean: bool = True) -> None:
-        """Apply the rounds before this clock, each as one sum, added up by rank and then by time: the same in every run."""
+    def close(self, before: float, live: set[int], optimizer: Optimizer | None = None, rule: Rule = total) -> None:
+        """Apply the rounds before this clock, each as one change."""
         for round in sorted(self.open):
             if round < before:
                 pushes = self.open.pop(round)
-                ordered = [contribution for worker in sorted(pushes) for contribution in pushes[worker]]
-                self.apply(ordered, len(live | pushes.keys()), optimizer, mean)
+                self.apply(pushes, len(live | pushes.keys()), optimizer, rule)
 
-    def apply(
-        self, contributions: list[Contribution], workers: int, optimizer: Optimizer | None = None, mean: bool = True
-    ) -> None:
-        """Change the value by the sum of contributions, or let the optimizer do it; what it gets may be the mean over workers."""
+    def apply(self, pushes: Pushes, workers: int, optimizer: Optimizer | None = None, rule: Rule = total) -> None:
+        """Change the value by what the rule makes of the pushes, or let the optimizer do it."""
         value = self.value
-        rows, total = add_up(value, contributions)
+        if not value.is_floating_point():  # pushed before an optimizer was set; afterwards it is refused
+            optimizer, rule = None, total
+        rows, change = rule(value, pushes, workers)
         if optimizer is None:
-            add_to(value, rows, total)
+            add_to(value, rows, change)
         else:
-            moments, gradient = self.moments, total / workers if mean else total
-            optimize(optimizer, value, moments, (rows, gradient))
+            moments = self.moments
+            optimize(optimizer, value, moments, rows, change)
             self.moments = moments
+        self.put(value)
+
+    def put(self, value: torch.Tensor) -> None:
+        """A new value, or the one that was changed."""
         self.store[self._page()] = value
         self.version += 1
 
@@ -121,57 +129,3 @@ class Entry:
         if out is None or out.nbytes != value.nbytes:
             return value.clone()
         return out.flatten().view(value.dtype).view(value.shape).copy_(value)
-
-
-# ---- rows: of an embedding of millions a batch touches hundreds, and only those travel and change ---------------------------
-
-
-def add_up(like: torch.Tensor, contributions: Sequence[Contribution]) -> Contribution:
-    """The sum of contributions, in their order; rows that occur several times are summed and come out once.
-
-    >>> rows, values = add_up(torch.zeros(9, 1), [(torch.tensor([7, 2, 7]), torch.tensor([[1.], [2.], [3.]]))])
-    >>> rows.tolist(), values.tolist()
-    ([2, 7], [[2.0], [4.0]])
-
-    It is dense as soon as one of them is. Nothing that it is given is changed.
-    """
-    if len(contributions) == 1 and contributions[0][0] is None:
-        return contributions[0]
-    touched = [rows for rows, _ in contributions if rows is not None]
-    if len(touched) < len(contributions):
-        total = torch.zeros_like(like)
-        for rows, values in contributions:
-            add_to(total, rows, values)
-        return None, total
-    union, places = torch.unique(torch.cat(touched), return_inverse=True)
-    values = torch.cat([values for _, values in contributions])
-    total = values.new_zeros(len(union), *values.shape[1:])
-    add_to(total, places, values)
-    return union, total
-
-
-def add_to(value: torch.Tensor, rows: torch.Tensor | None, other: torch.Tensor) -> None:
-    """`value[rows] += other`, counting every row as often as it occurs."""
-    if rows is None:
-        value.add_(other)
-    else:
-        value.index_add_(0, rows.to(value.device), other)
-
-
-def optimize(optimizer: Optimizer, value: torch.Tensor, state: Moments, gradient: Contribution) -> None:
-    """One step, on the touched rows of the value and of its state alone: the others don't even decay.
-
-    That is what torch.optim.SparseAdam does too; rows must be distinct. Cost: the bytes of the rows, not of the tensor.
-    """
-    rows, change = gradient
-    if rows is None:
-        return optimizer.step(value, change, state)
-    whole = {"": value} | {name: moment for name, moment in state.items() if moment.shape == value.shape and value.dim()}
-    parts = {name: tensor[rows] for name, tensor in whole.items()}
-    part = parts.pop("")
-    moments = state | parts
-    optimizer.step(part, change, moments)
-    value[rows] = part
-    for name in parts:
-        whole[name][rows] = moments[name]
-    return None

@@ -6,21 +6,36 @@ It returns the places whose slowest worker has thereby moved on (see `Clocks`): 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import json
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 
 from d2lps.comm.rank import describe
 from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import READS, Refused, Request
-from d2lps.kvstore.core.state import BARRIER, State, optimizer_of
+from d2lps.kvstore.core.reductions import COMPARE, total
+from d2lps.kvstore.core.state import BARRIER, State, made_of
 
 Moved = set[Hashable]
-# What values may be: what can be added, and what the format of checkpoints has a name for.
+# What values may be: what can be added (bools are or-ed), and what the format of checkpoints has a name for.
 KEPT = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64,
 )  # fmt: skip
+
+
+def declare(state: State, request: Request) -> Moved:
+    """What a key is as a whole, where it lies in parts, or elsewhere: kept by its home, which its name alone determines.
+
+    options: {"whole": "float32[100, 2]"}. Who is the first to say so is right.
+    """
+    whole = str(request.options.get("whole"))
+    if (known := whole_of(state, request.key)) not in ("", whole):
+        raise Refused(f"key {request.key!r} is {known}, not {whole}")
+    state.wholes[request.key] = whole
+    return set()
 
 
 def offer(state: State, request: Request) -> Moved:
@@ -61,7 +76,7 @@ def push(state: State, request: Request) -> Moved:
     if state.consistency.rounds:
         entry.push(state.clocks.at[worker], worker, contribution)
     else:
-        entry.apply([contribution], len(state.clocks.at), state.optimizer, state.mean)
+        entry.apply({worker: [contribution]}, len(state.clocks.at), state.optimizer, state.rule)
     return set()
 
 
@@ -91,12 +106,32 @@ def barrier(state: State, request: Request) -> Moved:
 
 def set_optimizer(state: State, request: Request) -> Moved:
     """Done when it is answered: under bsp, after the rounds before it."""
-    if (reduction := request.options.get("reduction", "mean")) not in ("mean", "sum"):
-        raise Refused(f"reduction={reduction!r} is unknown: choose 'mean' or 'sum'")
-    try:
-        optimizer_of(dict(request.options) | {"name": str(request.options.get("name", ""))})
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    _check_options(state, {"name": ""} | dict(request.options))
+    return set()
+
+
+def look(state: State, request: Request) -> Moved:
+    """For `kv.save`: what there is, or of one key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
+    if request.key:
+        _moment(state, request)
+    return set()
+
+
+def restore(state: State, request: Request) -> Moved:
+    """For `kv.load`: what `set_optimizer` was told, or one key's value, and after it each of the optimizer's tensors."""
+    moment, value = request.options.get("moment"), request.value
+    if not request.key:
+        _check_options(state, request.options)
+        state.optimize(request.options)
+        return set()
+    entry = _between_rounds(state, request)
+    if value is None or (value.shape != entry.like.shape and (value.dim() or not moment)):
+        raise Refused(f"{request.key!r} is {describe(entry.like)}, not {value if value is None else describe(value)}")
+    if moment:
+        entry.moments = entry.moments | {str(moment): value.clone()}
+    else:
+        entry.moments = state.optimizer.state(value) if state.optimizer else {}
+        entry.put(value.clone())
     return set()
 
 
@@ -110,6 +145,7 @@ def leave(state: State, request: Request) -> Moved:
 
 
 OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
+    "declare": declare,
     "offer": offer,
     "choose": choose,
     "init": init,
@@ -120,9 +156,26 @@ OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
     "clock": clock,
     "barrier": barrier,
     "set_optimizer": set_optimizer,
+    "state": look,
+    "restore": restore,
     "join": join,
     "leave": leave,
 }
+
+
+def answer(state: State, request: Request) -> torch.Tensor | None:
+    """The tensor that an answer carries: a copy of the value, or for `kv.save` of what it asks for."""
+    if request.op == "state" and request.key:
+        return _moment(state, request).clone()
+    if request.op == "state":
+        parts = {}
+        for key, entry in state.entries.items():
+            parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names
+        found = {"workers": sorted(state.clocks.at), "options": state.options, "parts": parts}
+        return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
+    if request.op not in READS:
+        return None
+    return check_key(state, request).read(request.rows, request.out, only_look=request.op == "peek")
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------------
@@ -131,7 +184,8 @@ OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
 def check_key(state: State, request: Request) -> Entry:
     """The entry of a key that there is, if it has the rows that are asked for."""
     if request.key not in state.entries:
-        raise Refused(f"key {request.key!r} is unknown: init comes first")
+        known = f"{state.wholes[request.key]}, and does not lie here" if request.key in state.wholes else "unknown"
+        raise Refused(f"key {request.key!r} is {known}: init comes first")
     rows, held = request.rows, state.entries[request.key].like
     if rows is None:
         return state.entries[request.key]
@@ -154,10 +208,15 @@ def _first(state: State, request: Request) -> torch.Tensor:
         raise Refused(f"key {key!r} is {describe(value)}, which cannot be added up or stored: choose one of {kept}")
     if state.store.budget is not None and value.nbytes > state.store.budget:
         raise Refused(f"{key!r} has {value.nbytes} bytes, and this server's memory a budget of {state.store.budget}")
-    held = state.entries[key].like if key in state.entries else value
-    if (held.shape, held.dtype) != (value.shape, value.dtype):
-        raise Refused(f"key {key!r} already holds {describe(held)}, not {describe(value)}")
+    if (known := whole_of(state, key)) not in ("", describe(value)):
+        raise Refused(f"key {key!r} already holds {known}, not {describe(value)}")
     return value
+
+
+def whole_of(state: State, key: str) -> str:
+    """What a key is, as far as this server knows: "float32[100, 2]"; "float32[3] everywhere"; empty if it does not."""
+    there = [state.entries[key].like] if key in state.entries else [*state.offers.get(key, {}).values()]
+    return state.wholes.get(key) or (describe(there[0]) if there else "")
 
 
 def _pushed(state: State, request: Request) -> torch.Tensor:
@@ -168,12 +227,42 @@ def _pushed(state: State, request: Request) -> torch.Tensor:
     shape = held.shape if request.rows is None else (len(request.rows), *held.shape[1:])
     if pushed.shape != shape or pushed.dtype != held.dtype:
         raise Refused(f"key {request.key!r} holds {describe(held)}: {describe(pushed)} does not fit {list(shape)}")
-    if state.optimizer and not held.dtype.is_floating_point:
-        raise Refused(f"key {request.key!r} holds {describe(held)}: an optimizer needs floating-point values")
+    if (state.optimizer or state.rule is not total) and not held.dtype.is_floating_point:
+        needs = "an optimizer, and any reduction but 'sum', needs floating-point values"
+        raise Refused(f"key {request.key!r} holds {describe(held)}: {needs}")
     at = state.clocks.at[worker]
     if state.consistency.rounds and state.clocks.position(worker, request.key) > at:
         raise Refused(f"worker {worker} has ended its round {at} of {request.key!r} with a pushpull: clock comes next")
     return pushed
+
+
+def _check_options(state: State, options: Mapping[str, Any]) -> None:
+    """What `set_optimizer` may be given."""
+    try:
+        made_of(options)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    reduction, workers = options.get("reduction"), len(state.clocks.at)
+    if reduction in COMPARE and not state.consistency.rounds:
+        raise Refused(f"reduction={reduction!r} compares the pushes of a round: choose consistency 'bsp', which has rounds")
+    if reduction == "trimmed_mean" and 2 * (trim := options.get("trim", 1)) >= workers:
+        raise Refused(f"trim={trim} at either end leaves nothing of {workers} workers' pushes")
+
+
+def _between_rounds(state: State, request: Request) -> Entry:
+    """A key's entry, of which no round has begun."""
+    if (entry := check_key(state, request)).open:
+        raise Refused(f"{request.op}: {request.key!r} has pushes of a round that is not over: all workers' clock() comes first")
+    return entry
+
+
+def _moment(state: State, request: Request) -> torch.Tensor:
+    """The value, or the optimizer's tensor that is named."""
+    value, moments = _between_rounds(state, request).peeked()
+    named = {"": value} | moments
+    if (name := request.options.get("moment", "")) not in [*named]:
+        raise Refused(f"{request.key!r} has no {name!r}, only {list(moments)}")
+    return named[name]
 
 
 def place(request: Request) -> Hashable:

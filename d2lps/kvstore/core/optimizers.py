@@ -1,12 +1,13 @@
 """Optimizers that run where the values are: a worker pushes gradients and pulls parameters.
 
-The state (momentum, moments) never travels: for Adam that is twice the parameters. Each agrees with torch.optim's of the
-same name. Whether a server hands on the sum or the mean of the workers' gradients is not the optimizer's affair: see
-`Server`, and `reduction` there.
+The state (momentum, moments) never travels: for Adam that is twice the parameters. They are torch.optim's own: its names,
+its arguments, its results, its words for an argument that is wrong. Of the workers' gradients they get what `reductions` makes.
 """
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,87 +19,69 @@ class Optimizer(Protocol):
     """What a server needs: state as named tensors, of the value's shape (then it has rows) or of none."""
 
     def state(self, value: torch.Tensor) -> Moments:
-        """The state to begin with."""
+        """The state to begin with; what `step` adds to it later begins with zeros, in rows that it has not been given."""
 
     def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Moments) -> None:
         """Change `value` and `state` in place, `gradient` never."""
 
 
-class SGD:
-    """value -= lr * (momentum * last + gradient); weight_decay * value is added to the gradient.
+class _OneTensor:
+    """Of torch's optimizers, all but what many tensors in groups need: that would load torch's compiler, for a second."""
 
-    >>> value, optimizer = torch.ones(1), SGD(lr=0.5)
-    >>> optimizer.step(value, torch.ones(1), optimizer.state(value))
-    >>> value
-    tensor([0.5000])
+    defaults: dict[str, Any]
+    param_groups: list[dict[str, Any]]
 
-    State: n bytes with momentum, none without. As torch.optim.SGD.
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.param_groups.append(self.defaults | group)
+
+
+class TorchOptimizer:
+    """A class of torch.optim, given one tensor at a time, whose state lies elsewhere.
+
+    >>> value, state, optimizer = torch.ones(1), {}, TorchOptimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
+    >>> optimizer.step(value, torch.ones(1), state)
+    >>> value, state
+    (tensor([0.5000]), {'momentum_buffer': tensor([1.])})
     """
 
-    def __init__(self, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+    def __init__(self, cls: type[torch.optim.Optimizer], **hyper: Any) -> None:
+        self.make: Any = partial(type(cls.__name__, (_OneTensor, cls), {}), foreach=False, **hyper)
+        self.torch, self.advance = self.make([torch.zeros(1)]), inspect.unwrap(cls.step)
+        self.names = frozenset[str]()
+        self.step(torch.zeros(1), torch.ones(1), probe := self.state(torch.zeros(1)))
+        self.names = frozenset(probe)
 
     def state(self, value: torch.Tensor) -> Moments:
-        return {"momentum": torch.zeros_like(value)} if self.momentum else {}
+        """Most of torch's make theirs in the first step."""
+        return dict(self.make([value]).state.get(value, {}))
 
     def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Moments) -> None:
-        if self.weight_decay:
-            gradient = gradient.add(value, alpha=self.weight_decay)
-        if self.momentum:
-            gradient = state["momentum"].mul_(self.momentum).add_(gradient)
-        value.add_(gradient, alpha=-self.lr)
+        if state:  # of other hyperparameters, it may be: amsgrad was switched on, say
+            state |= {name: torch.zeros_like(value) for name in self.names - state.keys()}
+        self.torch.param_groups[0]["params"] = [value]
+        self.torch.state[value] = state
+        value.grad = gradient
+        try:
+            self.advance(self.torch)
+        finally:
+            value.grad = None
+            self.torch.state.clear()
 
 
-class Adam:
-    """Steps of about lr, whatever the gradient's scale: its running mean over the root of its running square.
-
-    State: 2 n bytes, and a count of steps. Source: Kingma and Ba, ICLR 2015; as torch.optim.Adam.
-    """
-
-    def __init__(
-        self, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
-    ) -> None:
-        self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay = lr, betas, eps, weight_decay
-
-    def state(self, value: torch.Tensor) -> Moments:
-        return {"mean": torch.zeros_like(value), "square": torch.zeros_like(value), "steps": torch.zeros((), dtype=torch.float64)}
-
-    def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Moments) -> None:
-        if self.weight_decay:
-            gradient = gradient.add(value, alpha=self.weight_decay)
-        steps = float(state["steps"].add_(1))
-        mean = state["mean"].lerp_(gradient, 1 - self.beta1)
-        square = state["square"].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        root = (square / (1 - self.beta2**steps)).sqrt_().add_(self.eps)
-        value.addcdiv_(mean, root, value=-self.lr / (1 - self.beta1**steps))
-
-
-class Adagrad:
-    """Elements that have moved much move less: made for embeddings, whose rows are touched at very different rates.
-
-    State: n bytes. Source: Duchi et al., JMLR 2011; as torch.optim.Adagrad.
-    """
-
-    def __init__(self, lr: float = 1e-2, weight_decay: float = 0.0, eps: float = 1e-10) -> None:
-        self.lr, self.weight_decay, self.eps = lr, weight_decay, eps
-
-    def state(self, value: torch.Tensor) -> Moments:
-        return {"sum": torch.zeros_like(value)}
-
-    def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Moments) -> None:
-        if self.weight_decay:
-            gradient = gradient.add(value, alpha=self.weight_decay)
-        total = state["sum"].addcmul_(gradient, gradient)
-        value.addcdiv_(gradient, total.sqrt().add_(self.eps), value=-self.lr)
-
-
-OPTIMIZERS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adagrad": Adagrad}
+OPTIMIZERS: dict[str, Any] = {
+    name.lower(): partial(TorchOptimizer, getattr(torch.optim, name))
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop")
+}
 
 
 def register_optimizer(name: str, cls: Any) -> None:
     """Let `kv.set_optimizer(name, ...)` find a class of your own, in every process that has called this.
 
-    >>> class Sign(SGD):
+    >>> class Sign:
+    ...     def __init__(self, lr):
+    ...         self.lr = lr
+    ...     def state(self, value):
+    ...         return {}
     ...     def step(self, value, gradient, state):
     ...         value.sub_(gradient.sign(), alpha=self.lr)
     >>> register_optimizer("sign", Sign)
@@ -119,3 +102,23 @@ def make_optimizer(name: str, **hyper: Any) -> Optimizer:
     except Exception as error:
         raise ValueError(f"optimizer {name!r} cannot be made of {hyper}: {error}") from error
     return optimizer
+
+
+def optimize(
+    optimizer: Optimizer, value: torch.Tensor, state: Moments, rows: torch.Tensor | None, gradient: torch.Tensor
+) -> None:
+    """One step; with rows, on these rows of the value and of its state alone: the others don't even decay.
+
+    That is what torch.optim.SparseAdam does too; rows must be distinct. Cost: the bytes of the rows, not of the tensor.
+    """
+    if rows is None:
+        return optimizer.step(value, gradient, state)
+    part, its = value[rows], {name: moment[rows] if moment.dim() else moment for name, moment in state.items()}
+    optimizer.step(part, gradient, its)
+    value[rows] = part
+    for name, moment in its.items():
+        if moment.dim():
+            state.setdefault(name, torch.zeros_like(value))[rows] = moment
+        else:
+            state[name] = moment
+    return None

@@ -16,10 +16,15 @@ class Part:
     """Rows first to last of a tensor, on one server; or, with last=None, a whole one."""
 
     server: int
-    name: str  # under which the server knows it: "w", or "w[0:50]"; see `key_of`
+    name: str  # under which the server knows it: "w", "w[0:50]", or "w[*]", one of many copies; see `key_of`
     nbytes: int
     first: int = 0
     last: int | None = None
+
+    @property
+    def copied(self) -> bool:
+        """Whether all servers have the same."""
+        return self.name.endswith("[*]")
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows, as a view."""
@@ -70,24 +75,40 @@ class Placement:
         self.ring = HashRing(self.servers)
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.parts: dict[str, list[Part]] = {}
+        self.everywhere: set[str] = set()  # keys of which each server has a copy
         self.held = self.nbytes()  # kept up to date while keys come
 
-    def place(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
-        """The parts of a key, in the order of its rows; of one that is known, as they are."""
+    def place(self, key: str, shape: Sequence[int], dtype: torch.dtype, everywhere: bool = False) -> list[Part]:
+        """The parts of a key, in the order of its rows, or its copies; of one that is known, as they are."""
         if key not in self.parts:
             self.shapes[key] = tuple(shape), dtype
+            self.everywhere |= {key} if everywhere else set()
             self.parts[key] = self._place(key)
             for part in self.parts[key]:
                 self.held[part.server] += part.nbytes
         return self.parts[key]
 
+    def forget(self, key: str) -> None:
+        """It was refused."""
+        del self.parts[key], self.shapes[key]
+        self.everywhere.discard(key)
+        self.held = self.nbytes()
+
+    def whole(self, key: str) -> str:
+        """What a key is, in words that are equal if two workers mean the same: "float32[100, 2]", "float32[3] everywhere"."""
+        return whole(*self.shapes[key], key in self.everywhere)
+
+    def home(self, key: str) -> Part:
+        """Where a key would lie whole, and small: known to all who know its name, whatever they take its shape for."""
+        return Part(self.ring.owner(key), f"{key}[:]" if key.endswith("]") else key, 0)
+
     def split_rows(self, key: str, rows: torch.Tensor) -> list[Rows]:
         """For each part that is concerned: which of `rows` lie there, and where in the part."""
         parts = self.parts[key]
         if parts[0].last is None:
-            return [(parts[0], torch.arange(len(rows)), rows)]
+            return [(part, torch.arange(len(rows)), rows) for part in parts]
         edges = torch.tensor([part.last for part in parts])
-        owner = torch.bucketize(rows, edges, right=True).clamp(max=len(parts) - 1)  # the last one's server refuses strangers
+        owner = torch.bucketize(rows, edges, right=True)
         split = [(part, (owner == number).nonzero().flatten()) for number, part in enumerate(parts)]
         return [(part, mine, rows[mine] - part.first) for part, mine in split if len(mine)]
 
@@ -128,11 +149,13 @@ class Placement:
     def _place(self, key: str) -> list[Part]:
         shape, dtype = self.shapes[key]
         nbytes = math.prod(shape) * dtype.itemsize
+        if key in self.everywhere:
+            return [Part(server, f"{key}[*]", nbytes) for server in self.servers]
         if nbytes >= self.split and shape and shape[0] > 1 and len(self.servers) > 1:
             return self._blocks(key, shape[0], nbytes // shape[0])
-        least = self.by == "load"
-        server = min(self.servers, key=self.held.__getitem__) if least else self.ring.owner(key)
-        return [Part(server, f"{key}[:]" if key.endswith("]") else key, nbytes)]
+        home = self.home(key)
+        server = min(self.servers, key=self.held.__getitem__) if self.by == "load" else home.server
+        return [Part(server, home.name, nbytes)]
 
     def _blocks(self, key: str, rows: int, row_bytes: int) -> list[Part]:
         """One block a server, the longer ones first."""
@@ -174,16 +197,20 @@ def _overlap(key: str, old: Part, new: Part, shape: tuple[int, ...]) -> Move | N
     return Move(key, first, last, old.server, new.server, (last - first) * row_bytes) if first < last else None
 
 
+def whole(shape: Sequence[int], dtype: torch.dtype, everywhere: bool = False) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{' everywhere' * everywhere}"
+
+
 def key_of(name: str) -> tuple[str, int]:
     """The key of a part, and its first row: any string is a key, for a whole one that ends like a block has "[:]" after it.
 
-    >>> key_of("w"), key_of("w[5:9]"), key_of("w[5:9][:]")
-    (('w', 0), ('w', 5), ('w[5:9]', 0))
+    >>> key_of("w"), key_of("w[5:9]"), key_of("w[5:9][:]"), key_of("w[*]")
+    (('w', 0), ('w', 5), ('w[5:9]', 0), ('w', 0))
     """
     if not name.endswith("]"):
         return name, 0
     key, _, rows = name.rpartition("[")
-    return key, int(rows.partition(":")[0] or 0)
+    return key, 0 if rows == "*]" else int(rows.partition(":")[0] or 0)
 
 
 def join_parts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -195,4 +222,9 @@ def join_parts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     blocks: dict[str, list[torch.Tensor]] = {}
     for name in sorted(values, key=key_of):
         blocks.setdefault(key_of(name)[0], []).append(values[name])
-    return {key: parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in blocks.items()}
+    return {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in blocks.items()}
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One after another; of an optimizer's count of steps, which each part has, the largest."""
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts).amax(0)

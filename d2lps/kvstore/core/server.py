@@ -12,7 +12,7 @@ from typing import Any
 from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
 from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send, replace
-from d2lps.kvstore.core.operations import OPERATIONS, check_key, place
+from d2lps.kvstore.core.operations import OPERATIONS, answer, place
 from d2lps.kvstore.core.state import BARRIER, State
 
 
@@ -36,9 +36,8 @@ class Server(State):
 
     Each request is executed once, in the order of its client's sequence, and is in the log before it is answered. An answer
     may have to wait for other workers; the request then stays in `waiting`. Each server of a run goes by what it sees alone.
-    Without an optimizer, what is pushed is added to the value. With one, a push is a gradient: the optimizer gets the sum of
-    a round's divided by the number of workers ("mean", so that the learning rate means the same for any number of them), or
-    not divided ("sum"). Without rounds (all but bsp) each push is a step, of a gradient divided in the same way.
+    Without an optimizer, what is pushed is added to the value. With one, a push is a gradient: the optimizer gets what a rule
+    (see `reductions`) makes of a round's. Without rounds (all but bsp) each push is a step; of a mean, it is its share.
     Memory: the values, the optimizer's state, and under bsp the pushes of open rounds, up to m n bytes.
     """
 
@@ -145,7 +144,7 @@ class Server(State):
         # One key is looked up; of many, all that there are are looked at, in their order, the same in every process.
         for key in moved if len(moved) < 2 else self.entries:
             if isinstance(key, str) and key in moved and key in self.entries and (entry := self.entries[key]).open:
-                entry.close(self.clocks.slowest(key), set(self.clocks.at), self.optimizer, self.mean)
+                entry.close(self.clocks.slowest(key), set(self.clocks.at), self.optimizer, self.rule)
         free: list[Request] = []
         for where in [at for at in (moved if len(moved) < 2 else self.waiting) if at in moved and at in self.waiting]:
             waiting = self.waiting.pop(where)
@@ -182,14 +181,11 @@ class Server(State):
 
     def _reply(self, request: Request, error: str = "") -> Reply:
         """An answer; a read's carries a copy of the value."""
-        value = None
-        if request.op in READS and not error:
-            value = check_key(self, request).read(request.rows, request.out, only_look=request.op == "peek")
         return Reply(
             *request.retry_key,
             op=request.op,
             key=request.key,
-            value=value,
+            value=None if error else answer(self, request),
             error=error,
             clock=self.clocks.at.get(request.client, 0),
             priority=request.priority,

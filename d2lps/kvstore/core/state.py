@@ -15,6 +15,7 @@ from d2lps.kvstore.core.consistency import make_consistency
 from d2lps.kvstore.core.entry import Entry, Memory, Store
 from d2lps.kvstore.core.events import LOSS, Request, replace
 from d2lps.kvstore.core.optimizers import Optimizer, make_optimizer
+from d2lps.kvstore.core.reductions import Rule, make_rule
 
 WINDOW = 1024  # requests beyond a gap that are kept; further ones are dropped, and will come again
 BARRIER = 0  # where those stand that wait for everybody; all others stand at the key that they wait for, or at ALL
@@ -123,19 +124,15 @@ class State:
         self.store: Store = Memory() if store is None else store
         self.entries: dict[str, Entry] = {}
         self.offers: dict[str, dict[Life, torch.Tensor]] = {}  # first values of which none has been chosen yet
+        self.wholes: dict[str, str] = {}  # of keys that lie elsewhere, or in parts: what the whole is, as `declare` has it
         self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
         self.filter = Filter(epochs)
         self.waiting: dict[Hashable, list[Request]] = {}  # executed, but not answered yet: by place, in order
-        self.optimizer: Optimizer | None = None
-        self.options: dict[str, Any] = {}  # from which the optimizer was made
+        self.options: dict[str, Any] = {}  # of `set_optimizer`, from which these two are made
+        self.optimizer, self.rule = made_of(self.options)
         self.view = self.number = 0  # of the membership; of the last event that was executed
         self.broken = ""  # why nothing can be asked any more
         self.seen: Counter[int] = Counter()  # reads, by clocks behind; no part of the state: to be looked at
-
-    @property
-    def mean(self) -> bool:
-        """Whether the optimizer gets the mean of the workers' gradients, or their sum."""
-        return self.options.get("reduction", "mean") == "mean"
 
     def make(self, key: str, value: torch.Tensor, owner: Life) -> None:
         """A key begins, with the value that this life of a worker has brought."""
@@ -156,8 +153,8 @@ class State:
 
     def optimize(self, options: Mapping[str, Any]) -> None:
         """A new learning rate keeps the state that there is; another optimizer begins with its own."""
-        same = options["name"] == self.options.get("name")
-        self.options, self.optimizer = dict(options), optimizer_of(options)
+        same = options.get("name") == self.options.get("name")
+        self.options, (self.optimizer, self.rule) = dict(options), made_of(options)
         for entry in self.entries.values():
             begin = self.optimizer.state(entry.value) if self.optimizer else {}
             entry.moments = begin | (entry.moments if same else {})
@@ -180,6 +177,7 @@ class State:
             "versions": {key: {"version": entry.version, "owner": entry.owner} for key, entry in entries},
             "open": {k: {r: {w: list(p) for w, p in pushes.items()} for r, pushes in e.open.items()} for k, e in entries},
             "offers": {key: list(offers.items()) for key, offers in self.offers.items()},
+            "wholes": dict(self.wholes),
             "options": dict(self.options),
             "clocks": dict(self.clocks.at),
             "fronts": {key: dict(front.at) for key, front in self.clocks.keys.items()},
@@ -200,8 +198,8 @@ class State:
             for key, value in state["values"].items()
         }
         self.offers = {key: dict(offers) for key, offers in state["offers"].items()}
-        self.options = state["options"]
-        self.optimizer = optimizer_of(self.options)
+        self.wholes, self.options = state["wholes"], state["options"]
+        self.optimizer, self.rule = made_of(self.options)
         reached, fronts = state["reached"]
         self.clocks.all = Front(state["clocks"], reached)
         self.clocks.keys = {key: Front(at, fronts[key]) for key, at in state["fronts"].items()}
@@ -213,7 +211,11 @@ class State:
             self.waiting.setdefault(where, []).append(request)
 
 
-def optimizer_of(options: Mapping[str, Any]) -> Optimizer | None:
-    """The optimizer that `set_optimizer` has named, if it has."""
-    hyper = {name: value for name, value in options.items() if name != "reduction"}
-    return make_optimizer(**hyper) if hyper else None
+def made_of(options: Mapping[str, Any]) -> tuple[Optimizer | None, Rule]:
+    """The optimizer that `set_optimizer` has named, if it has, and the rule of what it gets; ValueError."""
+    hyper = dict(options)
+    name = hyper.pop("name", None)
+    rule = make_rule(hyper.pop("reduction", "mean" if options else "sum"), hyper.pop("trim", None))
+    if name is None and hyper:
+        raise ValueError(f"{hyper} without an optimizer: name one")
+    return None if name is None else make_optimizer(str(name), **hyper), rule

@@ -24,7 +24,7 @@ class Notes:
         """After an event."""
         if self.recorder is None:
             return
-        plain = isinstance(event, Request) and "codec" not in event.options  # of the others, the server keeps other tensors
+        plain = isinstance(event, Request) and not {"codec", "moment"} & event.options.keys()  # else it keeps other tensors
         if plain and isinstance(event, Request) and event.key in self.server.entries and event.value is not None:
             if event.op == "init":
                 self._began(event.key)

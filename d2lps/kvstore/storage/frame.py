@@ -34,7 +34,7 @@ NOWHERE = (-1, 0)  # of a tensor that travels
 Where = Callable[[torch.Tensor | None], tuple[int, int]]
 Lookup = Callable[[int, int], memoryview]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128,
 )}  # fmt: skip
 

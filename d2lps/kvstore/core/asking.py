@@ -1,0 +1,209 @@
+"""How a worker asks: it cuts tensors into parts, hands requests to a Transport, and gets something to wait for.
+
+How a request travels is not its affair.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from d2lps.comm import Communicator, Work
+from d2lps.comm.rank import describe
+from d2lps.kvstore.core.compression import Codec
+from d2lps.kvstore.core.events import Op, Refused, Reply, Request, replace
+from d2lps.kvstore.core.placement import Part, Placement, Rows, whole
+
+Key = str | int
+Keys = Key | Sequence[Key]
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+Place = Callable[[list[Reply]], None]  # what is done with the answers
+
+
+class Answer(Protocol):
+    """An answer that is under way."""
+
+    reply: Reply | None  # once it is there
+
+    def wait(self) -> Reply: ...
+
+    def is_done(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """Carries requests to servers, each client's to each server in order, as often as it takes: see `Session`."""
+
+    def request(self, server: int, request: Request) -> Answer:
+        """Send it off, before others of lower priority; its value is not touched until the answer is there."""
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that the servers can reach, if there is such a thing here; any tensor if not."""
+
+
+class Answers:
+    """All parts of one operation."""
+
+    def __init__(self, what: str, answers: Sequence[Answer]) -> None:
+        self.what, self.answers = what, answers
+        self.replies: list[Reply] = []
+        self.heard = False  # whether somebody waits, and so hears of an error
+
+    def is_done(self) -> bool:
+        return all(answer.is_done() for answer in self.answers)
+
+    def settled(self) -> bool:
+        """Whether there is nothing that nobody will hear of."""
+        return self.heard or all(answer.reply is not None and not answer.reply.error for answer in self.answers)
+
+    def wait(self) -> None:
+        self.heard = True
+        self.replies = [answer.wait() for answer in self.answers]
+        self.check(self.replies)
+
+    def check(self, replies: Sequence[Reply | None], more: str = "") -> None:
+        for reply in replies:
+            if reply is not None and reply.error:
+                raise Refused(f"{self.what}: {reply.error}{more}")
+
+
+class Asking:
+    """One worker's end of the lines to all servers."""
+
+    def __init__(self, transport: Transport, comm: Communicator, placement: Placement) -> None:
+        self.comm, self.rank, self.num_workers = comm, comm.rank, comm.size
+        self.placement, self.transport = placement, transport
+        self.iteration = 0  # how often clock() has been called
+        self.codec: Codec | None = None
+        self.code: dict[str, Any] = {}  # the options of a push, from which the server makes the codec that it needs
+        self.unheard: deque[Answers] = deque()  # in the order of asking: to be reported at the end, if they are refused
+
+    # ---- what is asked, of tensors that fit -------------------------------------------------------------------------------
+
+    def parts(self, key: Key, *tensors: torch.Tensor, everywhere: bool | None = None) -> list[Part]:
+        """Where the parts of a key are, and these tensors fit it; everywhere: not None for `init`, which says it."""
+        if not isinstance(key, str | int) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise TypeError(f"a key is a string or a number, with torch.Tensors: not {key!r} with {tensors!r}")
+        name, placement = str(key), self.placement
+        new = name not in placement.parts
+        parts = placement.place(name, tensors[0].shape, tensors[0].dtype, bool(everywhere))
+        try:
+            for tensor in tensors:
+                given = whole(tensor.shape, tensor.dtype, parts[0].copied if everywhere is None else everywhere)
+                if (known := placement.whole(name)) != given:
+                    raise ValueError(f"key {key!r} is {known}, not {given}")
+            home = placement.home(name)
+            if new and (home.server, home.name) != (parts[0].server, parts[0].name):
+                if everywhere is None:
+                    raise ValueError(f"key {key!r} is unknown to this worker: it must call init, to learn where it lies")
+                self.ask("init", key, [(home, Request("declare", home.name, options={"whole": known}))])
+        except BaseException:
+            if new:
+                placement.forget(name)
+            raise
+        return parts
+
+    def cut(self, priority: int, key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
+        """(part, that part of each tensor) for all keys; what is wrong with any of them is said before a word is sent."""
+        check_priority(priority)
+        return [(part, *map(part.of, mine)) for name, *mine in pairs(key, *tensors) for part in self.parts(name, *mine)]
+
+    def bring(self, op: Op, priority: int, key: Keys, value: Tensors, *out: Tensors) -> list[tuple[Part, Request]]:
+        """Requests with all parts of tensors, encoded if that was wished, and with where the answers are wanted."""
+        cut = self.cut(priority, key, value, *out)
+        for name, tensor in pairs(key, value):
+            if self.codec is not None and tensor.is_floating_point():
+                self.codec.check(str(name), tensor)
+        requests = []
+        for part, tensor, *target in cut:
+            sent, code = wire(tensor), {}
+            if self.codec is not None and sent.is_floating_point():
+                sent, code = self.codec.encode(part.name, sent), self.code
+            wanted = target[0].detach() if target else None
+            requests.append((part, Request(op, part.name, sent, options=code, priority=priority, out=wanted)))
+        return requests
+
+    def fetch(self, op: str, key: Keys, requests: list[tuple[Part, Request]]) -> Work:
+        """Ask for values, and put them where they are wanted."""
+
+        def place(replies: list[Reply]) -> None:
+            for (_, request), reply in zip(requests, replies, strict=True):
+                target, came = request.out, reply.value
+                assert target is not None and came is not None
+                if came.is_meta or came.data_ptr() != target.data_ptr():  # else the server has written it there
+                    self.comm.copy(target, came)
+
+        return self.work(op, key, requests, place)
+
+    def split_rows(self, key: Key, rows: torch.Tensor, name: str, tensor: torch.Tensor, priority: int) -> list[Rows]:
+        """See `Placement.split_rows`; `tensor` has a row for each of them."""
+        check_priority(priority)
+        if str(key) not in self.placement.shapes:
+            raise ValueError(f"key {key!r} is unknown to this worker: it must call init, to learn how many rows there are")
+        if rows.dim() != 1 or rows.dtype != torch.int64:
+            raise ValueError(f"rows must be flat, of int64, not {describe(rows)}")
+        count, *row = self.placement.shapes[str(key)][0]
+        if list(tensor.shape) != [len(rows), *row]:
+            raise ValueError(f"{name} is {describe(tensor)}, but {len(rows)} rows of key {key!r} are {[len(rows), *row]}")
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
+            raise ValueError(f"rows of {key!r} go from 0 to {count - 1}, not from {int(rows.min())} to {int(rows.max())}")
+        return self.placement.split_rows(str(key), rows.detach().cpu())
+
+    def is_mine(self, part: Part) -> bool:
+        """Of copies, a worker asks one."""
+        return not part.copied or part.server == self.placement.servers[self.rank % len(self.placement.servers)]
+
+    # ---- how it is asked --------------------------------------------------------------------------------------------------
+
+    def everywhere(self, request: Request) -> Work:
+        return self.work(request.op, "", [(Part(server, "", 0), request) for server in self.placement.servers])
+
+    def ask(self, op: str, key: Keys, requests: list[tuple[Part, Request]]) -> list[Reply]:
+        """Ask, and wait for the answers."""
+        replies: list[Reply] = []
+        self.work(op, key, requests, replies.extend).wait()
+        return replies
+
+    def work(self, op: str, key: Keys, requests: list[tuple[Part, Request]], place: Place = lambda replies: None) -> Work:
+        """Ask, and say what is to be done with the answers."""
+        what = f"kv.{op}({repr(key) if key != '' else ''})"
+        stamped = [(part.server, replace(request, clock=self.iteration)) for part, request in requests]
+        nbytes = sum(tensor.nbytes for _, asked in stamped for tensor in (asked.value, asked.out) if tensor is not None)
+        answers = Answers(what, [self.transport.request(server, request) for server, request in stamped])
+        self.unheard.append(answers)
+        while self.unheard and self.unheard[0].settled():
+            self.unheard.popleft()
+
+        def finish() -> None:
+            with self.comm.waiting("answer", nbytes=nbytes):
+                answers.wait()
+            place(answers.replies)
+
+        return Work(finish, answers.is_done)
+
+
+def pairs(key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
+    """(key, its tensors), of one key or of each in a list.
+
+    >>> pairs(["a", "b"], [1, 2], [3, 4])
+    [('a', 1, 3), ('b', 2, 4)]
+    """
+    if not isinstance(key, list | tuple):
+        return [(key, *tensors)]
+    counts = [len(found) if isinstance(found, list | tuple) else type(found).__name__ for found in tensors]
+    if counts != [len(key)] * len(counts):
+        raise ValueError(f"{len(key)} keys, {list(key)}, need a list of as many tensors, not {counts}")
+    return list(zip(key, *tensors, strict=True))
+
+
+def check_priority(priority: int) -> None:
+    if type(priority) is not int:
+        raise TypeError(f"priority={priority!r} is not a whole number")
+
+
+def wire(tensor: torch.Tensor) -> torch.Tensor:
+    """What can be sent: without its history, in one run of memory, where the processor can read it; a view if possible."""
+    tensor = tensor.detach()
+    return (tensor if tensor.is_meta else tensor.cpu()).contiguous()
