@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 # What a client can ask for.
-OPS = ("offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek")
+OPS = ("offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek") + (
+    "hold", "settle",
+)  # fmt: skip
 READS = ("pull", "pushpull", "peek")  # what is answered with a value
 
 

@@ -89,6 +89,17 @@ def barrier(state: State, request: Request) -> Moved:
     return {BARRIER} if state.barriers.move(worker, state.barriers.at[worker] + 1) else set()
 
 
+def hold(state: State, request: Request) -> Moved:
+    """The servers are to change: this worker will go no further than to this clock before it knows where all of them stop."""
+    state.stops.setdefault(request.client, request.clock)
+    return {BARRIER}
+
+
+def settle(state: State, request: Request) -> Moved:
+    """This worker has the answers to all that it has asked, and asks no more until the servers have changed."""
+    return set()
+
+
 def set_optimizer(state: State, request: Request) -> Moved:
     """Done when it is answered: under bsp, after the rounds before it."""
     if (reduction := request.options.get("reduction", "mean")) not in ("mean", "sum"):
@@ -101,6 +112,8 @@ def set_optimizer(state: State, request: Request) -> Moved:
 
 
 def join(state: State, request: Request) -> Moved:
+    if state.stops:
+        raise Refused(f"worker {request.client} cannot join while the servers change: try again")
     state.admit(request.client)
     return set()
 
@@ -119,6 +132,8 @@ OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
     "pushpull": pushpull,
     "clock": clock,
     "barrier": barrier,
+    "hold": hold,
+    "settle": settle,
     "set_optimizer": set_optimizer,
     "join": join,
     "leave": leave,
@@ -178,4 +193,4 @@ def _pushed(state: State, request: Request) -> torch.Tensor:
 
 def place(request: Request) -> Hashable:
     """Where a request waits if it must: None (for all keys), a key, or BARRIER."""
-    return BARRIER if request.op == "barrier" else request.key if request.op in READS else None
+    return BARRIER if request.op in ("barrier", "hold", "settle") else request.key if request.op in READS else None
