@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from d2lps.kvstore.core.events import Membership, Refused, Request
+from d2lps.kvstore.core.placement import Placement
 
 
 @dataclass
@@ -30,13 +32,13 @@ class Changes:
     """Where two threads of a worker meet: its own, and the one that carries its requests.
 
     >>> changes = Changes()
-    >>> changes.at(6)                                                           # its own: clock 6 is reached, and nothing is wanted
-    >>> changes.heard(Membership(1, {}, (0, 1, 2)), answer=None).clock          # the other: it is to go no further than to 7
+    >>> changes.at(6)                                                   # its own: clock 6 is reached, nothing is wanted
+    >>> changes.heard(Membership(1, {}, (0, 1, 2)), answer=None).clock  # the other: it will go no further than to 7
     7
     """
 
     def __init__(self) -> None:
-        self.lock, self.iteration, self.view = threading.Lock(), 0, 0
+        self.lock, self.clock, self.view = threading.Lock(), 0, 0
         self.open = deque[Change]()  # several, if this worker is none of those who are asked
         self.followed = deque[Membership]()  # what the other thread has not seen to yet
 
@@ -46,22 +48,38 @@ class Changes:
         if wanted.view <= self.view or busy:
             return None
         with self.lock:
-            self.view, promise = wanted.view, self.iteration + 1
+            self.view, promise = wanted.view, self.clock + 1
             self.open.append(Change(wanted, promise, answer))
         return Request("hold", clock=promise)
 
-    def at(self, iteration: int) -> Membership | None:
-        """This clock is reached: the servers that are to be waited for here, if it is here that all stop. Raises Refused."""
+    def reached(self, clock: int, asked: Iterable[Any], placement: Placement, request: Callable[[int, Request], Any]) -> None:
+        """Where all workers stop: wait for what was `asked` before, and until other servers are in force. Raises Refused."""
+        if (wanted := self.at(clock)) is None:
+            return
+        for answer in asked:
+            answer.wait()
+        settling = {server: request(server, Request("settle", clock=clock)) for server in placement.servers}
+        for server, answer in settling.items():
+            if server in wanted.servers and (error := answer.wait().error):
+                raise Refused(f"a change of servers: {error}")
+        self._follow(placement)
+
+    def at(self, clock: int) -> Membership | None:
+        """What is wanted, if it is at this clock that all stop for it."""
         with self.lock:
-            self.iteration, change = iteration, self.open[0] if self.open else None
-        if change is None or iteration < change.promise:
+            self.clock, change = clock, self.open[0] if self.open else None
+        if change is None or clock < change.promise:
             return None
         if error := (reply := change.answer.wait()).error:
             raise Refused(f"a change of servers: {error}")
-        return change.wanted if iteration >= reply.clock else None
+        return change.wanted if clock >= reply.clock else None
 
-    def follow(self) -> Membership:
-        """The next change is, or will be, in force."""
-        change = self.open.popleft()
-        self.followed.append(change.wanted)
-        return change.wanted
+    def catch_up(self, placement: Placement) -> None:
+        """With what has changed while this worker took no part."""
+        while self.open:
+            self._follow(placement)
+
+    def _follow(self, placement: Placement) -> None:
+        wanted = self.open.popleft().wanted
+        placement.follow(wanted.servers)
+        self.followed.append(wanted)

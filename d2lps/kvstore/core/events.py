@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 # What a client can ask for.
-OPS = ("offer", "choose", "init", "push", "pull", "pushpull", "clock", "barrier", "set_optimizer", "join", "leave", "peek") + (
-    "hold", "settle",
+OPS = (
+    "offer", "choose", "init", "push", "pull", "pushpull", "peek",
+    "clock", "barrier", "hold", "settle", "set_optimizer", "join", "leave",
 )  # fmt: skip
 READS = ("pull", "pushpull", "peek")  # what is answered with a value
 

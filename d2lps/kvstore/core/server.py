@@ -135,13 +135,13 @@ class Server(State):
             effects = [effect for effect in self.step(send.event) if isinstance(effect, Append)]
         return [*effects, Reply(-1, 0, send.number, op="send", error=error, view=self.view)]
 
-    def resize(self, view: int, entries: dict[str, Plain]) -> list[Reply]:
-        """Other servers are in force, and these parts are here now. It is in no log: a checkpoint must come before the answers."""
-        for key in self.entries.keys() - entries.keys():
+    def resize(self, view: int, stay: set[str], come: dict[str, Plain]) -> list[Reply]:
+        """Other servers are in force, and other parts are here. It is in no log: a checkpoint must come before the answers."""
+        for key in self.entries.keys() - stay:
             self.entries.pop(key).drop()
-        for key, (value, moments, version, owner) in entries.items():
+        for key, (value, moments, version, owner) in come.items():
             self.entries[key] = Entry(key, value, self.store, moments, version, owner)
-        self.view, self.stops, self.offers, self.clocks.keys = view, {}, {}, {}
+        self.view, self.number, self.stops, self.offers, self.clocks.keys = view, self.number + 1, {}, {}, {}
         return self._go_on({BARRIER})
 
     # ---- answers ----------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class State:
         self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
         self.filter = Filter(epochs)
         self.waiting: dict[Hashable, list[Request]] = {}  # executed, but not answered yet: by place, in order
-        self.stops: dict[int, int] = {}  # while the servers are to change: how far each worker may go before it knows where all stop
+        self.stops: dict[int, int] = {}  # before the servers change: how far each worker will go, and the furthest goes for all
         self.optimizer: Optimizer | None = None
         self.options: dict[str, Any] = {}  # from which the optimizer was made
         self.view = self.number = 0  # of the membership; of the last event that was executed
@@ -201,8 +201,8 @@ class State:
     def beginning(self) -> dict[str, Any]:
         """What a server that comes now has to know of this one's `state()`: who takes part, and how far they are, but no key."""
         clients = {worker: [client.epoch, 1, 0, {}, client.over] for worker, client in self.filter.clients.items()}
-        keyed = dict.fromkeys(("values", "moments", "versions", "open", "offers", "fronts"), {})
-        return self.state() | keyed | {"reached": [self.clocks.all.reached, {}], "clients": clients, "waiting": [], "number": 0}
+        none: dict[str, Any] = {name: {} for name in ("values", "moments", "versions", "open", "offers", "fronts")}
+        return self.state() | none | {"reached": [self.clocks.all.reached, {}], "clients": clients, "waiting": []}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become the server that gave this `state()`; the tensors are copied."""

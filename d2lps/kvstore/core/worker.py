@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,26 +16,7 @@ from d2lps.comm.rank import describe
 from d2lps.kvstore.core.compression import Codec, make_codec
 from d2lps.kvstore.core.events import LOSS, Refused, Reply, Request, replace
 from d2lps.kvstore.core.placement import Part, Placement, Rows
-
-
-class Answer(Protocol):
-    """An answer that is under way."""
-
-    reply: Reply | None  # once it is there
-
-    def wait(self) -> Reply: ...
-
-    def is_done(self) -> bool: ...
-
-
-class Transport(Protocol):
-    """Carries requests to servers, each client's to each server in order, as often as it takes: see `Session`."""
-
-    def request(self, server: int, request: Request) -> Answer:
-        """Send it off, before others of lower priority; its value is not touched until the answer is there."""
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that the servers can reach, if there is such a thing here; any tensor if not."""
+from d2lps.kvstore.core.transport import Answer, Transport
 
 
 class _Answers:
@@ -188,9 +169,9 @@ class KVWorker:
     # ---- time -------------------------------------------------------------------------------------------------------------
 
     def clock(self) -> Work:
-        """End this iteration, on every server. Nobody need wait for it to arrive."""
+        """End this iteration, on every server. Nobody need wait for it to arrive, unless servers come or go: see `Changes`."""
         self.iteration += 1
-        return self._everywhere(Request("clock"))
+        return self._clock()
 
     def barrier(self) -> None:
         """Return when every live worker has called this, and all that each asked for before has been done."""
@@ -209,10 +190,13 @@ class KVWorker:
 
     def join(self) -> None:
         """Come in while others are at work: begin where the slowest of them is."""
-        joining = _Answers("join", [self.transport.request(server, Request("join")) for server in self.placement.servers])
-        joining.wait()
-        self.iteration = max(reply.clock for reply in joining.replies)
-        self._everywhere(Request("clock"))
+        self.transport.changes.catch_up(self.placement)
+        self.iteration = 0
+        for server in self.placement.servers:  # one after the other: while servers change, the first one refuses
+            joining = _Answers("join", [self.transport.request(server, Request("join"))])
+            joining.wait()
+            self.iteration = max(self.iteration, joining.replies[0].clock)
+        self._clock()
 
     def leave(self) -> None:
         """Nobody waits for this worker from now on. Called for you when your function returns."""
@@ -263,6 +247,12 @@ class KVWorker:
                     self.comm.copy(target, came)
 
         return self._work(op, key, requests, out.nbytes, place)
+
+    def _clock(self) -> Work:
+        ended = self._everywhere(Request("clock"))
+        asked = (answer for answers in self.unheard for answer in answers.answers)
+        self.transport.changes.reached(self.iteration, asked, self.placement, self.transport.request)
+        return ended
 
     def _everywhere(self, request: Request) -> Work:
         requests = [(Part(server, "", 0), request) for server in self.placement.servers]
