@@ -67,7 +67,7 @@ def test_any_string_is_a_key(keys: list[str]) -> None:
     placement = Placement(range(2), split=16)
     for key, value in values.items():
         for part in placement.place(key, value.shape, F32):
-            assert part.name not in parts and key_of(part.name) == (key, part.first)
+            assert part.name not in parts and key_of(part.name) == (key, part.first, part.last)
             parts[part.name] = part.of(value)
     whole = join_parts(parts)
     assert whole.keys() == values.keys() and all(torch.equal(whole[key], values[key]) for key in keys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,31 +16,12 @@ from d2lps.comm.rank import describe
 from d2lps.kvstore.core.compression import Codec
 from d2lps.kvstore.core.events import Op, Refused, Reply, Request, replace
 from d2lps.kvstore.core.placement import Part, Placement, Rows, whole
+from d2lps.kvstore.core.transport import Answer, Transport
 
 Key = str | int
 Keys = Key | Sequence[Key]
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Place = Callable[[list[Reply]], None]  # what is done with the answers
-
-
-class Answer(Protocol):
-    """An answer that is under way."""
-
-    reply: Reply | None  # once it is there
-
-    def wait(self) -> Reply: ...
-
-    def is_done(self) -> bool: ...
-
-
-class Transport(Protocol):
-    """Carries requests to servers, each client's to each server in order, as often as it takes: see `Session`."""
-
-    def request(self, server: int, request: Request) -> Answer:
-        """Send it off, before others of lower priority; its value is not touched until the answer is there."""
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that the servers can reach, if there is such a thing here; any tensor if not."""
 
 
 class Answers:

@@ -125,13 +125,14 @@ class Client:
     """
 
     def __init__(self, rank: int, servers: int, epoch: int = 0) -> None:
-        self.sessions = [Session(rank, epoch) for _ in range(servers)]
+        self.rank, self.epoch = rank, epoch
+        self.sessions = {server: Session(rank, epoch) for server in range(servers)}
         self.nodes, self.view = list(range(servers)), 0
 
     @property
     def due(self) -> float:
         """When `retry` is to be called next."""
-        return min(session.due for session in self.sessions)
+        return min(session.due for session in self.sessions.values())
 
     def learn(self, news: Membership, now: float) -> dict[int, int]:
         """Take in who serves; {server: its new node} of those that have moved."""
@@ -143,3 +144,11 @@ class Client:
             self.nodes[server] = node
             self.sessions[server].serve(news.view, now)
         return moved
+
+    def follow(self, change: Membership) -> tuple[set[int], set[int]]:
+        """Other servers are in force: those with whom sessions begin, and those with whom they end."""
+        before, now = set(self.sessions), set(change.servers)
+        self.sessions = {server: self.sessions.get(server) or Session(self.rank, self.epoch) for server in change.servers}
+        for session in self.sessions.values():
+            session.view = change.view
+        return now - before, before - now

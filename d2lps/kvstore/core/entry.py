@@ -73,6 +73,11 @@ class Entry:
         for name, moment in moments.items():
             self.store[self._page(name)] = moment
 
+    def drop(self) -> None:
+        """Let go of its tensors."""
+        self.moments = {}
+        del self.store[self._page()]
+
     def _page(self, name: str = "") -> tuple[str, str]:
         """Under which the value, or one of the optimizer's tensors, lies in the store."""
         return self.key, name

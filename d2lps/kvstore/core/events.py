@@ -24,7 +24,7 @@ from msgspec.structs import replace as replace
 # What a client can ask for.
 Op = Literal[
     "declare", "offer", "choose", "init", "push", "pull", "pushpull", "peek",
-    "clock", "barrier", "set_optimizer", "state", "restore", "join", "leave",
+    "clock", "barrier", "hold", "settle", "set_optimizer", "state", "restore", "join", "leave",
 ]  # fmt: skip
 OPS: tuple[Op, ...] = get_args(Op)
 READS = ("pull", "pushpull", "peek")  # what is answered with a value

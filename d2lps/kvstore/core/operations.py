@@ -104,6 +104,17 @@ def barrier(state: State, request: Request) -> Moved:
     return {BARRIER} if state.barriers.move(worker, state.barriers.at[worker] + 1) else set()
 
 
+def hold(state: State, request: Request) -> Moved:
+    """The servers are to change: this worker will go no further than to this clock before it knows where all of them stop."""
+    state.stops.setdefault(request.client, request.clock)
+    return {BARRIER}
+
+
+def settle(state: State, request: Request) -> Moved:
+    """This worker has the answers to all that it has asked, and asks no more until the servers have changed."""
+    return set()
+
+
 def set_optimizer(state: State, request: Request) -> Moved:
     """Done when it is answered: under bsp, after the rounds before it."""
     _check_options(state, {"name": ""} | dict(request.options))
@@ -136,6 +147,8 @@ def restore(state: State, request: Request) -> Moved:
 
 
 def join(state: State, request: Request) -> Moved:
+    if state.stops:
+        raise Refused(f"worker {request.client} cannot join while the servers change: try again")
     state.admit(request.client)
     return set()
 
@@ -155,6 +168,8 @@ OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
     "pushpull": pushpull,
     "clock": clock,
     "barrier": barrier,
+    "hold": hold,
+    "settle": settle,
     "set_optimizer": set_optimizer,
     "state": look,
     "restore": restore,
@@ -267,4 +282,4 @@ def _moment(state: State, request: Request) -> torch.Tensor:
 
 def place(request: Request) -> Hashable:
     """Where a request waits if it must: None (for all keys), a key, or BARRIER."""
-    return BARRIER if request.op == "barrier" else request.key if request.op in READS else None
+    return BARRIER if request.op in ("barrier", "hold", "settle") else request.key if request.op in READS else None

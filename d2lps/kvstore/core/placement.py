@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,23 +76,21 @@ class Placement:
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.parts: dict[str, list[Part]] = {}
         self.everywhere: set[str] = set()  # keys of which each server has a copy
-        self.held = self.nbytes()  # kept up to date while keys come
+        self.held = dict.fromkeys(self.servers, 0)  # bytes of values that each server has
 
     def place(self, key: str, shape: Sequence[int], dtype: torch.dtype, everywhere: bool = False) -> list[Part]:
         """The parts of a key, in the order of its rows, or its copies; of one that is known, as they are."""
         if key not in self.parts:
             self.shapes[key] = tuple(shape), dtype
             self.everywhere |= {key} if everywhere else set()
-            self.parts[key] = self._place(key)
-            for part in self.parts[key]:
-                self.held[part.server] += part.nbytes
+            self._put(key, self._place(key))
         return self.parts[key]
 
     def forget(self, key: str) -> None:
         """It was refused."""
+        self._put(key, [])
         del self.parts[key], self.shapes[key]
         self.everywhere.discard(key)
-        self.held = self.nbytes()
 
     def whole(self, key: str) -> str:
         """What a key is, in words that are equal if two workers mean the same: "float32[100, 2]", "float32[3] everywhere"."""
@@ -100,7 +98,15 @@ class Placement:
 
     def home(self, key: str) -> Part:
         """Where a key would lie whole, and small: known to all who know its name, whatever they take its shape for."""
-        return Part(self.ring.owner(key), f"{key}[:]" if key.endswith("]") else key, 0)
+        return Part(self.ring.owner(key), name_of(key), 0)
+
+    def found(self, server: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """A server has this part. Of a tensor in blocks they must be told in the order of rows; the last one says how many."""
+        key, first, last = key_of(name)
+        self.shapes[key] = tuple(shape) if last is None else (last, *shape[1:]), dtype
+        part = Part(server, name, math.prod(shape) * dtype.itemsize, first, last)
+        self.everywhere |= {key} if part.copied else set()
+        self._put(key, [*self.parts.get(key, ()), part])
 
     def split_rows(self, key: str, rows: torch.Tensor) -> list[Rows]:
         """For each part that is concerned: which of `rows` lie there, and where in the part."""
@@ -114,76 +120,84 @@ class Placement:
 
     def nbytes(self) -> dict[int, int]:
         """{server: bytes of values that it has}."""
-        totals = dict.fromkeys(self.servers, 0)
-        for part in (part for parts in self.parts.values() for part in parts):
-            totals[part.server] = totals.get(part.server, 0) + part.nbytes
-        return totals
+        return dict(self.held)
 
     def add(self, server: int) -> list[Move]:
         """A server more; what has to move to it. Of small tensors about 1/s, by hash or by load."""
-        self.ring.add(server)
-        self.servers = sorted([*self.servers, server])
-        before = self._cut_anew()
-        if self.by == "load":
-            share = sum(self.nbytes().values()) / len(self.servers)
-            for key in sorted(self._small(), key=lambda key: -self.parts[key][0].nbytes):
-                load, part = self.nbytes(), self.parts[key][0]
-                if load[server] + part.nbytes <= share and load[part.server] > share:
-                    self.parts[key] = [Part(server, part.name, part.nbytes)]
-        return self._moves(before)
+        return self.follow({*self.servers, server})
 
     def remove(self, server: int) -> list[Move]:
         """A server less; where what it had goes. Of small tensors nothing else moves."""
         if self.servers == [server]:
             raise ValueError(f"server {server} is the last one")
-        self.ring.remove(server)
-        self.servers.remove(server)
-        before = self._cut_anew()
+        return self.follow({*self.servers} - {server})
+
+    def follow(self, servers: Iterable[int]) -> list[Move]:
+        """Other servers; what has to move. It depends on what lies where, and not on the order in which it came there."""
+        before, new = dict(self.parts), set(servers) - set(self.servers)
+        self.servers = sorted(servers)
+        self.ring = HashRing(self.servers)
+        self.held = dict.fromkeys(self.servers, 0) | self.held
+        by_size = sorted(before, key=lambda key: (-self._size(key), key))
+        for key in by_size:
+            stays = self.by == "load" and before[key][0].last is None and before[key][0].server in self.servers
+            if not stays or self._cuts(key) or key in self.everywhere:
+                self._put(key, self._place(key))
         if self.by == "load":
-            for key in [key for key in self._small() if self.parts[key][0].server == server]:
-                del self.parts[key]
-                self.held = self.nbytes()
-                self.parts[key] = self._place(key)
-        return self._moves(before)
+            self._fill(new, [key for key in by_size if self.parts[key][0].last is None and key not in self.everywhere])
+        self.held = {server: self.held[server] for server in self.servers}
+        return [move for key, parts in before.items() for move in self._moves(key, parts)]
+
+    def _moves(self, key: str, before: list[Part]) -> list[Move]:
+        """What of this key has to move. A copy comes from the first server that has one."""
+        now = self.parts[key]
+        if key in self.everywhere:
+            had = {part.server for part in before}
+            before, now = before[:1], [part for part in now if part.server not in had]
+        moves = [_overlap(key, old, new, self.shapes[key][0]) for old in before for new in now]
+        return [move for move in moves if move is not None]
+
+    def _fill(self, new: set[int], keys: list[str]) -> None:
+        """Bring each newcomer close to its share of the bytes, from those who have more than theirs."""
+        share = sum(self.held.values()) / len(self.servers)
+        for server in sorted(new):
+            for key in keys:
+                [part] = self.parts[key]
+                if self.held[server] + part.nbytes <= share < self.held[part.server]:
+                    self._put(key, [replace(part, server=server)])
+
+    def _put(self, key: str, parts: list[Part]) -> None:
+        for part in self.parts.get(key, ()):
+            self.held[part.server] -= part.nbytes
+        for part in parts:
+            self.held[part.server] += part.nbytes
+        self.parts[key] = parts
+
+    def _cuts(self, key: str) -> bool:
+        """Whether a tensor is so big that each server gets some rows of it."""
+        shape = self.shapes[key][0]
+        return self._size(key) >= self.split and bool(shape) and shape[0] > 1 and len(self.servers) > 1
+
+    def _size(self, key: str) -> int:
+        shape, dtype = self.shapes[key]
+        return math.prod(shape) * dtype.itemsize
 
     def _place(self, key: str) -> list[Part]:
-        shape, dtype = self.shapes[key]
-        nbytes = math.prod(shape) * dtype.itemsize
         if key in self.everywhere:
-            return [Part(server, f"{key}[*]", nbytes) for server in self.servers]
-        if nbytes >= self.split and shape and shape[0] > 1 and len(self.servers) > 1:
-            return self._blocks(key, shape[0], nbytes // shape[0])
+            return [Part(server, f"{key}[*]", self._size(key)) for server in self.servers]
+        if self._cuts(key):
+            rows = self.shapes[key][0][0]
+            return self._blocks(key, rows, self._size(key) // rows)
         home = self.home(key)
         server = min(self.servers, key=self.held.__getitem__) if self.by == "load" else home.server
-        return [Part(server, home.name, nbytes)]
+        return [Part(server, home.name, self._size(key))]
 
     def _blocks(self, key: str, rows: int, row_bytes: int) -> list[Part]:
         """One block a server, the longer ones first."""
         blocks = min(rows, len(self.servers))
         edges = [number * (rows // blocks) + min(number, rows % blocks) for number in range(blocks + 1)]
         pairs = zip(self.servers, edges, edges[1:], strict=False)
-        return [Part(s, f"{key}[{first}:{last}]", (last - first) * row_bytes, first, last) for s, first, last in pairs]
-
-    def _small(self) -> list[str]:
-        return [key for key, parts in self.parts.items() if parts[0].last is None]
-
-    def _cut_anew(self) -> dict[str, list[Part]]:
-        """Place all but what lies by load; as it was before."""
-        before, self.held = dict(self.parts), self.nbytes()
-        for key in before:
-            if self.by == "hash" or before[key][0].last is not None or self._place(key)[0].last is not None:
-                self.parts[key] = self._place(key)
-        return before
-
-    def _moves(self, before: dict[str, list[Part]]) -> list[Move]:
-        self.held = self.nbytes()
-        return [
-            move
-            for key, parts in self.parts.items()
-            for old in before[key]
-            for new in parts
-            if (move := _overlap(key, old, new, self.shapes[key][0]))
-        ]
+        return [Part(s, name_of(key, first, last), (last - first) * row_bytes, first, last) for s, first, last in pairs]
 
 
 def _overlap(key: str, old: Part, new: Part, shape: tuple[int, ...]) -> Move | None:
@@ -201,16 +215,24 @@ def whole(shape: Sequence[int], dtype: torch.dtype, everywhere: bool = False) ->
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}{' everywhere' * everywhere}"
 
 
-def key_of(name: str) -> tuple[str, int]:
-    """The key of a part, and its first row: any string is a key, for a whole one that ends like a block has "[:]" after it.
+def name_of(key: str, first: int = 0, last: int | None = None) -> str:
+    """What a server calls these rows of a key, or, with last=None, all of it; see `key_of`."""
+    return f"{key}[{first}:{last}]" if last is not None else f"{key}[:]" if key.endswith("]") else key
+
+
+def key_of(name: str) -> tuple[str, int, int | None]:
+    """The key of a part, its first row and the one after its last, None of a whole tensor.
+
+    Any string is a key: a whole one that ends like a block has "[:]" after it; one of many copies has "[*]".
 
     >>> key_of("w"), key_of("w[5:9]"), key_of("w[5:9][:]"), key_of("w[*]")
-    (('w', 0), ('w', 5), ('w[5:9]', 0), ('w', 0))
+    (('w', 0, None), ('w', 5, 9), ('w[5:9]', 0, None), ('w', 0, None))
     """
     if not name.endswith("]"):
-        return name, 0
+        return name, 0, None
     key, _, rows = name.rpartition("[")
-    return key, 0 if rows == "*]" else int(rows.partition(":")[0] or 0)
+    first, _, last = rows.removesuffix("]").removesuffix("*").partition(":")
+    return key, int(first or 0), int(last) if last else None
 
 
 def join_parts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -220,7 +242,7 @@ def join_parts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     {'b': tensor([0.]), 'w': tensor([1., 2., 3.])}
     """
     blocks: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(values, key=key_of):
+    for name in sorted(values, key=lambda name: key_of(name)[:2]):
         blocks.setdefault(key_of(name)[0], []).append(values[name])
     return {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in blocks.items()}
 

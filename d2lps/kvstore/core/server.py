@@ -11,8 +11,10 @@ from typing import Any
 
 from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
+from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send, replace
 from d2lps.kvstore.core.operations import OPERATIONS, answer, place
+from d2lps.kvstore.core.pieces import Plain
 from d2lps.kvstore.core.state import BARRIER, State
 
 
@@ -132,9 +134,18 @@ class Server(State):
             effects = [effect for effect in self.step(send.event) if isinstance(effect, Append)]
         return [*effects, Reply(-1, 0, send.number, op="send", error=error, view=self.view)]
 
+    def resize(self, view: int, stay: set[str], come: dict[str, Plain]) -> list[Reply]:
+        """Other servers are in force, and other parts are here. It is in no log: a checkpoint must come before the answers."""
+        for key in self.entries.keys() - stay:
+            self.entries.pop(key).drop()
+        for key, (value, moments, version, owner) in come.items():
+            self.entries[key] = Entry(key, value, self.store, moments, version, owner)
+        self.view, self.number, self.stops, self.offers, self.clocks.keys = view, self.number + 1, {}, {}, {}
+        return self._go_on({BARRIER})
+
     # ---- answers ----------------------------------------------------------------------------------------------------------
 
-    def _go_on(self, moved: set[Hashable], new: Request | None = None) -> list[Effect]:
+    def _go_on(self, moved: set[Hashable], new: Request | None = None) -> list[Reply]:
         """Where the slowest worker has moved on, close rounds; then answer all who need wait no longer."""
         if ALL in moved:
             changed = self.consistency.round_ended(self.clocks.spread())
@@ -155,13 +166,17 @@ class Server(State):
             free.append(new)
         elif new is not None:
             self.waiting.setdefault(place(new), []).append(new)
-            self.consistency.waited |= new.op != "barrier"
+            self.consistency.waited |= place(new) != BARRIER
         return [self._answer(request) for request in sorted(free, key=lambda request: -request.priority)]
 
     def _may_go(self, request: Request) -> bool:
         worker, where = request.client, place(request)
         if self.broken:
             return True
+        if request.op == "hold":
+            return self.clocks.at.keys() <= self.stops.keys()
+        if request.op == "settle":
+            return self.view > request.view
         if where == BARRIER:
             return self.barriers.slowest >= self.barriers.at[worker]
         if request.op in (*READS, "set_optimizer"):
@@ -187,7 +202,7 @@ class Server(State):
             key=request.key,
             value=None if error else answer(self, request),
             error=error,
-            clock=self.clocks.at.get(request.client, 0),
+            clock=max(self.stops.values(), default=0) if request.op == "hold" else self.clocks.at.get(request.client, 0),
             priority=request.priority,
             view=self.view,
             owner=self.entries[request.key].owner if request.op == "choose" and not error else (),

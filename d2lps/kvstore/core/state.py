@@ -128,6 +128,7 @@ class State:
         self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
         self.filter = Filter(epochs)
         self.waiting: dict[Hashable, list[Request]] = {}  # executed, but not answered yet: by place, in order
+        self.stops: dict[int, int] = {}  # before the servers change: how far each worker will go, and the furthest goes for all
         self.options: dict[str, Any] = {}  # of `set_optimizer`, from which these two are made
         self.optimizer, self.rule = made_of(self.options)
         self.view = self.number = 0  # of the membership; of the last event that was executed
@@ -148,8 +149,14 @@ class State:
         """Nobody waits for it any more, nor does it; what it has pushed counts, for that was acknowledged."""
         for where, requests in self.waiting.items():
             self.waiting[where] = [request for request in requests if request.client != worker]
-        moved = self.clocks.leave(worker)
-        return moved | {BARRIER} if self.barriers.remove(worker) else moved
+        self.barriers.remove(worker)
+        return self.clocks.leave(worker) | {BARRIER}
+
+    @property
+    def settled(self) -> bool:
+        """Whether all workers wait for the servers to change, so that nothing else is open: no round, no read."""
+        asking = {request.client for request in self.waiting.get(BARRIER, ()) if request.op == "settle"}
+        return bool(self.clocks.at) and asking >= self.clocks.at.keys()
 
     def optimize(self, options: Mapping[str, Any]) -> None:
         """A new learning rate keeps the state that there is; another optimizer begins with its own."""
@@ -182,11 +189,18 @@ class State:
             "clocks": dict(self.clocks.at),
             "fronts": {key: dict(front.at) for key, front in self.clocks.keys.items()},
             "reached": [self.clocks.all.reached, {key: front.reached for key, front in self.clocks.keys.items()}],
+            "stops": dict(self.stops),
             "barriers": [dict(self.barriers.at), self.barriers.reached],
             "staleness": (self.consistency.staleness, self.consistency.waited),
             "clients": {w: [c.epoch, c.next, c.answered, dict(c.errors), c.over] for w, c in self.filter.clients.items()},
             "waiting": [(where, replace(r, out=None)) for where, requests in self.waiting.items() for r in requests],
         }
+
+    def beginning(self) -> dict[str, Any]:
+        """What a server that comes now has to know of this one's `state()`: who takes part, and how far they are, but no key."""
+        clients = {worker: [client.epoch, 1, 0, {}, client.over] for worker, client in self.filter.clients.items()}
+        none: dict[str, Any] = {name: {} for name in ("values", "moments", "versions", "open", "offers", "fronts")}
+        return self.state() | none | {"reached": [self.clocks.all.reached, {}], "clients": clients, "waiting": []}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become the server that gave this `state()`; the tensors are copied."""
@@ -203,7 +217,7 @@ class State:
         reached, fronts = state["reached"]
         self.clocks.all = Front(state["clocks"], reached)
         self.clocks.keys = {key: Front(at, fronts[key]) for key, at in state["fronts"].items()}
-        self.barriers = Front(*state["barriers"])
+        self.barriers, self.stops = Front(*state["barriers"]), state["stops"]
         self.consistency.staleness, self.consistency.waited = state["staleness"]
         self.filter.clients = {worker: Known(*known) for worker, known in state["clients"].items()}
         self.waiting = {}

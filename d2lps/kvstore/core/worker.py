@@ -138,9 +138,9 @@ class KVWorker(Asking):
     # ---- time -------------------------------------------------------------------------------------------------------------
 
     def clock(self) -> Work:
-        """End this iteration, on every server. Nobody need wait for it to arrive."""
+        """End this iteration, on every server. Nobody need wait for it to arrive, unless servers come or go: see `Changes`."""
         self.iteration += 1
-        return self.everywhere(Request("clock"))
+        return self._clock()
 
     def barrier(self) -> None:
         """Return when every live worker has called this, and all that each asked for before has been done."""
@@ -205,10 +205,13 @@ class KVWorker(Asking):
 
     def join(self) -> None:
         """Come in while others are at work: begin where the slowest of them is."""
-        joining = Answers("join", [self.transport.request(server, Request("join")) for server in self.placement.servers])
-        joining.wait()
-        self.iteration = max(reply.clock for reply in joining.replies)
-        self.everywhere(Request("clock"))
+        self.transport.changes.catch_up(self.placement)
+        self.iteration = 0
+        for server in self.placement.servers:  # one after the other: while servers change, the first one refuses
+            joining = Answers("join", [self.transport.request(server, Request("join"))])
+            joining.wait()
+            self.iteration = max(self.iteration, joining.replies[0].clock)
+        self._clock()
 
     def leave(self) -> None:
         """Nobody waits for this worker from now on. Called for you when your function returns."""
@@ -225,3 +228,9 @@ class KVWorker(Asking):
         for answers in self.unheard:
             if not answers.heard:
                 answers.check([answer.reply for answer in answers.answers], more="; nobody has waited for this")
+
+    def _clock(self) -> Work:
+        ended = self.everywhere(Request("clock"))
+        asked = (answer for answers in self.unheard for answer in answers.answers)
+        self.transport.changes.reached(self.iteration, asked, self.placement, self.transport.request)
+        return ended

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RunIsOver(Exception):
-    """Raised by `Cluster.sleep` when there is nothing left to harm; it ends a saboteur, and nobody hears of it."""
+    """Raised by what a `Cluster` can do when the run is over; it ends a saboteur, and nobody hears of it."""
 
 
 class Victim:
@@ -50,6 +50,12 @@ class Cluster:
     >>> kvstore.run(worker, 2, 2, durability="log", saboteur=saboteur).history      # doctest: +SKIP
     ['0.54 s: server 0 was killed by SIGKILL', '0.61 s: server 0 runs again, with all that is in its log']
 
+    >>> def grow(cluster):
+    ...     cluster.add_server()                # keys move to it, while the training goes on
+    ...     cluster.remove_server(0)
+    >>> kvstore.run(worker, 2, 2, saboteur=grow).history                            # doctest: +SKIP
+    ['0.08 s: server 2 has come: 9 keys have moved, 6,400 bytes of their values', '0.15 s: server 0 has gone: ...']
+
     servers, backups, workers: their processes, by number; servers[i] is the first primary of server i, whoever serves now.
     addresses: where workers reach the servers, and their backups. `over` is set when the workers are done.
     """
@@ -57,7 +63,8 @@ class Cluster:
     def __init__(
         self, servers: Sequence[Victim], backups: Sequence[Victim], workers: Sequence[Victim], addresses: Sequence[str]
     ) -> None:
-        self.servers, self.backups, self.workers, self.addresses = servers, backups, workers, addresses
+        self.servers, self.backups, self.workers, self.addresses = [*servers], backups, workers, addresses
+        self.resize: Callable[[int | None], tuple[int, Callable[[], int]]]
         self.history: list[str] = []  # what has happened so far, as the Run will have it
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
@@ -67,6 +74,20 @@ class Cluster:
         """Let the run go on for a while; ends the saboteur when the run is over."""
         if self.over.wait(seconds):
             raise RunIsOver
+
+    def add_server(self) -> int:
+        """Start one more server, which takes its share of the keys over; its number, as soon as it has them.
+
+        That is at the end of an iteration, the same for all workers, so one that calls kv.clock() no more holds it up. What
+        moves is written to the disk and read once. Not with durability "replica", nor over tcp: ValueError.
+        """
+        number, find = self.resize(None)
+        self.servers.append(Victim(find))
+        return number
+
+    def remove_server(self, number: int) -> None:
+        """Let the other servers take over what this one has, and end it; else as `add_server`."""
+        self.resize(number)
 
     def start(self, saboteur: Callable[[Cluster], Any]) -> None:
         """Let a saboteur loose, in a thread of its own."""

@@ -19,6 +19,7 @@ from d2lps.kvstore.core.events import Event, Lost, Membership
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.launch.monitor import EVERY, Monitor
 from d2lps.kvstore.launch.node import Node
+from d2lps.kvstore.launch.resize import Resizing
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.pulse import BEAT, PULSE
 from d2lps.kvstore.network.sockets import new_socket, readable
@@ -41,7 +42,8 @@ class Coordinator:
         self.view, self.lost, self.announced, self.measured, self.finishing = 0, list[int](), 0.0, 0.0, False
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.control = self._bound(zmq.ROUTER, plan.coordinator)
-        self.news = self._bound(zmq.PUB, plan.news) if plan.replicated else None
+        self.news = self._bound(zmq.PUB, plan.news)
+        self.resizing = Resizing(self)
 
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = new_socket(self.context, kind, self.plan.largest, {zmq.ROUTER_HANDOVER: 1} if kind == zmq.ROUTER else {})
@@ -55,24 +57,28 @@ class Coordinator:
         for node in self.nodes.values():
             node.start()
         self._until(lambda: all(node.ready.is_set() for node in self.nodes.values()), "all servers had started")
-        self._mark()
+        self.mark()
         return {number: node.endpoint for number, node in self.nodes.items()}
 
     def finish(self) -> list[ServerReport]:
         """The workers are done: what the servers have to report."""
+        self._until(lambda: not self.resizing.stage, "a change of servers was over")
         self.finishing = True
         for node in self.serving:
-            self._tell(node, b"finish")
+            self.tell(node, b"finish")
+        nodes = sorted([*self.serving, *self.resizing.left], key=lambda node: node.server)
         # A report comes by a pipe, and may overtake the last word, which comes by a socket, with the monitor's last numbers.
-        self._until(lambda: all(node.over and node.report is not None for node in self.serving), "all servers had reported")
-        reports = [node.report for node in self.serving if node.report is not None]
-        self._mark(numbers={report.node: report.number for report in reports})
+        self._until(lambda: all(node.over and node.report is not None for node in nodes), "all servers had reported")
+        reports = [node.report for node in nodes if node.report is not None]
+        self.mark(numbers={report.node: report.number for report in reports})
         return reports
 
-    def _mark(self, **more: Any) -> None:
+    def mark(self, **more: Any) -> None:
         """Note in the folder how a later run is to read what the servers leave there."""
         if self.plan.durability in ("log", "fsync"):
-            write_mark(Path(self.plan.folder), self.plan.mark | more)
+            numbers = [node.number for node in self.serving]
+            servers = len(numbers) if numbers == [*range(len(numbers))] else numbers  # it may be that servers have come and gone
+            write_mark(Path(self.plan.folder), self.plan.mark | {"servers": servers} | more)
 
     def end(self) -> None:
         """Nothing is left of what was started."""
@@ -102,6 +108,7 @@ class Coordinator:
         for node in list(self.nodes.values()):
             if death := node.look():
                 self._died(node, death)
+        self.resizing.look()
         if self.plan.replicated:
             self._watch()
         if self.monitor is not None:
@@ -119,37 +126,39 @@ class Coordinator:
             node.endpoint = text
             if node.starts > 1:
                 self.say(f"server {node.number} runs again, with all that is in its log")
-            self._serves(node)
-            if node.number >= 2 * self.plan.servers:
+            self.serves(node)
+            if self.plan.replicated and node.number >= 2 * self.plan.servers:
                 self.say(f"node {node.number} is the backup of server {node.server}")
         elif word == b"serves":
             self.say(f"node {node.number} serves as server {node.server} in view {text}")
-            self._serves(node)
+            self.serves(node)
             self._announce()
             self._renew(node.server)
         elif word == b"handed" and not self.finishing:
             self.nodes[int(text)].start()
         elif word == b"measured" and self.monitor is not None and node in self.serving:
-            self.monitor.heard(self.serving.index(node), text)
+            self.monitor.heard(node.server, text)
+        elif word in (b"settled", b"give", b"take"):
+            self.resizing.heard(node, word.decode(), text)
         elif word == b"over":
             node.over = True
         elif word == b"deposed":
             self.say(f"node {node.number} is no server any more: {text}")
 
-    def _serves(self, node: Node) -> None:
+    def serves(self, node: Node) -> None:
         """It may have been away when the others were told something."""
         for worker in self.lost if node in self.serving else ():
             self._event(node, Lost(worker))
-        if self.finishing:
-            self._tell(node, b"finish")
+        if self.finishing or node in self.resizing.left:
+            self.tell(node, b"finish")
         node.failed = 0
         node.ready.set()
 
-    def _tell(self, node: Node, *parts: bytes | memoryview | bytearray) -> None:
+    def tell(self, node: Node, *parts: bytes | memoryview | bytearray) -> None:
         self.control.send_multipart([str(node.number).encode(), *parts])
 
     def _event(self, node: Node, event: Event) -> None:
-        self._tell(node, b"event", *frame(event))
+        self.tell(node, b"event", *frame(event))
 
     # ---- deaths -----------------------------------------------------------------------------------------------------------
 
@@ -175,7 +184,7 @@ class Coordinator:
         elif node is backup:
             self.say(f"the backup of server {node.server} {death}")
             self.backups[node.server] = None
-            self._tell(self.serving[node.server], b"alone")
+            self.tell(self.serving[node.server], b"alone")
             if not node.failed:  # else the next one might well die as it starts, too
                 self._renew(node.server)
 
@@ -194,7 +203,7 @@ class Coordinator:
         if self.plan.address == "ipc" and not self.finishing:
             number = max(number for number, node in self.nodes.items() if node.server == server) + self.plan.servers
             self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live)
-            self._tell(self.serving[server], b"handover", str(number).encode())
+            self.tell(self.serving[server], b"handover", str(number).encode())
 
     def _watch(self) -> None:
         """Is everybody awake? Who has been silent for too long may be dead, or only asleep: nobody can tell."""
@@ -219,10 +228,10 @@ class Coordinator:
             self.measured = now
             for node in self.serving:
                 if node.ready.is_set():
-                    self._tell(node, b"measure")
+                    self.tell(node, b"measure")
 
     def _announce(self) -> None:
         """Over and over: who was not there the last time hears it now."""
-        if self.news is not None and all(node.ready.is_set() for node in self.serving):
+        if all(node.ready.is_set() for node in self.serving):
             members = Membership(self.view, {}, tuple(node.number for node in self.serving))
             self.news.send_multipart(frame(members))

@@ -23,7 +23,7 @@ class Node:
 
     def __init__(self, plan: Deployment, number: int, live: bool) -> None:
         self.plan, self.number, self.live = plan, number, live
-        self.server = number % plan.servers
+        self.server = number % plan.servers if plan.replicated else number
         self.endpoint = plan.endpoint(number)
         self.group: Group | None = None
         self.ready = threading.Event()

@@ -64,9 +64,9 @@ class Workers(Group):
         try:
             super().check_waits()
         except RankHung as error:
-            for server, node in enumerate(self.coordinator.serving):
+            for node in self.coordinator.serving:
                 if node.stopped:
-                    error.add_note(f"server {server} is stopped (SIGSTOP)")
+                    error.add_note(f"server {node.server} is stopped (SIGSTOP)")
             raise
 
     def _lose(self, rank: int) -> None:
@@ -191,13 +191,14 @@ def _watched(
     nodes, servers = [Victim(node.pid) for node in coordinator.nodes.values()], coordinator.plan.servers
     workers = [Victim(lambda rank=rank: group.pids[rank]) for rank in range(group.job.ranks)]  # type: ignore[misc]
     cluster = Cluster(nodes[:servers], nodes[servers:], workers, [node.endpoint for node in coordinator.nodes.values()])
-    cluster.history = history
+    cluster.history, cluster.resize = history, coordinator.resizing.wish
     if saboteur is not None:
         group.cluster = cluster
         cluster.start(saboteur)
     try:
         outcomes = group.watch()
     finally:
+        coordinator.resizing.stop()
         cluster.stop()
     cluster.check()
     return outcomes

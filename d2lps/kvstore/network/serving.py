@@ -1,8 +1,8 @@
 """A server process: hear requests, let the state machine step, write the log, answer.
 
 It takes in what has come, up to a batch, steps once for each request, brings the log to safety once for all of them, and
-answers then: the more there is to do, the cheaper each becomes. Whatever is no request is counted, and changes nothing.
-Only the coordinator, over a socket of its own, can say that a worker was lost, or who is primary.
+answers then: the more there is to do, the cheaper each becomes. Whatever is no request is counted, and changes nothing. Only
+the coordinator, over a socket of its own, can say that a worker was lost, who is primary, or who has which keys.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
+from d2lps.kvstore.storage import parcels
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.kvstore.storage.tiers import Tiers
@@ -119,7 +120,7 @@ class Serving:
 
     def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool) -> None:
         self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
-        self.serves = node < plan.servers  # a backup answers nobody but its primary
+        self.serves = node < plan.servers or not plan.replicated  # a backup answers nobody but its primary
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
@@ -277,6 +278,10 @@ class Serving:
                 save_state(self.server, self._handed(int(parts[0])), self.server.number)
                 self.server.replicate, self.backup = True, self._backup(int(parts[0]))
                 self.tell(b"handed", parts[0])
+            elif word in (b"settled", b"give", b"take"):
+                said, replies = parcels.carry_out(word.decode(), json.loads(parts[0]), self.server, self.durable)
+                self._send(replies)
+                self.tell(word, json.dumps(said).encode())
             elif word == b"event":
                 self._told(parse(parts, self.plan.limit))
 

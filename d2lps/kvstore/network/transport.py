@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from d2lps.comm import Communicator, RankHung
 from d2lps.comm.status import Status, readers_line
+from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, Session
 from d2lps.kvstore.core.events import READS, Membership, Reply, Request, replace
 from d2lps.kvstore.network.deployment import Deployment
@@ -165,10 +166,11 @@ class SocketTransport:
         self.comm, self.plan, self.endpoints, self.patience = comm, plan, endpoints, patience
         self.client, self.context = Client(comm.rank, plan.servers), zmq.Context[zmq.Socket[bytes]]()
         self.arena = comm.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
-        self.lines = [Line(plan, self.context, session, self.arena) for session in self.client.sessions]
-        for server, line in enumerate(self.lines):
-            line.open(endpoints[server])
-        self.news = subscribe(self.context, plan.news, plan.largest) if plan.replicated else None
+        self.lines = dict[int, Line]()
+        for server in range(plan.servers):
+            self._connect(server, endpoints[server])
+        self.news = subscribe(self.context, plan.news, plan.largest) if plan.room else None
+        self.changes = Changes()
         self.inbox: deque[tuple[int, Request, SocketAnswer]] = deque()
         self.rung, self.bell = os.pipe()
         os.set_blocking(self.bell, False)
@@ -176,6 +178,10 @@ class SocketTransport:
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._life, name="requests", daemon=True)
         self.thread.start()
+
+    def _connect(self, server: int, endpoint: str) -> None:
+        self.lines[server] = Line(self.plan, self.context, self.client.sessions[server], self.arena)
+        self.lines[server].open(endpoint)
 
     def request(self, server: int, request: Request) -> SocketAnswer:
         """Whatever cannot be sent is an error here, before it has a number."""
@@ -216,22 +222,23 @@ class SocketTransport:
                 self._turn()
         except BaseException as error:
             self.failure = error
-            waiting = [answer for line in self.lines for _, answer in line.session.open.values()]
-            waiting += [answer for line in self.lines for *_, answer in line.session.queue]
+            waiting = [answer for line in self.lines.values() for _, answer in line.session.open.values()]
+            waiting += [answer for line in self.lines.values() for *_, answer in line.session.queue]
             for answer in [*waiting, *(answer for *_, answer in self.inbox)]:
                 answer.failed(error)
         finally:
-            for line in self.lines:
+            for line in self.lines.values():
                 line.close()
 
     def _turn(self) -> None:
         """Send what can be sent, wait for something to happen, and look at it."""
         while self.inbox:
             server, request, answer = self.inbox.popleft()
+            self._follow()  # before the first request that is for a new server
             self.lines[server].session.put(request, answer)
         poller = zmq.Poller()
         poller.register(self.rung, zmq.POLLIN)
-        for line in self.lines:
+        for line in self.lines.values():
             poller.register(line.socket, line.flush())
             poller.register(line.monitor, zmq.POLLIN)
         if self.news is not None:
@@ -240,16 +247,35 @@ class SocketTransport:
         ready = dict(poller.poll(None if math.isinf(due) else max(0, math.ceil(1e3 * (due - time.monotonic())))))
         if self.rung in ready:
             os.read(self.rung, 4096)
-        for line in self.lines:
+        for line in self.lines.values():
             line.look()
             line.session.retry(time.monotonic())
         self._hear()
 
     def _hear(self) -> None:
-        """The coordinator repeats all the time which node is which server, and under which view."""
+        """The coordinator repeats all the time which node is which server, and under which view; or which servers it wants."""
         while self.news is not None and readable(self.news):
             event = parse(self.news.recv_multipart(), self.plan.limit)
-            if isinstance(event, Membership):
+            if isinstance(event, Membership) and not self.plan.replicated:
+                self._hold(event)
+            elif isinstance(event, Membership):
                 for server, node in self.client.learn(event, time.monotonic()).items():
                     self.lines[server].close()
                     self.lines[server].open(self.endpoints.get(node) or self.plan.endpoint(node))
+
+    # ---- servers that come and go: see `Changes` --------------------------------------------------------------------------
+
+    def _hold(self, wanted: Membership) -> None:
+        """Tell the first server how far this worker may go before it knows where all stop."""
+        self._follow()
+        answer = SocketAnswer(self.comm, "a change of servers", self.patience, None)
+        if (request := self.changes.heard(wanted, answer)) is not None:
+            self.lines[min(self.lines)].session.put(request, answer)
+
+    def _follow(self) -> None:
+        while self.changes.followed:
+            come, gone = self.client.follow(self.changes.followed.popleft())
+            for server in gone:
+                self.lines.pop(server).close()
+            for server in come:
+                self._connect(server, self.plan.endpoint(server))

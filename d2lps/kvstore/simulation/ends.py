@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, order
 from d2lps.kvstore.core.events import Append, Event, Reply, Request, replace
 from d2lps.kvstore.core.placement import Placement
@@ -115,7 +116,7 @@ class SimulatedTransport(_End):
     def __init__(self, comm: SimulatedCommunicator, setup: Setup) -> None:
         super().__init__(comm)
         self.setup = setup
-        self.client = Client(comm.rank, setup.servers)
+        self.client, self.changes = Client(comm.rank, setup.servers), Changes()  # of which there are none here
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)

@@ -1,0 +1,85 @@
+"""Servers come and go while workers are at work: at the end of an iteration, the same for all.
+
+The coordinator says over and over that it wants other servers. A worker need not be asking for anything just then: it may be
+computing, or wait for another worker. So the thread that carries its requests answers for it: "it will go no further than to
+clock 7 before it knows more" (hold). When the first server has heard this of all workers, it answers with the latest of these
+clocks, and there all of them stop, at the same line of the same program, so that none of them waits for one that has stopped.
+Then each has the answers to all that it has asked, and waits for other servers (settle): nothing is open, anywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from d2lps.kvstore.core.events import Membership, Refused, Request
+from d2lps.kvstore.core.placement import Placement
+
+
+@dataclass
+class Change:
+    """Other servers, wanted. promise: the clock beyond which the worker won't go before `answer`, which says where to stop."""
+
+    wanted: Membership
+    promise: int
+    answer: Any
+
+
+class Changes:
+    """Where two threads of a worker meet: its own, and the one that carries its requests.
+
+    >>> changes = Changes()
+    >>> changes.at(6)                                                   # its own: clock 6 is reached, nothing is wanted
+    >>> changes.heard(Membership(1, {}, (0, 1, 2)), answer=None).clock  # the other: it will go no further than to 7
+    7
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.clock, self.view = threading.Lock(), 0, 0
+        self.open = deque[Change]()  # several, if this worker is none of those who are asked
+        self.followed = deque[Membership]()  # what the other thread has not seen to yet
+
+    def heard(self, wanted: Membership, answer: Any) -> Request | None:
+        """What the first server is to be told, if this is new; one change after the other, but for one who takes no part."""
+        busy = self.open and (self.open[-1].answer.reply is None or not self.open[-1].answer.reply.error)
+        if wanted.view <= self.view or busy:
+            return None
+        with self.lock:
+            self.view, promise = wanted.view, self.clock + 1
+            self.open.append(Change(wanted, promise, answer))
+        return Request("hold", clock=promise)
+
+    def reached(self, clock: int, asked: Iterable[Any], placement: Placement, request: Callable[[int, Request], Any]) -> None:
+        """Where all workers stop: wait for what was `asked` before, and until other servers are in force. Raises Refused."""
+        if (wanted := self.at(clock)) is None:
+            return
+        for answer in asked:
+            answer.wait()
+        settling = {server: request(server, Request("settle", clock=clock)) for server in placement.servers}
+        for server, answer in settling.items():
+            if server in wanted.servers and (error := answer.wait().error):
+                raise Refused(f"a change of servers: {error}")
+        self._follow(placement)
+
+    def at(self, clock: int) -> Membership | None:
+        """What is wanted, if it is at this clock that all stop for it."""
+        with self.lock:
+            self.clock, change = clock, self.open[0] if self.open else None
+        if change is None or clock < change.promise:
+            return None
+        if error := (reply := change.answer.wait()).error:
+            raise Refused(f"a change of servers: {error}")
+        return change.wanted if clock >= reply.clock else None
+
+    def catch_up(self, placement: Placement) -> None:
+        """With what has changed while this worker took no part."""
+        while self.open:
+            self._follow(placement)
+
+    def _follow(self, placement: Placement) -> None:
+        wanted = self.open.popleft().wanted
+        placement.follow(wanted.servers)
+        self.followed.append(wanted)

@@ -1,0 +1,33 @@
+"""How a worker's requests travel: what it needs of sockets, or of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from d2lps.kvstore.core.changes import Changes
+from d2lps.kvstore.core.events import Reply, Request
+
+
+class Answer(Protocol):
+    """An answer that is under way."""
+
+    reply: Reply | None  # once it is there
+
+    def wait(self) -> Reply: ...
+
+    def is_done(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """Carries requests to servers, each client's to each server in order, as often as it takes: see `Session`."""
+
+    changes: Changes
+
+    def request(self, server: int, request: Request) -> Answer:
+        """Send it off, before others of lower priority; its value is not touched until the answer is there."""
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that the servers can reach, if there is such a thing here; any tensor if not."""
