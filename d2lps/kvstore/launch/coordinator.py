@@ -201,6 +201,7 @@ class Coordinator:
         try:
             node.start()
         except OSError as error:  # no memory, no descriptors, no room on the disk
+            node.end()
             self._replace(node, f"cannot be started: {error}")
 
     def _watch(self) -> None:
