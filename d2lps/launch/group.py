@@ -165,7 +165,7 @@ class Group:
             raise self.died(min(self.dead))
         failures = {rank: outcome for rank, outcome in self.outcomes.items() if isinstance(outcome, Failure)}
         first = min(failures, key=lambda rank: failures[rank].when)
-        raise_in_caller(failures[first], first, self.job.ranks)
+        raise_in_caller(failures[first], f"rank {first} of {self.job.ranks}")
 
     def died(self, rank: int) -> RankDied:
         """The exception for a process that ended by itself: how, where it stood, and its last words."""

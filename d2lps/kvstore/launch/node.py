@@ -55,7 +55,7 @@ class Node(Victim):
     def __init__(self, plan: Deployment, number: int, live: bool, spare: bool = False) -> None:
         super().__init__()
         self.plan, self.number, self.live, self.spare = plan, number, live, spare
-        self.server = number % plan.servers
+        self.server = number % plan.servers if plan.replicated else number
         self.endpoint = plan.endpoint(number)
         self.group: Group | None = None
         self.ready = threading.Event()
@@ -92,24 +92,18 @@ class Node(Victim):
         if self.group is None:
             return ""
         self.group.collect(0)
-        outcome = self.group.outcomes.get(0)
+        outcome, death = self.group.outcomes.get(0), ""
         if isinstance(outcome, Success) and self.report is None:
             self.report = cloudpickle.loads(outcome.result)
-        if isinstance(outcome, Failure) and not self.spare:
-            self._raise(outcome)
-        death = f"has failed: {outcome.told}" if isinstance(outcome, Failure) else ""
-        if self.group.dead:
+        elif isinstance(outcome, Failure) and not self.spare:
+            raise_in_caller(outcome, f"server {self.server}")
+        elif isinstance(outcome, Failure):
+            death = f"has failed: {outcome.told}"
+        elif self.group.dead:
             death = how_it_ended(self.group.dead[0])
         if death:
             self.end()
         return death
-
-    def _raise(self, failure: Failure) -> None:
-        try:
-            raise_in_caller(failure, 0, 1)
-        except Exception as error:
-            error.add_note(f"in the process of server {self.server}")
-            raise
 
     def end(self) -> None:
         """End the process, if there is one."""

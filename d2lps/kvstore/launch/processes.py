@@ -139,7 +139,7 @@ def run(
         raise TypeError(f"monitor={monitor!r} is no kvstore.Monitor")
     options |= {"consistency": consistency, "staleness": staleness, "durability": durability}
     if under_launcher():
-        return join(worker, workers, servers, args, backend, timeout, {"saboteur": saboteur, "monitor": monitor}, **options)
+        return join(worker, workers, servers, args, backend, timeout, saboteur=saboteur, monitor=monitor, **options)
     job = Job(workers, *resolve(backend, workers), timeout)
     plan = deploy(workers, servers, **options)
     with ExitStack() as stack:
