@@ -21,7 +21,7 @@ from d2lps.kvstore.launch.monitor import EVERY, Monitor
 from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.pulse import BEAT, PULSE
-from d2lps.kvstore.network.sockets import new_socket, readable
+from d2lps.kvstore.network.sockets import listen, new_socket, readable
 from d2lps.kvstore.storage.frame import frame
 
 ATTEMPTS = 3  # to start a server
@@ -39,13 +39,9 @@ class Coordinator:
         self.promoted: dict[int, str] = {}  # by server: why its backup is to serve, as long as that has not said that it does
         self.view, self.lost, self.announced, self.measured, self.finishing = 0, list[int](), 0.0, 0.0, False
         self.context = zmq.Context[zmq.Socket[bytes]]()
-        self.control = self._bound(zmq.ROUTER, plan.coordinator)
-        self.news = self._bound(zmq.PUB, plan.news) if plan.replicated else None
-
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = new_socket(self.context, kind, self.plan.largest, {zmq.ROUTER_HANDOVER: 1} if kind == zmq.ROUTER else {})
-        socket.bind(endpoint)
-        return socket
+        self.control = listen(self.context, plan.coordinator, plan.largest, None)
+        self.news = new_socket(self.context, zmq.PUB, plan.largest, {})
+        self.news.bind(plan.news)
 
     def say(self, text: str) -> None:
         """For the run's history."""
@@ -65,7 +61,7 @@ class Coordinator:
         """The workers are done: what the servers have to report."""
         self.finishing = True
         for node in self.serving:
-            self._tell(node, b"finish")
+            self.tell(node, b"finish")
         # A report comes by a pipe, and may overtake the last word, which comes by a socket, with the monitor's last numbers.
         self._until(lambda: all(node.over and node.report is not None for node in self.serving), "all servers had reported")
         return [node.report for node in self.serving if node.report is not None]
@@ -117,11 +113,11 @@ class Coordinator:
                 self.say(f"server {node.server} runs again, with all that is in its log")
             elif node.spare:
                 self.say(f"node {node.number} is the backup of server {node.server}")
-            self._serves(node)
+            self.serves(node)
         elif word == b"serves":
             self.say(f"node {node.number} serves as server {node.server} in view {text}")
             del self.promoted[node.server]
-            self._serves(node)
+            self.serves(node)
             self._announce()
             self._renew(node.server)
         elif word == b"handed" and not self.finishing:
@@ -136,20 +132,20 @@ class Coordinator:
         elif word == b"deposed":
             self.say(f"node {node.number} is no server any more: {text}")
 
-    def _serves(self, node: Node) -> None:
+    def serves(self, node: Node) -> None:
         """It may have been away when the others were told something."""
         for worker in self.lost if node in self.serving else ():
             self._event(node, Lost(worker))
         if self.finishing:
-            self._tell(node, b"finish")
+            self.tell(node, b"finish")
         node.failed = 0
         node.ready.set()
 
-    def _tell(self, node: Node, *parts: bytes | memoryview | bytearray) -> None:
+    def tell(self, node: Node, *parts: bytes | memoryview | bytearray) -> None:
         self.control.send_multipart([str(node.number).encode(), *parts])
 
     def _event(self, node: Node, event: Event) -> None:
-        self._tell(node, b"event", *frame(event))
+        self.tell(node, b"event", *frame(event))
 
     # ---- deaths -----------------------------------------------------------------------------------------------------------
 
@@ -166,18 +162,18 @@ class Coordinator:
 
     def _replace(self, node: Node, death: str) -> None:
         """Of two nodes there is one left."""
-        backup = self.backups[node.server]
-        if node is self.serving[node.server]:
+        server, backup = node.server, self.backups[node.server]
+        if node is self.serving[server]:
             if backup is None or not backup.ready.is_set():
-                raise RankDied(f"server {node.server} {death}, and it has no backup any more")
-            self.say(f"server {node.server} {death}")
+                raise RankDied(f"server {server} {death}, and it has no backup any more")
+            self.say(f"server {server} {death}")
             self._promote(backup, death)
         elif node is backup:
-            self.say(f"the backup of server {node.server} {death}")
-            self.backups[node.server] = None
-            self._tell(self.serving[node.server], b"alone")
+            self.say(f"the backup of server {server} {death}")
+            self.backups[server] = None
+            self.tell(self.serving[server], b"alone")
             if not node.failed:  # else the next one might well die as it starts, too
-                self._renew(node.server)
+                self._renew(server)
 
     def _promote(self, backup: Node, why: str) -> None:
         """A new view, in which the backup serves: it is told first, then, when it has obeyed, the workers are.
@@ -195,7 +191,7 @@ class Coordinator:
         if not self.finishing:
             number = max(number for number, node in self.nodes.items() if node.server == server) + self.plan.servers
             self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live, spare=True)
-            self._tell(self.serving[server], b"handover", str(number).encode())
+            self.tell(self.serving[server], b"handover", str(number).encode())
 
     def _start_spare(self, node: Node) -> None:
         try:
@@ -207,16 +203,15 @@ class Coordinator:
     def _watch(self) -> None:
         """Is everybody awake? Who has been silent for too long may be dead, or only asleep: nobody can tell."""
         now, silence = time.monotonic(), f"has not answered for {self.plan.patience:g} s"
-        silent = {node for node in self.nodes.values() if now - node.heard > self.plan.patience}
-        for server, (first, second) in enumerate(zip(self.serving, self.backups, strict=True)):
-            if server in self.promoted and first in silent:
-                raise RankDied(f"server {server} {self.promoted[server]}, and its backup, node {first.number}, {silence}")
+        latest = now - self.plan.patience
+        for first, second in zip(self.serving, self.backups, strict=True):
+            if first.heard < latest and (why := self.promoted.get(first.server)):
+                raise RankDied(f"server {first.server} {why}, and its backup, node {first.number}, {silence}")
             if second is None or first.over or not (first.ready.is_set() and second.ready.is_set()):
                 continue  # one that is over packs its report, however long that takes
-            if silent & {first, second} == {first}:
-                self.say(f"server {server} {silence}")
-                self._promote(second, silence)
-            elif silent & {first, second} == {second}:
+            if first.heard < latest <= second.heard:
+                self._replace(first, silence)
+            elif second.heard < latest <= first.heard:
                 second.end()
                 self._replace(second, silence)
         if now > self.announced + BEAT:
@@ -229,11 +224,11 @@ class Coordinator:
             self.measured = now
             for node in self.serving:
                 if node.ready.is_set():
-                    self._tell(node, b"measure")
+                    self.tell(node, b"measure")
 
     def _announce(self) -> None:
         """Over and over: who was not there the last time hears it now."""
-        if self.news is not None and all(node.ready.is_set() for node in self.serving):
+        if all(node.ready.is_set() for node in self.serving):
             members = Membership(self.view, {}, tuple(node.number for node in self.serving))
             where = json.dumps([node.endpoint for node in self.serving])
             self.news.send_multipart([where.encode(), *frame(members)])
