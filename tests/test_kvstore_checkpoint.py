@@ -13,14 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2lps.kvstore.core.events import Append, Request, alike
-from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.core.events import Request, alike
 from d2lps.kvstore.storage import checkpoint as checkpoints
 from d2lps.kvstore.storage import log as logs
 from d2lps.kvstore.storage.checkpoint import CheckpointDamaged, CheckpointMissing, flatten, load, save, steps, unflatten
-from d2lps.kvstore.storage.durable import Durable
-from d2lps.kvstore.storage.frame import frame, parse
-from d2lps.kvstore.storage.log import Log
 
 META = {"clock": 3, "optimizer": {"name": "adam", "lr": 1e-3}, "filter": {"0": [1, 17], "1": [2, 4]}}
 
@@ -299,56 +295,3 @@ def test_any_state_is_tensors_and_json_and_comes_back(tmp_path_factory: pytest.T
     found = load(folder)
     again = unflatten(found.tensors, found.meta["server-0"])
     assert alike(again, state) and type(again) is type(state)
-
-
-def test_a_server_goes_on_from_its_checkpoint_and_its_log(tmp_path: Path) -> None:
-    """Between two rounds of Adam, with a push put aside and a pull that waits: nothing is lost, to the bit."""
-    servers, log = [Server([0, 1]), Server([0, 1])], Log(tmp_path / "log")
-
-    def step(sequence: int, op: str, client: int = 0, **fields: Any) -> None:
-        request = Request(op, "w", client=client, sequence=sequence, **fields)
-        for effect in servers[0].step(request):
-            if isinstance(effect, Append):
-                log.append(*frame(effect.event))
-
-    step(1, "set_optimizer", options={"name": "adam", "lr": 0.1})
-    step(2, "init", value=torch.ones(3))
-    step(1, "push", client=1, value=torch.ones(3))
-    step(3, "push", value=torch.tensor([1.0, 2.0, 3.0]))
-    step(4, "clock", clock=1)
-    step(5, "pull", clock=1)
-    tensors, plain = flatten(servers[0].state())
-    save(tmp_path / "checkpoints", 1, tensors, {"server-0": plain, "log": log.end})
-    step(2, "clock", client=1, clock=1)
-    step(6, "push", value=torch.ones(3), clock=1)
-    log.close()
-
-    found, log = load(tmp_path / "checkpoints"), Log(tmp_path / "log")
-    servers[1].restore(unflatten(found.tensors, found.meta["server-0"]))
-    assert not alike(servers[1].state(), servers[0].state())
-    for _, data in log.read(found.meta["log"]):
-        servers[1].step(parse([data], limit=1000))
-    assert alike(servers[1].state(), servers[0].state())
-    log.close()
-
-
-@pytest.mark.parametrize("level", ["log", "fsync"])
-def test_a_checkpoint_that_is_gone_is_missed_where_the_log_before_it_is_gone_too(tmp_path: Path, level: str) -> None:
-    def opened() -> Durable:
-        return Durable(Server([0], "asp"), tmp_path, level)
-
-    durable = opened()
-    durable.log.segment_bytes = 100  # each record has a file of its own
-    for sequence, op in enumerate(["init", *["push"] * 5], start=1):
-        for effect in durable.server.step(Request(op, "w", torch.ones(1), sequence=sequence)):
-            if isinstance(effect, Append):
-                durable.append(effect.event)
-        if sequence in (2, 4):
-            durable.checkpoint()
-    durable.close()
-    again = opened()
-    assert again.server.entries["w"].value.item() == 6 and alike(again.server.state(), durable.server.state())
-    again.close()
-    shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointMissing, match=r"its log begins at position [1-9]\d*, .* only of position 0: .* is lost"):
-        opened()

@@ -33,6 +33,7 @@ from d2lps.kvstore.core.events import Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS, SGD
 from d2lps.kvstore.network.sockets import connect, derive_keys
 from d2lps.kvstore.storage.frame import frame
+from d2lps.kvstore.storage.log import LogDamaged
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SOAK = bool(os.environ.get("D2LPS_SOAK"))
@@ -182,27 +183,58 @@ def blank(file: Path) -> None:
     file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("durability", ["log", "fsync"])
-@pytest.mark.parametrize("damage", [halve, cut, flip, blank])
-def test_a_damaged_end_of_a_log_is_named_by_who_has_the_answers(tmp_path: Path, damage: Any, durability: str) -> None:
-    def worker(kv: Any) -> None:
-        kv.init("w", torch.zeros(20))
-        for _ in range(200):
-            kv.push("w", torch.ones(20)).wait()
-        (tmp_path / "acknowledged").touch()
-        assert until(lambda: (tmp_path / "killed").exists(), 60)
+def push_and_wait(kv: Any, folder: Path, again: bool) -> None:
+    """Tells when it is half done, and done; then it leaves, or pushes once more to a server that has died meanwhile."""
+    kv.init("w", torch.zeros(20))
+    for number in range(200):
+        if number == 100:
+            (folder / "half").touch()
+            assert until(lambda: (folder / "seen").exists(), 60)
+        kv.push("w", torch.ones(20)).wait()
+    (folder / "acknowledged").touch()
+    assert until(lambda: (folder / "killed").exists(), 60)
+    if again:
         kv.push("w", torch.ones(20))  # nobody waits for it: said all the same
 
+
+@pytest.mark.parametrize("durability", ["log", "fsync"])
+@pytest.mark.parametrize("damage", [halve, cut, flip, blank])
+def test_a_damaged_end_of_a_log_is_named_though_nobody_asks(tmp_path: Path, damage: Any, durability: str) -> None:
+    """The log itself says what was promised."""
+    file = tmp_path / "store" / "server-0" / "log-000000000000"
+
     def saboteur(cluster: Cluster) -> None:
+        until(lambda: (tmp_path / "half").exists(), 60)
+        (tmp_path / "seen").touch()
         until(lambda: (tmp_path / "acknowledged").exists(), 60)
         cluster.servers[0].pause()
-        damage(max((tmp_path / "store" / "server-0" / "log").iterdir()))
+        damage(file)
         cluster.servers[0].kill()
         (tmp_path / "killed").touch()
 
     options: dict[str, Any] = {"durability": durability, "folder": tmp_path / "store", "saboteur": saboteur}
-    with pytest.raises(kvstore.Refused, match=r"acknowledged requests are lost: worker 0 has the answers to 201,.* of \d+,"):
-        kvstore.run(worker, 1, 1, consistency="asp", **options)
+    said = rf"{file}: record \d+ is broken or missing, and all before \d+ were promised: acknowledged requests are lost"
+    with pytest.raises(LogDamaged, match=said):
+        kvstore.run(push_and_wait, 1, 1, tmp_path, False, consistency="asp", **options)
+
+
+def test_a_log_in_place_of_which_an_older_one_was_put_is_named_by_who_has_the_answers(tmp_path: Path) -> None:
+    """All of it is whole, and promises less."""
+    file = tmp_path / "store" / "server-0" / "log-000000000000"
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: (tmp_path / "half").exists(), 60)
+        older = file.read_bytes()
+        (tmp_path / "seen").touch()
+        until(lambda: (tmp_path / "acknowledged").exists(), 60)
+        cluster.servers[0].pause()
+        file.write_bytes(older)
+        cluster.servers[0].kill()
+        (tmp_path / "killed").touch()
+
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store", "saboteur": saboteur}
+    with pytest.raises(kvstore.Refused, match=r"acknowledged requests are lost: worker 0 has the answers to 201,.* of 101,"):
+        kvstore.run(push_and_wait, 1, 1, tmp_path, True, consistency="asp", **options)
 
 
 @pytest.mark.timeout(300)

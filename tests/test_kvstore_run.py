@@ -296,8 +296,8 @@ def test_workers_join_later() -> None:
 
 def test_a_log_kept_in_a_folder_of_ones_own(tmp_path: Path) -> None:
     kvstore.run(add_up, 2, 2, 3, split=100, durability="log", folder=tmp_path / "new")
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["server-0", "server-1"]
-    with pytest.raises(FileExistsError, match="is not empty"):
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["mark.json", "server-0", "server-1"]
+    with pytest.raises(ValueError, match="is of a run with split=100, not 1000000"):
         kvstore.run(add_up, 2, 2, 3, durability="log", folder=tmp_path / "new")
 
 

@@ -26,13 +26,14 @@ class ServerReport:
     requests: Counter[str] = field(default_factory=Counter)  # how many it got, by op
     staleness: Counter[int] = field(default_factory=Counter)  # reads, by how many clocks the slowest worker was behind
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # by the names of parts
+    number: int = 0  # of the last event that it executed, in all runs that its folder has seen
     nbytes: int = 0  # of values and the optimizer's state
     tiers: Any = None  # what went to the disk and came back, if there was a memory budget
     log: list[tuple[float, Event]] = field(default_factory=list)  # (time, event), if it was asked for
 
     def closed(self, server: Server) -> ServerReport:
         """With what the server knows itself."""
-        self.staleness = server.seen
+        self.staleness, self.number = server.seen, server.number
         self.values = {key: entry.peeked()[0] for key, entry in server.entries.items()}
         self.tiers = deepcopy(getattr(server.store, "counts", None))
         self.nbytes = sum(entry.nbytes for entry in server.entries.values())

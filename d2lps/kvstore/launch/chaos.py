@@ -22,7 +22,7 @@ class Cluster:
     ...     cluster.sleep(0.5)                  # let the training begin
     ...     cluster.servers[0].kill()
     >>> kvstore.run(worker, 2, 2, durability="log", saboteur=saboteur).history      # doctest: +SKIP
-    ['0.54 s: server 0 was killed by SIGKILL', '0.61 s: server 0 runs again, with all that is in its log']
+    ['0.54 s: server 0 was killed by SIGKILL', '0.61 s: server 0 runs again, with all that was acknowledged']
 
     servers, backups, workers: their processes, by number; servers[i] is the first primary of server i, whoever serves now.
     addresses: where workers reach the servers, and their backups. `over` is set when the workers are done. history: what has

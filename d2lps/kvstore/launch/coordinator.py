@@ -11,6 +11,8 @@ import json
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -22,6 +24,7 @@ from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.pulse import BEAT, PULSE
 from d2lps.kvstore.network.sockets import listen, new_socket, readable
+from d2lps.kvstore.storage.durable import write_mark
 from d2lps.kvstore.storage.frame import frame
 
 ATTEMPTS = 3  # to start a server
@@ -54,6 +57,7 @@ class Coordinator:
         for node in self.nodes.values():
             node.start()
         self._until(lambda: all(node.ready.is_set() for node in self.nodes.values()), "all servers had started")
+        self._mark()
         self.begin = time.monotonic()
         return {server: node.endpoint for server, node in enumerate(self.serving)}
 
@@ -64,7 +68,14 @@ class Coordinator:
             self.tell(node, b"finish")
         # A report comes by a pipe, and may overtake the last word, which comes by a socket, with the monitor's last numbers.
         self._until(lambda: all(node.over and node.report is not None for node in self.serving), "all servers had reported")
-        return [node.report for node in self.serving if node.report is not None]
+        reports = [node.report for node in self.serving if node.report is not None]
+        self._mark(numbers={report.node: report.number for report in reports})
+        return reports
+
+    def _mark(self, **more: Any) -> None:
+        """Note in the folder how a later run is to read what the servers leave there."""
+        if self.plan.durability in ("log", "fsync"):
+            write_mark(Path(self.plan.folder), self.plan.mark | more)
 
     def end(self) -> None:
         """Nothing is left of what was started."""
@@ -109,10 +120,7 @@ class Coordinator:
         node.heard = time.monotonic()
         if word == b"ready":
             node.endpoint = text
-            if node.starts > 1:
-                self.say(f"server {node.server} runs again, with all that is in its log")
-            elif node.spare:
-                self.say(f"node {node.number} is the backup of server {node.server}")
+            self._started(node, *map(int, more))
             self.serves(node)
         elif word == b"serves":
             self.say(f"node {node.number} serves as server {node.server} in view {text}")
@@ -131,6 +139,20 @@ class Coordinator:
             node.over = True
         elif word == b"deposed":
             self.say(f"node {node.number} is no server any more: {text}")
+
+    def _started(self, node: Node, cut: int) -> None:
+        """What a server has found on the disk. Had it missed anything that was acknowledged, it would have raised that."""
+        who, earlier = f"server {node.server}", self.plan.earlier
+        if node.spare:
+            self.say(f"node {node.number} is the backup of {who}")
+        elif node.starts > 1:
+            self.say(f"{who} runs again, with all that was acknowledged")
+        elif earlier and ("numbers" in earlier or earlier["durability"] == "fsync"):
+            self.say(f"{who} goes on with all that an earlier run had acknowledged")
+        elif earlier:  # on "log": a power cut takes the end of the log, and the note of what was promised with it
+            self.say(f"{who} goes on with what an earlier run has left, and cannot vouch that it is all: that run did not end")
+        if cut:
+            self.say(f"{who} has cut off {cut} bytes of an unfinished record, of which nobody had been told")
 
     def serves(self, node: Node) -> None:
         """It may have been away when the others were told something."""

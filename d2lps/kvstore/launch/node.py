@@ -81,7 +81,7 @@ class Node(Victim):
         self.failed += 1
         backend = "gloo" if sharedmemory.missing() else "shm"
         self.group = Group(Job(1, backend, "cpu", 1e6), self.live, labels=[f"server {self.number}"])
-        self.group.start(packed(serve, self.plan, self.number, self.endpoint))
+        self.group.start(packed(serve, self.plan, self.number, self.endpoint, self.starts == self.failed))
 
     def lines(self) -> list[Connection]:
         """What can be read when it has ended."""

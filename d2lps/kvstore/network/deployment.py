@@ -13,6 +13,7 @@ from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.sockets import Keys, check_address, derive_keys, new_secret
+from d2lps.kvstore.storage.durable import read_mark
 
 # What "durability" may be, and what each level survives; "replica" keeps every server twice, the others on disk or not at all.
 LEVELS = ("memory", "log", "fsync", "replica")
@@ -28,7 +29,9 @@ class Deployment:
     is started again from its log. "fsync": that, and a power cut. "replica": all that was acknowledged; each server has a
     backup, which takes over when the server is dead or has been silent for `patience` seconds, and then gets a backup itself
     (not over tcp).
-    folder: where logs and checkpoints stay, new or empty. log_bytes: after so many comes a checkpoint.
+    folder: where logs and checkpoints stay: new, empty, or that of an earlier run with as many servers, the same split and
+    placement by "hash". Then its values, its optimizer and the optimizer's state are there from the start, and `init` leaves them
+    as they are; its workers, clocks and open rounds are gone. log_bytes: after so many comes a checkpoint.
     memory_budget: bytes of tensors, the optimizer's too, that each server keeps in memory, those used last; the others lie on
     disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.
     on_loss: when a worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with
@@ -59,6 +62,7 @@ class Deployment:
     keys: Keys | None = None
     optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
     codecs: dict[str, Any] = field(default_factory=dict)  # likewise, and for workers
+    earlier: dict[str, Any] = field(default_factory=dict)  # the mark of the run whose folder this one goes on with
 
     @property
     def largest(self) -> int:
@@ -105,11 +109,24 @@ class Deployment:
         """The arguments of Server."""
         return {"consistency": self.consistency, "staleness": self.staleness, "on_loss": self.on_loss}
 
+    @property
+    def members(self) -> list[int]:
+        """The workers that are there from the start."""
+        return [worker for worker in range(self.workers) if worker not in self.absent]
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """By what the folder's logs are to be read."""
+        same = {name: getattr(self, name) for name in (*SAME, "durability")}
+        return same | {"members": self.members, "rules": self.rules}
+
     def placed(self) -> Placement:
         return Placement(range(self.servers), self.split, self.placement)
 
 
-OPTIONS = {field.name for field in fields(Deployment)} - {"workers", "servers", "room", "memory", "keys", "optimizers", "codecs"}
+OWN = {"workers", "servers", "room", "memory", "keys", "optimizers", "codecs", "earlier"}  # not to be given as options
+OPTIONS = {field.name for field in fields(Deployment)} - OWN
+SAME = ("servers", "split", "placement")  # must be as in the run whose folder it is: they say which server has what
 
 
 def deploy(workers: int, servers: int, **options: Any) -> Deployment:
@@ -130,7 +147,8 @@ def deploy(workers: int, servers: int, **options: Any) -> Deployment:
     plan.placed(), Server((), **plan.rules)  # to hear what is wrong with them
     where = check_address(plan.address)
     keys = None if where == "ipc" and secret is None else derive_keys(new_secret() if secret is None else secret)
-    kept = {"folder": _empty(plan.folder, plan.durability), "optimizers": dict(OPTIMIZERS), "codecs": dict(CODECS)}
+    folder, earlier = _folder(plan)
+    kept = {"folder": folder, "earlier": earlier, "optimizers": dict(OPTIMIZERS), "codecs": dict(CODECS)}
     return replace(plan, absent=tuple(absent), address=where, keys=keys, secret=None, **kept)  # type: ignore[arg-type]
 
 
@@ -140,14 +158,21 @@ def _check_bytes(bits: int, **given: int) -> None:
             raise ValueError(f"{name}={nbytes!r} is not a number of bytes from 1 to 2**{bits} - 1")
 
 
-def _empty(folder: str | Path, durability: str) -> str:
-    """The folder for logs, made if need be: what an earlier run has left there is neither read nor overwritten."""
-    if not folder:
-        return ""
-    if durability not in ("log", "fsync"):
-        raise ValueError(f"folder={str(folder)!r}, but durability={durability!r} writes nothing: choose 'log' or 'fsync'")
-    path = Path(folder).absolute()
+def _folder(plan: Deployment) -> tuple[str, dict[str, Any]]:
+    """The folder for logs, made if need be, and the mark of the run that has left something there."""
+    if not plan.folder:
+        return "", {}
+    said = f"folder={str(plan.folder)!r}"
+    if plan.durability not in ("log", "fsync"):
+        raise ValueError(f"{said}, but durability={plan.durability!r} writes nothing: choose 'log' or 'fsync'")
+    path = Path(plan.folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
-        raise FileExistsError(f"folder={str(folder)!r} is not empty: choose another one")
-    return str(path)
+    mark = read_mark(path)
+    if not mark and any(path.iterdir()):
+        raise FileExistsError(f"{said} is not empty, and no earlier run has left it: choose another one")
+    for name in SAME if mark else ():
+        if mark.get(name) != getattr(plan, name):
+            raise ValueError(f"{said} is of a run with {name}={mark.get(name)!r}, not {getattr(plan, name)!r}")
+    if mark and plan.placement == "load":
+        raise ValueError(f"{said} is of an earlier run, and placement='load' does not say where that has put its keys")
+    return str(path), mark

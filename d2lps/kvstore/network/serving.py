@@ -26,16 +26,16 @@ from d2lps.kvstore.network.meter import Meter
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
-from d2lps.kvstore.storage.durable import Durable, load_state, save_state
+from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.kvstore.storage.tiers import Tiers
 
 BATCH = 64  # requests, at most, between two syncs of the log
 
 
-def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> ServerReport | None:
-    """The life of a node; None from one that lost its place to its backup."""
-    with serving(plan, node, endpoint) as server:
+def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str, first: bool) -> ServerReport | None:
+    """The life of a node, perhaps its first; None from one that lost its place to its backup."""
+    with serving(plan, node, endpoint, first) as server:
         try:
             return server.serve()
         except Deposed as reason:
@@ -44,12 +44,12 @@ def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> Ser
 
 
 @contextmanager
-def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
+def serving(plan: Deployment, node: int, endpoint: str, first: bool = True) -> Iterator[Serving]:
     """A node that listens, as long as the context lasts."""
     keep_freed_memory()
     OPTIMIZERS.update(plan.optimizers)
     CODECS.update(plan.codecs)
-    server = Serving(plan, node, endpoint)
+    server = Serving(plan, node, endpoint, first)
     try:
         yield server
     finally:
@@ -59,19 +59,24 @@ def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
 class Serving:
     """One node's sockets around its Server."""
 
-    def __init__(self, plan: Deployment, node: int, endpoint: str) -> None:
+    def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool) -> None:
         self.plan, self.report = plan, ServerReport(node)
         self.serves = node < plan.servers  # a backup answers nobody but its primary
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
-        self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules, store=store)
+        self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
         self.meter = Meter(self.report, self.server)
         if plan.replicated:
             load_state(self.server, self._handed(node))
         on_disk = plan.durability in ("log", "fsync")
-        self.durable = None
+        self.durable, cut = None, 0
+        if on_disk and plan.earlier and first:
+            earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
+            promised = plan.earlier.get("numbers", {}).get(str(node), 0)
+            cut = renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
         if on_disk:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
+            cut += self.durable.cut
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.doorkeeper = guard(self.context, plan.keys)
         self.requests = listen(self.context, endpoint, plan.largest, plan.keys)
@@ -82,7 +87,7 @@ class Serving:
         self.wire = Wire(plan.limit, shared_memory(plan.memory, plan.workers))
         self.over = False
         self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
-        self.tell(b"ready", self.endpoint.encode())
+        self.tell(b"ready", self.endpoint.encode(), str(cut).encode())
 
     def _handed(self, node: int) -> Path:
         """Where a new backup finds what its primary had when it came."""

@@ -10,7 +10,6 @@ A checkpoint appears by one rename, after all in it is on the disk.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 from d2lps.kvstore.core.events import Request
 from d2lps.kvstore.storage.frame import bytes_of
-from d2lps.kvstore.storage.log import checksum, persist_path
+from d2lps.kvstore.storage.log import checksum, settle
 
 
 class CheckpointMissing(FileNotFoundError):
@@ -74,9 +73,7 @@ def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], met
         save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
     except SafetensorError as error:  # which tells no path
         raise OSError(f"cannot write {draft}: {error}") from error
-    persist_path(draft)
-    os.rename(draft, final)
-    persist_path(folder)
+    settle(draft, final)
     for old in steps(folder)[:-keep]:
         _path(folder, old).unlink()
     return final

@@ -1,7 +1,23 @@
-"""What a server process keeps on disk: a log of all it executed, and now and then a checkpoint, so that the log stays short."""
+"""What a server process keeps on disk: a checkpoint, and a log of all that it executed since, so that neither becomes too long.
+
+    folder/step-000000000042.safetensors    its state after 42 events, if there were so many
+    folder/log-000000000042                 the events from the 42nd on
+    folder/spare                            a log that nobody needs any more, to become the next one
+
+A checkpoint after 99 events goes like this, and may be stopped anywhere:
+
+    1. spare becomes log-99, empty            if it ends here, 42 is still the newest state, and its log goes on; log-99 is spare
+    2. step-99 appears, whole, by a rename    from here on 99 is the newest state, and its log is there
+    3. step-42 goes
+    4. log-42 becomes spare                   else it becomes that when the server starts again
+
+So a state without its log, or a log without its state, is no crash, but a loss, and an error.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +25,9 @@ from d2lps.kvstore.core.events import Event
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.storage import checkpoint
 from d2lps.kvstore.storage.frame import frame, parse
-from d2lps.kvstore.storage.log import Level, Log
+from d2lps.kvstore.storage.log import Level, Log, LogDamaged, settle
+
+LASTING = ("values", "moments", "versions", "options")  # what of a server's state is not about its run
 
 
 class Durable:
@@ -22,28 +40,53 @@ class Durable:
     ...     durable.append(effect.event) if isinstance(effect, Append) else durable.sync()
     >>> durable.close()
     >>> again = Server([0], "asp")
-    >>> Durable(again, folder, "log").close()
+    >>> Durable(again, folder, "log", promised=1).close()
     >>> again.entries["w"].value
     tensor([1., 1.])
 
-    Made with a new server, it brings that to where the last one was: from the newest checkpoint, by what the log has after
-    it, through the same `step`. level, log_bytes: see `Log`, and how long that may become. Cost of a restart: all that is
-    read once; of a checkpoint, the server's state written once, to the disk itself, while nobody is answered.
+    Made with a new server, it brings that to where the last one was: from the checkpoint, by what the log has after it, through
+    the same `step`. level: see `Log`. limit: bytes of the tensors of an event. log_bytes: when a log is longer, a checkpoint
+    comes. promised: how many events somebody knows to have been executed. LogDamaged where fewer are found, or files are
+    missing. Cost of a restart: all that is read once; of a checkpoint, the server's state written once, to the disk itself,
+    while nobody is answered; on disk, the state and twice `log_bytes`.
     """
 
-    def __init__(self, server: Server, folder: Path, level: str, limit: int = 1 << 30, log_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, server: Server, folder: Path, level: str, limit: int = 1 << 30, log_bytes: int = 1 << 30, promised: int = 0
+    ) -> None:
         self.server, self.folder, self.log_bytes = server, folder, log_bytes
-        self.log = Log(folder / "log", cast(Level, level))
-        self.kept = load_state(server, folder / "checkpoints")
-        if (begin := self.log.begin) > self.kept:
-            self.log.close()
-            raise checkpoint.CheckpointMissing(
-                f"{folder}: its log begins at position {begin}, and there is no checkpoint of what came before, "
-                f"only of position {self.kept}: what was acknowledged in between is lost"
+        folder.mkdir(parents=True, exist_ok=True)
+        begin = load_state(server, folder)
+        logs = {int(path.name.removeprefix("log-")): path for path in folder.glob("log-*")}
+        if (begin or logs) and begin not in logs:
+            raise LogDamaged(
+                f"{folder}: its state is that after event {begin}, and its logs begin at {sorted(logs)}: "
+                f"acknowledged requests are lost"
             )
-        self.log.skip_to(self.kept)
-        for _, data in self.log.read(self.kept):
-            server.step(cast(Event, parse([data], limit)))
+        self.log = Log(self._path(begin), cast(Level, level), begin)
+        try:
+            if self.number < promised:
+                raise LogDamaged(
+                    f"{self.log.path}: there are {self.number} events, and {promised} were promised: acknowledged requests are lost"
+                )
+            for path in logs.values():
+                if path != self.log.path:
+                    path.rename(folder / "spare")
+            for _, data in self.log.read():
+                server.step(cast(Event, parse([data], limit)))
+        except BaseException:
+            self.log.close()
+            raise
+
+    @property
+    def number(self) -> int:
+        """How many events are written down; as safe as the level promises, after a `sync`."""
+        return self.log.number
+
+    @property
+    def cut(self) -> int:
+        """How many bytes of an unfinished event were found at the end, of which nobody had been told."""
+        return self.log.cut
 
     def append(self, event: Event) -> None:
         """Before anybody is told."""
@@ -52,18 +95,46 @@ class Durable:
     def sync(self) -> None:
         """Return when all that was appended is as safe as the level promises."""
         self.log.sync()
-        if self.log.end - self.kept > self.log_bytes:
+        if self.log.end > self.log_bytes:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Write down the state, and let go of the log that led to it."""
-        end = self.log.end
-        save_state(self.server, self.folder / "checkpoints", end)
-        self.kept = end
-        self.log.drop_before(end)
+        """Write down the state, if it is new, and begin a new log. A change without an event counts in `server.number`, too."""
+        if (number := self.server.number) == self.log.begin:
+            return
+        following = Log(self._path(number), self.log.level, number)
+        try:
+            save_state(self.server, self.folder, number)
+        except BaseException:
+            following.close()
+            raise
+        self.log.close()
+        self.log.path.rename(self.folder / "spare")
+        self.log = following
 
     def close(self) -> None:
         self.log.close()
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"log-{number:012d}"
+
+
+def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int = 1 << 30, promised: int = 0) -> int:
+    """Let the server of a new run begin with what is in the folder of an earlier one, which `earlier` has the rules of.
+
+    What workers have taught it stays, and nothing about them: lives, clocks, open rounds, who waits. It may be stopped anywhere,
+    and done again. The bytes of an unfinished event that were cut off. Cost: a restart, and a checkpoint.
+    """
+    last = Durable(earlier, folder, level, limit, promised=promised)
+    try:
+        state = earlier.state()
+        lasting = {name: state[name] for name in LASTING} | {"open": {key: {} for key in state["values"]}}
+        server.restore(server.state() | lasting | {"number": last.number + 1})
+        last.server = server
+        last.checkpoint()
+        return last.cut
+    finally:
+        last.close()
 
 
 def save_state(server: Server, folder: Path, step: int) -> None:
@@ -80,3 +151,29 @@ def load_state(server: Server, folder: Path) -> int:
     state: dict[str, Any] = checkpoint.unflatten(newest.tensors, newest.meta["state"])
     server.restore(state)
     return newest.step
+
+
+# ---- the mark of a run ------------------------------------------------------------------------------------------------------
+
+
+def write_mark(folder: Path, mark: Mapping[str, Any]) -> None:
+    """Note in a run's folder what must be known before anything in it is read, as JSON; it is there as a whole or as before.
+
+    >>> import tempfile
+    >>> write_mark(folder := Path(tempfile.mkdtemp()), {"servers": 2, "numbers": [7, 5]})
+    >>> read_mark(folder)
+    {'servers': 2, 'numbers': [7, 5]}
+    """
+    draft = folder / ".mark.draft"
+    draft.write_text(json.dumps(mark))
+    settle(draft, folder / "mark.json")
+
+
+def read_mark(folder: Path) -> dict[str, Any]:
+    """What `write_mark` has noted; nothing if there is no mark. ValueError, which names the file, for a broken one."""
+    path = folder / "mark.json"
+    try:
+        mark = json.loads(path.read_text()) if path.exists() else {}
+        return dict(mark)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no mark of a run: {error}") from error

@@ -1,19 +1,21 @@
-"""The write-ahead log: what a server has accepted, in order, in files that survive it.
+"""The write-ahead log: what a server has accepted, in order, in a file that survives it.
 
-A server appends a request before it answers. After a crash the log is read from its beginning, or from where the last
-checkpoint was taken, and every request is applied again. What the two levels promise:
+A server appends an event before it answers. After a crash the log is read from its beginning, and every event is executed
+again. What the two levels promise, of all records that were appended before a `sync` that returned:
 
-    "log"     an appended record is with the operating system: it survives kill -9 of the server, not a power cut
-    "fsync"   a record appended before a `sync` that returned is on the disk: it survives a power cut too
+    "log"     the operating system has them: they survive kill -9 of the server, not a power cut
+    "fsync"   the disk itself has them: they survive a power cut too
 
 One `sync` is for all records before it: a server that has several requests at hand appends them all, syncs once, and then
-answers them all (group commit). A position counts bytes from the log's first day; the log lies in segments, each a file
-named by the position of its first record, so that those before a checkpoint can go. A record is a header of 16 bytes
+answers them all (group commit). Records are numbered, and a log begins with the number that its checkpoint ends with:
 
-    mark | length | checksum of mark, length and position | checksum of the data      then the data
+    header    number of the first record | number of the first that is not promised | checksum
+    record    its number                 | bytes of its data                        | checksum      then the data, and so on
 
-and the first one that is not whole ends the log, if nothing whole follows it: a write that was cut short, of which nobody
-was told. Where something does follow, records that were promised are damaged, and that is an error.
+A checksum covers the two numbers before it and the data after it. The first record that does not fit ends the log. If it was
+promised, that is damage, and an error. If not, it is a write that was cut short, of which nobody was told, and its place is
+free again. New pages of a file take a kernel twenty times as long as old ones, so a log that nobody needs any more is written
+over: what is left in it has smaller numbers, and is never taken for a record.
 """
 
 from __future__ import annotations
@@ -23,197 +25,132 @@ import os
 import struct
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 from zlib import crc32
 
 Level = Literal["log", "fsync"]
 Bytes = bytes | bytearray | memoryview
-MARK = b"rec\n"
-HEADER = struct.Struct("<4sIII")
-LONGEST = 1 << 31  # bytes of one record
+HEADER = struct.Struct("<QQI")
 
 
 class LogDamaged(RuntimeError):
-    """A record is broken, or a segment missing, and whole records follow: cutting there would lose what was promised."""
+    """A record that was promised is broken or missing: to go on without it would lose what was acknowledged."""
 
 
 class Log:
-    """A log in a folder of its own, opened by one process at a time.
+    """A log in a file, opened by one process at a time.
 
     >>> import tempfile
-    >>> log = Log(tempfile.mkdtemp())
-    >>> log.append(b"push w 1"), log.append(b"push w ", b"2"), log.end  # 16 bytes of header each
-    (0, 24, 48)
-    >>> [(position, bytes(data)) for position, data in log.read(start=24)]
-    [(24, b'push w 2')]
+    >>> path = Path(tempfile.mkdtemp()) / "log"
+    >>> log = Log(path)
+    >>> log.append(b"push w 1")
+    >>> log.append(b"push w ", b"2")
+    >>> log.sync(), log.number, log.end  # in bytes: a header of 20 for the file, and one for each record
+    (None, 2, 76)
     >>> log.close()
+    >>> [(number, bytes(data)) for number, data in Log(path).read()]
+    [(0, b'push w 1'), (1, b'push w 2')]
 
-    Opening it reads and checks all of it; `cut` is how many bytes of an unfinished record were cut off. LogDamaged where
-    whole records follow a broken one, BlockingIOError where another process has it open. segment_bytes: bytes after which a
-    new segment begins.
+    begin: the number of its first record. Opening it reads and checks all of it. `number`: of the next record. `cut`: bytes of
+    an unfinished record that were cut off. LogDamaged where a promised record is broken; BlockingIOError where another process
+    has it open. An error of the disk, such as a full one, names the file, and what was appended before it stays.
     """
 
-    def __init__(self, folder: str | Path, level: Level = "log", segment_bytes: int = 64 << 20) -> None:
-        if level not in ("log", "fsync") or segment_bytes < 1:
-            raise ValueError(f'a log has level "log" or "fsync" and segments of at least 1 byte: {level!r}, {segment_bytes}')
-        self.folder, self.level, self.segment_bytes, self._failed = Path(folder), level, segment_bytes, ""
-        self._file, self._begin, self._synced = -1, 0, 0  # the last segment, its first position, what an fsync has reached
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
+    def __init__(self, path: str | Path, level: Level = "log", begin: int = 0) -> None:
+        if level not in ("log", "fsync"):
+            raise ValueError(f'a log has level "log" or "fsync", not {level!r}')
+        self.path, self.level, self.begin = Path(path), level, begin
+        if new := not self.path.exists():
+            make(self.path, level, begin)
+        self._file = self.path.open("r+b", buffering=0)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
-            self.end, self.cut = self._recover()
-            self._open(max(self._segments(), default=0))
-            for begin in self._segments() if level == "fsync" else []:
-                persist_path(self._path(begin))  # a killed process may have left records that only the kernel has
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
+            self.number = self._promised()
+            lengths = [len(data) for _, data in self.read()]
+            self.number, self.end = begin + len(lengths), HEADER.size * (1 + len(lengths)) + sum(lengths)
+            self.cut = self._unfinished()
+            if not new:
+                self._file.truncate(self.end)  # a later record of that write may be whole: it must never come after others
+            self._safe = -1  # a killed process may have left records that only the kernel has
+            self.sync()
         except BaseException:
             self.close()
             raise
 
-    @property
-    def begin(self) -> int:
-        """The position of the first record that is still here."""
-        return min(self._segments())
-
-    def append(self, *buffers: Bytes) -> int:
-        """Write one record, given in one or more buffers, and return its position; n bytes cost 16 more and one write."""
-        self._check_usable()
+    def append(self, *buffers: Bytes) -> None:
+        """Write one record, given in one or more buffers; n bytes cost 20 more, a checksum, and one copy by the kernel."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         length = sum(view.nbytes for view in views)
-        if length > LONGEST:
-            raise ValueError(f"a record has at most {LONGEST} bytes: {length}")
-        position = self.end
-        if position > self._begin and position + HEADER.size + length - self._begin > self.segment_bytes:
-            self._turn()
-        try:
-            write_all(self._file, [memoryview(header(position, length, checksum(*views))), *views])
-            self.end += HEADER.size + length
-        except BaseException as error:  # an interrupt too
-            self._take_back()
-            if isinstance(error, OSError):
-                error.filename = str(self._path(self._begin))
+        try:  # a write that fails half way is written over by the next
+            write_at(self._file.fileno(), self.end, [memoryview(header(self.number, length, *views)), *views])
+        except OSError as error:
+            error.filename = str(self.path)
             raise
-        return position
+        self.number, self.end = self.number + 1, self.end + HEADER.size + length
 
     def sync(self) -> None:
-        """Return when all that was appended is as safe as the level promises; 0.1 to 10 ms on "fsync", nothing on "log"."""
-        self._check_usable()
-        if self.level == "fsync" and self._synced < self.end:
-            try:
-                persist(self._file)
-            except OSError as error:  # the kernel may have dropped the pages, and a second fsync would then succeed
-                self._failed = f"fsync failed: {error}"
-                raise
-            self._synced = self.end
+        """Promise all that was appended; 2 us, and on "fsync" what the disk takes, 0.1 to 10 ms.
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, bytearray]]:
-        """The records from position `start` on, each with its position; the bytes are the reader's own, and writable."""
-        segments = self._segments()
-        for begin, following in zip(segments, [*segments[1:], self.end], strict=True):
-            if following <= start:
-                continue
-            position = begin
-            for position, data in records(self._path(begin).read_bytes(), begin):
-                if position >= start:
-                    yield position, bytearray(data)
-                position += HEADER.size + data.nbytes
-            if position < following:
-                raise LogDamaged(f"{self._path(begin)}: the record at position {position} is broken")
-
-    def drop_before(self, position: int) -> int:
-        """Delete the segments of which nothing lies at `position` or later, and return how many bytes that were."""
-        segments = self._segments()
-        gone = [begin for begin, following in pairwise(segments) if following <= position]
-        freed = sum(self._path(begin).stat().st_size for begin in gone)
-        for begin in gone:  # the oldest first: what is left has no gap, wherever this stops
-            self._path(begin).unlink()
-        return freed
-
-    def skip_to(self, position: int) -> None:
-        """Go on at `position`, without the records before it: for a checkpoint that is newer than what the log still has.
-
-        A power cut can take records from a log of level "log" that a checkpoint, which is always synced, includes. What
-        is appended next must not get positions from before that checkpoint, or the next recovery would skip it.
+        That the promise was made reaches the disk by the next sync: a power cut may take it back, and no record with it.
         """
-        if position > self.end:
-            for begin in self._segments():
-                self._path(begin).unlink()
-            self.end = position
-            self._open(position)
+        if self._safe == self.number:
+            return
+        if self.level == "fsync":
+            try:
+                persist(self._file.fileno())
+            except OSError:  # the kernel may have dropped the pages, and a second fsync would then succeed
+                self.close()
+                raise
+        os.pwrite(self._file.fileno(), header(self.begin, self.number), 0)
+        self._safe = self.number
+
+    def read(self) -> Iterator[tuple[int, bytearray]]:
+        """All records with their numbers; the bytes are the reader's own, and writable."""
+        number = self.begin
+        with self.path.open("rb") as file:
+            file.seek(HEADER.size)
+            while (data := record(file, number)) is not None:
+                yield number, data
+                number += 1
+        if number < self.number:
+            raise LogDamaged(
+                f"{self.path}: record {number} is broken or missing, and all before {self.number} were promised: "
+                f"acknowledged requests are lost"
+            )
 
     def close(self) -> None:
-        for descriptor in (self._file, self._lock):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._file, self._lock, self._failed = -1, -1, "it is closed"
+        self._file.close()
 
-    # ---- segments ---------------------------------------------------------------------------------------------------
+    def _promised(self) -> int:
+        """The number before which all records were promised."""
+        found = os.pread(self._file.fileno(), HEADER.size, 0)
+        begin, promised, _ = HEADER.unpack(found.ljust(HEADER.size))
+        if found != header(self.begin, promised):
+            raise LogDamaged(f"{self.path}: its header is broken, or not that of a log from {self.begin} on: {found!r}")
+        return promised
 
-    def _path(self, begin: int) -> Path:
-        return self.folder / f"{begin:020d}.log"
+    def _unfinished(self) -> int:
+        """The bytes of a record that was begun at the end; what an earlier life of the file has there is none."""
+        found = os.pread(self._file.fileno(), HEADER.size, self.end)
+        if found[:8] != header(self.number, 0)[: len(found[:8])]:
+            return 0
+        _, length, _ = HEADER.unpack(found.ljust(HEADER.size))
+        return min(os.fstat(self._file.fileno()).st_size - self.end, HEADER.size + length)
 
-    def _segments(self) -> list[int]:
-        return sorted(int(path.stem) for path in self.folder.glob("*.log"))
 
-    def _open(self, begin: int) -> None:
-        """Append to this segment from now on; a new one's name is on the disk before its first record is."""
-        if self._file >= 0:
-            os.close(self._file)
-        new = not self._path(begin).exists()
-        self._file = os.open(self._path(begin), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        self._begin, self._synced = begin, begin
-        if new:
-            persist(self._lock)
-
-    def _turn(self) -> None:
-        """Begin a new segment; on "fsync" only after the old one is on the disk, so that only the last is ever cut short."""
-        self.sync()
-        self._open(self.end)
-
-    def _take_back(self) -> None:
-        """After a write that failed half way (a full disk): cut its bytes off, or what follows them could not be read."""
-        try:
-            os.ftruncate(self._file, self.end - self._begin)
-        except OSError as error:
-            self._failed = f"an unfinished record could not be taken back: {error}"
-
-    def _check_usable(self) -> None:
-        if self._failed:
-            raise RuntimeError(f"nothing can be written to the log in {self.folder}: {self._failed}")
-
-    # ---- recovery ---------------------------------------------------------------------------------------------------
-
-    def _recover(self) -> tuple[int, int]:
-        """The end of the last whole record, and how many bytes beyond it were cut off."""
-        segments = self._segments()
-        end = segments[0] if segments else 0
-        for index, begin in enumerate(segments):
-            data = self._path(begin).read_bytes()
-            if begin == end:
-                for position, record in records(data, begin):
-                    end = position + HEADER.size + record.nbytes
-            if begin > end or end < begin + len(data):
-                return end, self._cut(end, segments[index:])
-        return end, 0
-
-    def _cut(self, end: int, segments: list[int]) -> int:
-        """End the log at `end`, which lies in the first of the segments, or before it."""
-        whole = [(begin, at) for begin in segments if (at := whole_after(self._path(begin).read_bytes(), begin, end)) is not None]
-        if whole:
-            begin, position = whole[0]
-            raise LogDamaged(
-                f"{self.folder}: the record at position {end} is broken or missing, and a whole one follows at {position} "
-                f"in {self._path(begin).name}"
-            )
-        cut = sum(self._path(begin).stat().st_size - max(0, end - begin) for begin in segments)
-        for begin in reversed(segments):  # the last first: what is left stays one run
-            if begin <= end:
-                os.truncate(self._path(begin), end - begin)
-            else:
-                self._path(begin).unlink()
-        return cut
+def make(path: Path, level: Level, begin: int) -> None:
+    """A new log, which is there with its header or not at all; made of the file `spare` beside it, if there is one."""
+    spare = path.with_name("spare")
+    spare.touch(0o600)
+    with spare.open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), header(begin, begin), 0)
+        if level == "fsync":
+            persist(file.fileno())
+    spare.rename(path)
+    if level == "fsync":
+        persist_path(path.parent)
 
 
 # ---- records --------------------------------------------------------------------------------------------------------------
@@ -226,52 +163,37 @@ def checksum(*buffers: Bytes, start: int = 0) -> int:
     return start
 
 
-def header(position: int, length: int, data: int) -> bytes:
-    """What stands before a record; its checksum covers the position, so that bytes of another place are never a record."""
-    return HEADER.pack(MARK, length, checksum(MARK, struct.pack("<IQ", length, position)), data)
+def header(number: int, other: int, *data: Bytes) -> bytes:
+    """Two numbers, and the checksum of them and of the data: a record's, for which `other` is its length, or the file's."""
+    return HEADER.pack(number, other, checksum(struct.pack("<QQ", number, other), *data))
 
 
-def record_at(data: memoryview, begin: int, position: int) -> memoryview | None:
-    """The record at a position, in a segment that begins at `begin`; None if there is no whole one."""
-    start = position - begin
-    if start + HEADER.size > len(data):
+def record(file: BufferedReader, number: int) -> bytearray | None:
+    """The data of the record that begins here; None if it is not the one of this number, or not whole."""
+    found = file.read(HEADER.size)
+    _, length, _ = HEADER.unpack(found.ljust(HEADER.size))
+    if length > os.fstat(file.fileno()).st_size - file.tell():
         return None
-    length = HEADER.unpack_from(data, start)[1]
-    found = data[start + HEADER.size : start + HEADER.size + length]
-    whole = len(found) == length and data[start : start + HEADER.size] == header(position, length, checksum(found))
-    return found if whole else None
-
-
-def records(segment: bytes, begin: int) -> Iterator[tuple[int, memoryview]]:
-    """The whole records of a segment with their positions, up to the first that is broken or cut."""
-    data, position = memoryview(segment), begin
-    while (found := record_at(data, begin, position)) is not None:
-        yield position, found
-        position += HEADER.size + len(found)
-
-
-def whole_after(segment: bytes, begin: int, position: int) -> int | None:
-    """The position of the first whole record beyond the one at `position`; None if there is none."""
-    at = segment.find(MARK, max(0, position - begin + 1))
-    while at >= 0:
-        if record_at(memoryview(segment), begin, begin + at) is not None:
-            return begin + at
-        at = segment.find(MARK, at + 1)
-    return None
+    data = bytearray(length)
+    file.readinto(data)
+    return data if found == header(number, length, data) else None
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------------
 
 
-def write_all(file: int, views: list[memoryview]) -> None:
-    """Write buffers one after another with as few calls as it takes; the kernel may take less than it was given."""
-    left = [view for view in views if view.nbytes]
-    while left:
-        written = os.writev(file, left[:16])
-        while left and written >= left[0].nbytes:
-            written -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][written:]
+def write_at(file: int, offset: int, views: list[memoryview]) -> None:
+    """Write buffers one after another; the kernel may take less than it was given, but seldom does."""
+    written, length = os.pwritev(file, views, offset), sum(view.nbytes for view in views)
+    while written < length:
+        written += os.pwrite(file, b"".join(views)[written:], offset + written)
+
+
+def settle(draft: Path, final: Path) -> None:
+    """Give a finished file its name: whenever the machine stops, there is all of it or, if there was one, the one before."""
+    persist_path(draft)
+    draft.rename(final)
+    persist_path(final.parent)
 
 
 def persist_path(path: Path) -> None:
