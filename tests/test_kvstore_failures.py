@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -33,7 +34,7 @@ from d2lps.kvstore.core.events import Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS, SGD
 from d2lps.kvstore.network.sockets import connect, derive_keys
 from d2lps.kvstore.storage.frame import frame
-from d2lps.kvstore.storage.log import LogDamaged
+from d2lps.kvstore.storage.log import Log, LogDamaged, header
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SOAK = bool(os.environ.get("D2LPS_SOAK"))
@@ -235,6 +236,54 @@ def test_a_log_in_place_of_which_an_older_one_was_put_is_named_by_who_has_the_an
     options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store", "saboteur": saboteur}
     with pytest.raises(kvstore.Refused, match=r"acknowledged requests are lost: worker 0 has the answers to 201,.* of 101,"):
         kvstore.run(push_and_wait, 1, 1, tmp_path, True, consistency="asp", **options)
+
+
+def waiting(kv: Any, folder: str) -> float:
+    """Push once, wait until somebody says stop, push again."""
+    out = torch.zeros(1)
+    kv.init("w", out)
+    kv.push("w", torch.ones(1)).wait()
+    Path(folder, "pushed").touch()
+    until(lambda: Path(folder, "stop").exists(), 60)
+    kv.pushpull("w", torch.ones(1), out).wait()
+    return out.item()
+
+
+def killed_and_changed(folder: Path, change: Any) -> Any:
+    """A saboteur who does something to a server's disk while that is dead."""
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: (folder / "pushed").exists(), 60)
+        cluster.servers[0].pause()
+        change(folder / "store" / "server-0")
+        cluster.servers[0].kill()
+        (folder / "stop").touch()
+
+    return saboteur
+
+
+def test_an_unfinished_record_is_cut_off_and_that_is_said(tmp_path: Path) -> None:
+    def unfinished(disk: Path) -> None:
+        [log] = disk.glob("log-*")
+        copy = Log(shutil.copy(log, tmp_path / "copy"))
+        with log.open("ab") as file:
+            file.write(header(copy.number, 1000) + b"half of it")
+        copy.close()
+
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store", "consistency": "asp"}
+    run = kvstore.run(waiting, 1, 1, str(tmp_path), saboteur=killed_and_changed(tmp_path, unfinished), **options)
+    assert run == [2.0] and [line.partition(": ")[2] for line in run.history] == [
+        "server 0 was killed by SIGKILL",
+        "server 0 runs again, with all that was acknowledged",
+        "server 0 has cut off 30 bytes of an unfinished record, of which nobody had been told",
+    ]
+
+
+def test_a_server_whose_log_is_gone_does_not_begin_anew(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store", "consistency": "asp"}
+    with pytest.raises(LogDamaged, match=r"store/server-0: its log is gone: acknowledged requests are lost") as caught:
+        kvstore.run(waiting, 1, 1, str(tmp_path), saboteur=killed_and_changed(tmp_path, shutil.rmtree), **options)
+    assert caught.value.__notes__ == ["raised by server 0"]
 
 
 @pytest.mark.timeout(300)

@@ -28,6 +28,7 @@ from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
+from d2lps.kvstore.storage.log import LogDamaged
 from d2lps.kvstore.storage.tiers import Tiers
 
 BATCH = 64  # requests, at most, between two syncs of the log
@@ -74,6 +75,8 @@ class Serving:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
             promised = plan.earlier.get("numbers", {}).get(str(node), 0)
             cut = renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
+        if on_disk and not first and not any(plan.disk(node).glob("log-*")):
+            raise LogDamaged(f"{plan.disk(node)}: its log is gone: acknowledged requests are lost")
         if on_disk:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
             cut += self.durable.cut
