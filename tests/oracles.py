@@ -366,15 +366,18 @@ def digits(number: int = 1797) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- a worker of a parameter server that comes later than the others ------------------------------------------------------
 
 
-def joins_later(kv: Any, late: float, pause: float) -> int:
-    """Worker 2 joins after `late` seconds; each pushes ones, ten iterations of `pause` seconds. How many it sees at its end."""
-    out = torch.zeros(1)
+def joins_later(kv: Any, late: int) -> int:
+    """Worker 2 joins when worker 0 has ended `late` of ten iterations; each pushes ones. How many it sees at its end."""
+    out, word = torch.zeros(1), torch.zeros(1)
     if kv.rank == 2:
-        kv.comm.sleep(late)
+        kv.comm.recv(word, src=0)
         kv.join()
+        kv.comm.send(word, dst=0)
     kv.init("w", out)
     while kv.iteration < 10:
-        kv.comm.sleep(pause)
+        if kv.rank == 0 and kv.iteration == late:
+            kv.comm.send(word, dst=2)
+            kv.comm.recv(word, src=2)
         kv.push("w", torch.ones(1))
         kv.clock()
         kv.pull("w", out).wait()

@@ -322,6 +322,8 @@ def test_a_run_goes_on_from_the_folder_of_an_earlier_one(tmp_path: Path, level: 
     assert kvstore.run(count_up, 3, 2, tmp_path, 2, consistency="asp", log_bytes=2000, **options).values["w"].unique() == 12
     run = kvstore.run(count_up, 1, 2, tmp_path, 2, **options)
     assert run == [[13, 14]] and run.values["w"].unique() == 14
+    told = sorted(line.partition(": ")[2] for line in run.history)
+    assert told == [f"server {server} goes on with all that an earlier run had acknowledged" for server in range(2)]
     numbers = {str(server): report.number for server, report in enumerate(run.servers)}
     assert read_mark(tmp_path / "store") | {"numbers": numbers} == read_mark(tmp_path / "store")
 
@@ -355,6 +357,7 @@ if __name__ == "__main__":
         except BlockingIOError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+    assert sum("cannot vouch that it is all: that run did not end" in line for line in run.history) == 2
     acknowledged = max(int(path.name.split()[-1]) for path in tmp_path.glob("0 pushed *")) + 1
     parts = {part[:: len(part) - 1].tolist()[0] for report in run.servers for part in report.values.values()}
     assert parts <= {acknowledged, acknowledged + 1}

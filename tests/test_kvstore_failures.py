@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -31,7 +34,7 @@ from d2lps.kvstore.core.events import Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS, TorchOptimizer
 from d2lps.kvstore.network.sockets import connect, derive_keys
 from d2lps.kvstore.storage.frame import frame
-from d2lps.kvstore.storage.log import LogDamaged
+from d2lps.kvstore.storage.log import Log, LogDamaged, header
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SOAK = bool(os.environ.get("D2LPS_SOAK"))
@@ -235,9 +238,57 @@ def test_a_log_in_place_of_which_an_older_one_was_put_is_named_by_who_has_the_an
         kvstore.run(push_and_wait, 1, 1, tmp_path, True, consistency="asp", **options)
 
 
+def waiting(kv: Any, folder: str) -> float:
+    """Push once, wait until somebody says stop, push again."""
+    out = torch.zeros(1)
+    kv.init("w", out)
+    kv.push("w", torch.ones(1)).wait()
+    Path(folder, "pushed").touch()
+    until(lambda: Path(folder, "stop").exists(), 60)
+    kv.pushpull("w", torch.ones(1), out).wait()
+    return out.item()
+
+
+def killed_and_changed(folder: Path, change: Any) -> Any:
+    """A saboteur who does something to a server's disk while that is dead."""
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: (folder / "pushed").exists(), 60)
+        cluster.servers[0].pause()
+        change(folder / "store" / "server-0")
+        cluster.servers[0].kill()
+        (folder / "stop").touch()
+
+    return saboteur
+
+
+def test_an_unfinished_record_is_cut_off_and_that_is_said(tmp_path: Path) -> None:
+    def unfinished(disk: Path) -> None:
+        [log] = disk.glob("log-*")
+        copy = Log(shutil.copy(log, tmp_path / "copy"))
+        with log.open("ab") as file:
+            file.write(header(copy.number, 1000) + b"half of it")
+        copy.close()
+
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store", "consistency": "asp"}
+    run = kvstore.run(waiting, 1, 1, str(tmp_path), saboteur=killed_and_changed(tmp_path, unfinished), **options)
+    assert run == [2.0] and [line.partition(": ")[2] for line in run.history] == [
+        "server 0 was killed by SIGKILL",
+        "server 0 runs again, with all that was acknowledged",
+        "server 0 has cut off 30 bytes of an unfinished record, of which nobody had been told",
+    ]
+
+
+def test_a_server_whose_log_is_gone_does_not_begin_anew(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store", "consistency": "asp"}
+    with pytest.raises(LogDamaged, match=r"store/server-0: its log is gone: acknowledged requests are lost") as caught:
+        kvstore.run(waiting, 1, 1, str(tmp_path), saboteur=killed_and_changed(tmp_path, shutil.rmtree), **options)
+    assert caught.value.__notes__ == ["raised by server 0"]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("consistency", ["asp", "bsp"])
-def test_a_backup_that_has_taken_over_has_a_backup_again(tmp_path: Path, consistency: str) -> None:
+@pytest.mark.parametrize(("consistency", "address"), [("asp", "ipc"), ("bsp", "ipc"), ("asp", "tcp")])
+def test_a_backup_that_has_taken_over_has_a_backup_again(tmp_path: Path, consistency: str, address: str) -> None:
     """Node 0 dies, then node 2, then node 4: each time what was acknowledged is in the next one."""
 
     def saboteur(cluster: Cluster) -> None:
@@ -250,7 +301,7 @@ def test_a_backup_that_has_taken_over_has_a_backup_again(tmp_path: Path, consist
         cluster.sleep(0.2)
         (tmp_path / "stop").touch()
 
-    options: dict[str, Any] = {"durability": "replica", "split": 64, "saboteur": saboteur}
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "address": address, "saboteur": saboteur}
     if consistency == "bsp":  # where all do as many
         run = kvstore.run(count, 2, 2, str(tmp_path), 600, consistency="bsp", **options)
     else:
@@ -363,6 +414,76 @@ def test_a_backup_that_sleeps_is_named_and_another_takes_its_place(tmp_path: Pat
         "server 0 was killed by SIGKILL",
         "node 4 serves as server 0 in view 1",
     ]
+    check(tmp_path, run, 2)
+
+
+@pytest.mark.parametrize("resumed", [True, False], ids=["wakes up", "sleeps on"])
+def test_a_backup_that_sleeps_when_its_primary_dies_serves_only_once_it_is_awake(tmp_path: Path, resumed: bool) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(2)), 60)
+        cluster.backups[0].pause()
+        cluster.servers[0].kill()
+        assert until(lambda: "server 0 was killed by SIGKILL" in str(cluster.history), 60)
+        cluster.sleep(0.5)
+        served.append("serves" in str(cluster.history))
+        if resumed:
+            os.kill(cluster.backups[0].group.pids[0], signal.SIGCONT)  # .resume() would wait until it is ready
+            assert until(lambda: "node 4 is the backup of server 0" in str(cluster.history), 60)
+            (tmp_path / "stop").touch()
+
+    served: list[bool] = []
+    patience = 60.0 if resumed else 1.5
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "patience": patience, "saboteur": saboteur}
+    if resumed:
+        run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+        check(tmp_path, run, 2)
+        assert "node 2 serves as server 0 in view 1" in str(run.history)
+    else:
+        why = r"^server 0 was killed by SIGKILL, and its backup, node 2, has not answered for 1\.5 s$"
+        with pytest.raises(RankDied, match=why):
+            kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    assert served == [False]
+
+
+def test_a_backup_that_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
+    """The disk is full: so it is for a process that may write no long file."""
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(2)), 60)
+        resource.prlimit(cluster.servers[0].pid, resource.RLIMIT_FSIZE, (4096, 4096))
+        cluster.backups[0].kill()
+        assert until(lambda: "goes on without a backup" in str(cluster.history), 60)
+        left.extend((tmp_path / "temporary").glob("*/disk/*/handed"))
+        begun = [(tmp_path / f"{rank}").stat().st_size for rank in range(2)]
+        assert until(lambda: all((tmp_path / f"{rank}").stat().st_size > begun[rank] + 80 for rank in range(2)), 60)
+        (tmp_path / "stop").touch()
+
+    left: list[Path] = []
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "saboteur": saboteur}
+    run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    told = [line.partition(": ")[2] for line in run.history]
+    assert told[0] == "the backup of server 0 was killed by SIGKILL" and len(told) == 2 and not left
+    assert re.match(r"server 0 goes on without a backup: .*/disk/server-4/handed.*(File too large|os error 27)", told[1])
+    check(tmp_path, run, 2)
+
+
+def test_a_backup_that_cannot_be_started_ends_nothing(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(2)), 60)
+        cluster.backups[0].kill()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, most))  # of the caller
+        try:
+            assert until(lambda: "cannot be started" in str(cluster.history), 60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+        (tmp_path / "stop").touch()
+
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "saboteur": saboteur}
+    run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    told = [line.partition(": ")[2] for line in run.history]
+    assert told[0] == "the backup of server 0 was killed by SIGKILL" and len(told) == 2
+    assert told[1].startswith("the backup of server 0 cannot be started: [Errno 24]")
     check(tmp_path, run, 2)
 
 

@@ -8,10 +8,11 @@ import sys
 import threading
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import pytest
 import zmq
-from launching import environment, script
+from launching import environment, script, until
 from test_hosts import HOSTS, cables, start
 
 from d2lps import kvstore
@@ -111,8 +112,33 @@ def test_roles_by_rank_under_torchrun(tmp_path: Path) -> None:
     for same, values, sent, time, (durability, saboteur, address) in notes(tmp_path, 5):
         assert same and values and sent and time
         assert "durability='log': under a launcher, which starts nobody again" in durability
-        assert "saboteur=... needs a run that starts its own processes" in saboteur
+        assert "saboteur=<built-in function print>: under a launcher, which starts nobody again" in saboteur
         assert "each server listens where its machine is reached" in address
+
+
+@pytest.mark.parametrize("budget", [None, 1000])
+def test_a_job_that_fails_leaves_no_folder(tmp_path: Path, budget: int | None) -> None:
+    """A launcher ends the other processes, a server's among them, by a signal."""
+    code = f"""
+        import torch
+        from d2lps import kvstore
+
+        def worker(kv):
+            for key in "abc":
+                kv.init(key, torch.zeros(200))
+            kv.pushpull("a", torch.ones(200), torch.zeros(200)).wait()
+            raise ArithmeticError("that is the end")
+
+        if __name__ == "__main__":
+            kvstore.run(worker, 1, 1, memory_budget={budget})
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options: dict[str, Any] = {"env": environment(OMP_NUM_THREADS="1", TMPDIR=str(temporary)), "timeout": 250}
+    told = subprocess.run([*torchrun, *script(tmp_path / "job.py", code)[1:]], stderr=subprocess.PIPE, text=True, **options)
+    assert told.returncode and "that is the end" in told.stderr
+    assert until(lambda: not list(temporary.glob("d2lps-*"))), list(temporary.iterdir())
 
 
 def test_on_several_machines_with_a_secret_of_the_jobs_own(cables: None, tmp_path: Path) -> None:

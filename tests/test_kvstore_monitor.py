@@ -12,8 +12,9 @@ from launching import nothing_left
 from prometheus_client.parser import text_string_to_metric_families
 
 from d2lps import kvstore
+from d2lps.kvstore import Server
 from d2lps.kvstore.core.report import ServerReport
-from d2lps.kvstore.network.serving import EDGES, Latencies, Meter
+from d2lps.kvstore.network.meter import EDGES, Meter
 
 
 def worker(kv: Any, steps: int) -> None:
@@ -33,7 +34,7 @@ def watched() -> tuple[kvstore.Monitor, kvstore.ProcessesRun, list[int]]:
     def saboteur(cluster: kvstore.Cluster) -> None:  # harms nobody, but looks
         while True:
             cluster.sleep(0.1)
-            seen.append(sum(sample.received for sample in monitor.samples.values()))
+            seen.append(sum(monitor.counts(server, "d2lps_bytes_total", "direction")["received"] for server in [*monitor.said]))
 
     run = kvstore.run(worker, 2, 2, 60, split=1000, consistency="ssp", staleness=2, monitor=monitor, saboteur=saboteur)
     return monitor, run, seen
@@ -43,10 +44,12 @@ def test_it_is_told_during_the_run_and_at_its_end(watched: Any) -> None:
     monitor, run, seen = watched
     assert any(0 < early < seen[-1] for early in seen) and seen == sorted(seen)
     for server, report in enumerate(run.servers):
-        sample = monitor.samples[server]
-        assert (sample.received, sample.sent, sample.requests) == (report.received, report.sent, report.requests)
-        assert sample.staleness == report.staleness and sample.waiting == 0
-        assert sum(sample.latencies.counts) == report.requests.total() and sample.latencies.total > 0
+        nbytes = monitor.counts(server, "d2lps_bytes_total", "direction")
+        assert nbytes == {"received": report.received, "sent": report.sent}
+        assert monitor.counts(server, "d2lps_requests_total", "op") == report.requests
+        assert monitor.counts(server, "d2lps_reads_total", "staleness") == {str(n): v for n, v in report.staleness.items()}
+        assert monitor.counts(server, "d2lps_waiting") == {"": 0}
+        assert monitor.counts(server, "d2lps_latency_seconds_count") == {"": report.requests.total()}
 
 
 def test_the_table_has_a_line_for_each_server(watched: Any) -> None:
@@ -73,20 +76,36 @@ def test_prometheus_reads_the_same_numbers(watched: Any) -> None:
         assert sum(v for (name, *labels), v in values.items() if name == "d2lps_reads_total" and server in labels) == 120
 
 
-def test_latencies_by_bucket() -> None:
-    latencies = Latencies()
-    assert latencies.median == 0.0
+def test_the_median_is_the_edge_of_its_bucket() -> None:
+    meter, monitor = Meter(ServerReport(0), Server([0])), kvstore.Monitor()
+    monitor.heard(0, meter.said().decode())
+    assert str(monitor).splitlines()[1].split() == ["0", "0.0", "MB", "0.0", "MB", "0", "0", "0", "ms"]
     for seconds in [*EDGES, 99.0]:
-        latencies.add(seconds)
-    assert latencies.counts == [1] * (len(EDGES) + 1) and latencies.median == 0.03
+        meter.latencies.observe(seconds)
+    monitor.heard(0, meter.said().decode())
+    assert monitor.counts(0, "d2lps_latency_seconds_bucket", "le")["+Inf"] == len(EDGES) + 1
+    assert str(monitor).splitlines()[1].split()[-2:] == ["30", "ms"]
 
 
 def test_a_request_counts_once_and_a_lost_worker_waits_for_nothing() -> None:
-    meter = Meter()
+    meter = Meter(ServerReport(0), Server([0]))
     for request in [(0, 0, 1), (0, 0, 1), (1, 0, 1)]:
         meter.arrived(request)
     meter.answered((0, 0, 1))
     meter.answered((0, 0, 1))
-    assert sum(meter.latencies.counts) == 1 and b'"waiting": 1' in meter.said(ServerReport(0), {})
+    assert b"d2lps_latency_seconds_count 1.0" in meter.said() and b"d2lps_waiting 1.0" in meter.said()
     meter.forget(1)
-    assert b'"waiting": 0' in meter.said(ServerReport(0), {})
+    assert b"d2lps_waiting 0.0" in meter.said()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"monitor": 3}, "monitor=3 is no kvstore.Monitor"),
+        ({"monitor": kvstore.Monitor}, "monitor=<class .*Monitor'> is no kvstore.Monitor"),
+        ({"saboteur": 3}, "saboteur=3 is no function of a kvstore.Cluster"),
+    ],
+)
+def test_what_is_no_monitor_and_no_saboteur_is_refused_before_anything_starts(options: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        kvstore.run(worker, 2, 2, 1, folder="/nowhere", **options)  # which would be an error, too

@@ -14,4 +14,4 @@ def test_the_examples_run(tmp_path: Path) -> None:
     said = output_of(script(tmp_path / "readme.py", "".join(shown)))
     everyone, eight, store = said.splitlines()
     assert everyone == f"Run({[[6.0] * 3] * 4})" and eight == f"Run({[[28.0] * 3] * 8})"
-    assert store.startswith(f"Run({[[2000.0] * 3] * 4}) ['") and "runs again, with all that is in its log" in store
+    assert store.startswith(f"Run({[[2000.0] * 3] * 4}) ['") and "runs again, with all that was acknowledged" in store

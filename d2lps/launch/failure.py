@@ -44,9 +44,8 @@ def pack(error: BaseException) -> Failure:
     return Failure(when, pickled, f"{type(error).__name__}: {error}", readers or frames)
 
 
-def raise_in_caller(failure: Failure, rank: int, ranks: int) -> NoReturn:
-    """Raise the rank's exception here, with the rank's traceback as its cause."""
-    where = f"rank {rank} of {ranks}"
+def raise_in_caller(failure: Failure, where: str) -> NoReturn:
+    """Raise an exception here that was raised in "rank 3 of 4", with the traceback that it had there as its cause."""
     lines = "".join(traceback.StackSummary.from_list(failure.frames).format())
     cause = RemoteTraceback(f"\n\nTraceback of {where}:\n{lines}{failure.told}")
     if not failure.pickled:

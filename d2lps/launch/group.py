@@ -66,6 +66,14 @@ def end_of(file: IO[bytes], most: int) -> str:
     return os.pread(file.fileno(), most, max(0, size - most)).decode(errors="replace")
 
 
+def how_it_ended(status: int) -> str:
+    """`how_it_ended(9) == "was killed by SIGKILL"`: what the wait status of a process says that has left no outcome."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"ended with exit status {code} before its function had returned"
+    return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+
+
 class Group:
     """The processes of one run, as their caller sees them.
 
@@ -121,9 +129,13 @@ class Group:
         preload({name for success in successes for name in success.imported})
         return successes
 
+    def lines(self) -> list[Connection]:
+        """What can be read as soon as a rank, or the keeper, has something to say."""
+        return [self.keeper, *self.pending.values()]
+
     def collect(self, patience: float) -> None:
         """Take in what ranks and keeper have to say, waiting up to `patience` seconds for the first word."""
-        ready = wait([self.keeper, *self.pending.values()], patience)
+        ready = wait(self.lines(), patience)
         for rank in [rank for rank, control in self.pending.items() if control in ready]:
             self._hear(rank)
         if self.keeper in ready:
@@ -153,16 +165,13 @@ class Group:
             raise self.died(min(self.dead))
         failures = {rank: outcome for rank, outcome in self.outcomes.items() if isinstance(outcome, Failure)}
         first = min(failures, key=lambda rank: failures[rank].when)
-        raise_in_caller(failures[first], first, self.job.ranks)
+        raise_in_caller(failures[first], f"rank {first} of {self.job.ranks}")
 
     def died(self, rank: int) -> RankDied:
         """The exception for a process that ended by itself: how, where it stood, and its last words."""
-        code, note = os.waitstatus_to_exitcode(self.dead[rank]), self.board.read(rank)
+        note = self.board.read(rank)
         errors = end_of(self.output.err[rank], 2000).strip()
-        how = f"ended with exit status {code} before its function had returned"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
-        lines = [f"rank {rank} of {self.job.ranks} {how}"]
+        lines = [f"rank {rank} of {self.job.ranks} {how_it_ended(self.dead[rank])}"]
         if note is not None:
             lines.append(describe_status(note))
         if errors:

@@ -97,11 +97,16 @@ def resolve(backend: str, ranks: int, missing: str = "") -> tuple[str, str]:
 # ---- on this machine ----------------------------------------------------------------------------------------------------
 
 
-def _run_here(function: Callable[..., Any], args: tuple[Any, ...], job: Job, live: bool) -> Run:
+def packed(function: Callable[..., Any], *args: Any) -> bytes:
+    """A function and its arguments, as they go to another process."""
     try:
-        program = cloudpickle.dumps((function, args))
+        return cloudpickle.dumps((function, args))
     except Exception as error:
         raise TypeError(f"the function or its arguments cannot be sent to other processes: {error}") from None
+
+
+def _run_here(function: Callable[..., Any], args: tuple[Any, ...], job: Job, live: bool) -> Run:
+    program = packed(function, *args)
     with ExitStack() as at_the_end:
         try:
             group = at_the_end.enter_context(closing(Group(job, live)))

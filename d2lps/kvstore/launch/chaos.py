@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from d2lps.kvstore.launch.node import Node, Victim
+
+Saboteur = Callable[["Cluster"], Any]
 
 
 class RunIsOver(Exception):
     """Raised by what a `Cluster` can do when the run is over; it ends a saboteur, and nobody hears of it."""
-
-
-class Victim:
-    """A process that can be killed, paused and resumed."""
-
-    def __init__(self, find: Callable[[], int]) -> None:
-        self._find = find
-
-    @property
-    def pid(self) -> int:
-        """Its number now; of a server that is being restarted, when it is there again."""
-        return self._find()
-
-    def kill(self) -> None:
-        """SIGKILL: it cannot even say goodbye."""
-        self._signal(signal.SIGKILL)
-
-    def pause(self) -> None:
-        """SIGSTOP: as if its machine hung."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        if (pid := self.pid) > 0:  # 0 would be ourselves
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
 
 
 class Cluster:
@@ -48,7 +22,7 @@ class Cluster:
     ...     cluster.sleep(0.5)                  # let the training begin
     ...     cluster.servers[0].kill()
     >>> kvstore.run(worker, 2, 2, durability="log", saboteur=saboteur).history      # doctest: +SKIP
-    ['0.54 s: server 0 was killed by SIGKILL', '0.61 s: server 0 runs again, with all that is in its log']
+    ['0.54 s: server 0 was killed by SIGKILL', '0.61 s: server 0 runs again, with all that was acknowledged']
 
     >>> def grow(cluster):
     ...     cluster.add_server()                # keys move to it, while the training goes on
@@ -57,17 +31,21 @@ class Cluster:
     ['0.08 s: server 2 has come: 9 keys have moved, 6,400 bytes of their values', '0.15 s: server 0 has gone: ...']
 
     servers, backups, workers: their processes, by number; servers[i] is the first primary of server i, whoever serves now.
-    addresses: where workers reach the servers, and their backups. `over` is set when the workers are done.
+    addresses: where workers reach the servers, and their backups. `over` is set when the workers are done. history: what has
+    happened so far, as the Run will have it.
     """
 
     def __init__(
-        self, servers: Sequence[Victim], backups: Sequence[Victim], workers: Sequence[Victim], addresses: Sequence[str]
+        self,
+        servers: Sequence[Node],
+        backups: Sequence[Node],
+        workers: Sequence[Victim],
+        history: list[str],
+        resize: Callable[[int | None], Node],
     ) -> None:
-        self.servers, self.backups, self.workers, self.addresses = [*servers], backups, workers, addresses
-        self.resize: Callable[[int | None], tuple[int, Callable[[], int]]]
-        self.history: list[str] = []  # what has happened so far, as the Run will have it
+        self.servers, self.backups, self.workers, self.history = [*servers], backups, workers, history
+        self.addresses, self.resize = [node.endpoint for node in (*servers, *backups)], resize
         self.over = threading.Event()
-        self.thread: threading.Thread | None = None
         self.wrong: BaseException | None = None  # what the saboteur has raised
 
     def sleep(self, seconds: float) -> None:
@@ -81,35 +59,35 @@ class Cluster:
         That is at the end of an iteration, the same for all workers, so one that calls kv.clock() no more holds it up. What
         moves is written to the disk and read once. Not with durability "replica", nor over tcp: ValueError.
         """
-        number, find = self.resize(None)
-        self.servers.append(Victim(find))
-        return number
+        self.servers.append(node := self.resize(None))
+        return node.number
 
     def remove_server(self, number: int) -> None:
         """Let the other servers take over what this one has, and end it; else as `add_server`."""
         self.resize(number)
 
-    def start(self, saboteur: Callable[[Cluster], Any]) -> None:
-        """Let a saboteur loose, in a thread of its own."""
+    @contextmanager
+    def attacked(self, saboteur: Saboteur | None) -> Iterator[None]:
+        """Let a saboteur loose, in a thread of its own, until the workers are done; then raise what it has raised."""
+        thread = threading.Thread(target=self._life, args=[saboteur], name="saboteur", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.over.set()
+            thread.join(1.0)  # one that sleeps in its own way is not waited for
+        self.check()
 
-        def life() -> None:
-            try:
+    def _life(self, saboteur: Saboteur | None) -> None:
+        try:
+            if saboteur is not None:
                 saboteur(self)
-            except RunIsOver:
-                pass
-            except BaseException as error:
-                self.wrong = error
-
-        self.thread = threading.Thread(target=life, name="saboteur", daemon=True)
-        self.thread.start()
+        except RunIsOver:
+            pass
+        except BaseException as error:
+            self.wrong = error
 
     def check(self) -> None:
         """Raise what the saboteur has raised."""
         if self.wrong is not None:
             raise self.wrong
-
-    def stop(self) -> None:
-        """The workers are done. A saboteur that sleeps in its own way is not waited for."""
-        self.over.set()
-        if self.thread is not None:
-            self.thread.join(1.0)

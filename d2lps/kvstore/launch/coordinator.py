@@ -7,8 +7,10 @@ otherwise the run ends and says so. A worker that is killed is given up: the ser
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +24,44 @@ from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.launch.resize import Resizing
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.pulse import BEAT, PULSE
-from d2lps.kvstore.network.sockets import new_socket, readable
+from d2lps.kvstore.network.sockets import listen, new_socket, readable
 from d2lps.kvstore.storage.durable import write_mark
 from d2lps.kvstore.storage.frame import frame
 
 ATTEMPTS = 3  # to start a server
-Say = Callable[[str], None]
 
 
 class Coordinator:
     """All servers of a run; `look` is to be called whenever something may have happened, and several times a second."""
 
-    def __init__(self, plan: Deployment, timeout: float, live: bool, say: Say, monitor: Monitor | None) -> None:
-        self.plan, self.timeout, self.say, self.monitor = plan, timeout, say, monitor
-        self.live = live
+    def __init__(self, plan: Deployment, timeout: float, live: bool = False, monitor: Monitor | None = None) -> None:
+        self.plan, self.timeout, self.live, self.monitor = plan, timeout, live, monitor
+        self.history, self.begin = list[str](), time.monotonic()
         self.nodes = {number: Node(plan, number, live) for number in range(plan.servers * (1 + plan.replicated))}
         self.serving = [self.nodes[server] for server in range(plan.servers)]  # by server: the node that answers workers
         self.backups = [self.nodes.get(server + plan.servers) for server in range(plan.servers)]
+        self.promoted: dict[int, str] = {}  # by server: why its backup is to serve, as long as that has not said that it does
         self.view, self.lost, self.announced, self.measured, self.finishing = 0, list[int](), 0.0, 0.0, False
         self.context = zmq.Context[zmq.Socket[bytes]]()
-        self.control = self._bound(zmq.ROUTER, plan.coordinator)
-        self.news = self._bound(zmq.PUB, plan.news)
+        self.control = listen(self.context, plan.coordinator, plan.largest, None)
+        self.news = new_socket(self.context, zmq.PUB, plan.largest, {})
+        self.news.bind(plan.news)
         self.resizing = Resizing(self)
 
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = new_socket(self.context, kind, self.plan.largest, {zmq.ROUTER_HANDOVER: 1} if kind == zmq.ROUTER else {})
-        socket.bind(endpoint)
-        return socket
+    def say(self, text: str) -> None:
+        """For the run's history."""
+        self.history.append(f"{time.monotonic() - self.begin:.2f} s: {text}")
 
     # ---- the beginning and the end ----------------------------------------------------------------------------------------
 
     def start(self) -> dict[int, str]:
-        """Start all nodes, and return where each listens as soon as all do."""
+        """Start all nodes, and return where each server listens as soon as all do."""
         for node in self.nodes.values():
             node.start()
         self._until(lambda: all(node.ready.is_set() for node in self.nodes.values()), "all servers had started")
         self.mark()
-        return {number: node.endpoint for number, node in self.nodes.items()}
+        self.begin = time.monotonic()
+        return {server: node.endpoint for server, node in enumerate(self.serving)}
 
     def finish(self) -> list[ServerReport]:
         """The workers are done: what the servers have to report."""
@@ -91,20 +94,20 @@ class Coordinator:
         while not met():
             if time.monotonic() > deadline:
                 raise RankHung(f"timeout={self.timeout:g} s have passed before {what}")
-            zmq.select([self.control, *self.waited_for()], [], [], 0.05)
+            zmq.select([self.control, *self.lines()], [], [], 0.05)
             self.look()
 
     # ---- in between -------------------------------------------------------------------------------------------------------
 
-    def waited_for(self) -> list[int]:
-        """Descriptors that can be read when a server has ended."""
-        return [descriptor for node in self.nodes.values() for descriptor in node.descriptors()]
+    def lines(self) -> list[Connection]:
+        """What can be read when a server has ended."""
+        return [line for node in self.nodes.values() for line in node.lines()]
 
     def look(self) -> None:
         """Hear what the servers say, and see to those that have ended."""
         while readable(self.control):
             name, word, *parts = self.control.recv_multipart()
-            self._heard(self.nodes[int(name.removeprefix(PULSE))], word, b"".join(parts).decode())
+            self._heard(self.nodes[int(name.removeprefix(PULSE))], word, *map(bytes.decode, parts))
         for node in list(self.nodes.values()):
             if death := node.look():
                 self._died(node, death)
@@ -120,22 +123,23 @@ class Coordinator:
         for node in self.serving:
             self._event(node, Lost(worker))
 
-    def _heard(self, node: Node, word: bytes, text: str) -> None:
+    def _heard(self, node: Node, word: bytes, text: str = "", *more: str) -> None:
         node.heard = time.monotonic()
         if word == b"ready":
             node.endpoint = text
-            if node.starts > 1:
-                self.say(f"server {node.number} runs again, with all that is in its log")
+            self._started(node, *map(int, more))
             self.serves(node)
-            if self.plan.replicated and node.number >= 2 * self.plan.servers:
-                self.say(f"node {node.number} is the backup of server {node.server}")
         elif word == b"serves":
             self.say(f"node {node.number} serves as server {node.server} in view {text}")
+            del self.promoted[node.server]
             self.serves(node)
             self._announce()
             self._renew(node.server)
         elif word == b"handed" and not self.finishing:
-            self.nodes[int(text)].start()
+            self._start_spare(self.nodes[int(text)])
+        elif word == b"alone":
+            self.backups[node.server] = None
+            self.say(f"server {node.server} goes on without a backup: {text}")
         elif word == b"measured" and self.monitor is not None and node in self.serving:
             self.monitor.heard(node.server, text)
         elif word in (b"settled", b"give", b"take"):
@@ -144,6 +148,20 @@ class Coordinator:
             node.over = True
         elif word == b"deposed":
             self.say(f"node {node.number} is no server any more: {text}")
+
+    def _started(self, node: Node, cut: int) -> None:
+        """What a server has found on the disk. Had it missed anything that was acknowledged, it would have raised that."""
+        who, earlier = f"server {node.server}", self.plan.earlier
+        if node.spare:
+            self.say(f"node {node.number} is the backup of {who}")
+        elif node.starts > 1:
+            self.say(f"{who} runs again, with all that was acknowledged")
+        elif earlier and ("numbers" in earlier or earlier["durability"] == "fsync"):
+            self.say(f"{who} goes on with all that an earlier run had acknowledged")
+        elif earlier:  # on "log": a power cut takes the end of the log, and the note of what was promised with it
+            self.say(f"{who} goes on with what an earlier run has left, and cannot vouch that it is all: that run did not end")
+        if cut:
+            self.say(f"{who} has cut off {cut} bytes of an unfinished record, of which nobody had been told")
 
     def serves(self, node: Node) -> None:
         """It may have been away when the others were told something."""
@@ -175,47 +193,56 @@ class Coordinator:
 
     def _replace(self, node: Node, death: str) -> None:
         """Of two nodes there is one left."""
-        backup = self.backups[node.server]
-        if node is self.serving[node.server]:
+        server, backup = node.server, self.backups[node.server]
+        if node is self.serving[server]:
             if backup is None or not backup.ready.is_set():
-                raise RankDied(f"server {node.server} {death}, and it has no backup any more")
-            self.say(f"server {node.server} {death}")
-            self._promote(node.server, backup)
+                raise RankDied(f"server {server} {death}, and it has no backup any more")
+            self.say(f"server {server} {death}")
+            self._promote(backup, death)
         elif node is backup:
-            self.say(f"the backup of server {node.server} {death}")
-            self.backups[node.server] = None
-            self.tell(self.serving[node.server], b"alone")
+            self.say(f"the backup of server {server} {death}")
+            self.backups[server] = None
+            self.tell(self.serving[server], b"alone")
             if not node.failed:  # else the next one might well die as it starts, too
-                self._renew(node.server)
+                self._renew(server)
 
-    def _promote(self, server: int, backup: Node) -> None:
-        """A new view, in which the backup serves: it is told first, then, when it has obeyed, the workers are."""
-        self.view += 1
-        self.serving[server], self.backups[server] = backup, None
+    def _promote(self, backup: Node, why: str) -> None:
+        """A new view, in which the backup serves: it is told first, then, when it has obeyed, the workers are.
+
+        It may be that it sleeps, and never obeys: `_watch` waits for its pulse.
+        """
+        server, self.view = backup.server, self.view + 1
+        self.serving[server], self.backups[server], self.promoted[server] = backup, None, why
+        backup.spare = False
         backup.ready.clear()
         self._event(backup, Membership(self.view, {}, tuple(node.number for node in self.serving)))
 
     def _renew(self, server: int) -> None:
-        """A new backup: the primary writes down all that it has, and says so; then the new one begins with that.
-
-        Over tcp there is none: workers know only the ports of the first nodes.
-        """
-        if self.plan.address == "ipc" and not self.finishing:
+        """A new backup: the primary writes down all that it has, and says so; then the new one begins with that."""
+        if not self.finishing:
             number = max(number for number, node in self.nodes.items() if node.server == server) + self.plan.servers
-            self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live)
+            self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live, spare=True)
             self.tell(self.serving[server], b"handover", str(number).encode())
+
+    def _start_spare(self, node: Node) -> None:
+        try:
+            node.start()
+        except OSError as error:  # no memory, no descriptors, no room on the disk
+            node.end()
+            self._replace(node, f"cannot be started: {error}")
 
     def _watch(self) -> None:
         """Is everybody awake? Who has been silent for too long may be dead, or only asleep: nobody can tell."""
         now, silence = time.monotonic(), f"has not answered for {self.plan.patience:g} s"
-        for server, (first, second) in enumerate(zip(self.serving, self.backups, strict=True)):
+        latest = now - self.plan.patience
+        for first, second in zip(self.serving, self.backups, strict=True):
+            if first.heard < latest and (why := self.promoted.get(first.server)):
+                raise RankDied(f"server {first.server} {why}, and its backup, node {first.number}, {silence}")
             if second is None or first.over or not (first.ready.is_set() and second.ready.is_set()):
                 continue  # one that is over packs its report, however long that takes
-            silent = [node for node in (first, second) if now - node.heard > self.plan.patience]
-            if silent == [first]:
-                self.say(f"server {server} {silence}")
-                self._promote(server, second)
-            elif silent == [second]:
+            if first.heard < latest <= second.heard:
+                self._replace(first, silence)
+            elif second.heard < latest <= first.heard:
                 second.end()
                 self._replace(second, silence)
         if now > self.announced + BEAT:
@@ -234,4 +261,5 @@ class Coordinator:
         """Over and over: who was not there the last time hears it now."""
         if all(node.ready.is_set() for node in self.serving):
             members = Membership(self.view, {}, tuple(node.number for node in self.serving))
-            self.news.send_multipart(frame(members))
+            where = json.dumps([node.endpoint for node in self.serving])
+            self.news.send_multipart([where.encode(), *frame(members)])

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Mapping
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ from d2lps.launch import run
 ENDPOINT = 64  # bytes of a server's address, or of a secret, at most
 
 
+# What a launcher that starts nobody again leaves no choice of.
+ONLY: dict[str, Any] = {"saboteur": None, "monitor": None, "durability": "memory", "absent": ()}
+
+
 def join(
     worker: Callable[..., Any],
     workers: int,
@@ -35,16 +41,12 @@ def join(
     args: tuple[Any, ...],
     backend: str,
     timeout: float,
-    own: Mapping[str, Any],
     **options: Any,
 ) -> StoreRun:
-    """Take this rank's part of the job; every rank returns the whole StoreRun. own: what is for runs of one's own."""
-    for name, given in own.items():
-        if given is not None:
-            raise ValueError(f"{name}=... needs a run that starts its own processes: call it outside the launcher")
-    for name, only in (("durability", "memory"), ("absent", ())):
-        if options.get(name, only) != only:
-            raise ValueError(f"{name}={options[name]!r}: under a launcher, which starts nobody again, it must be {only!r}")
+    """Take this rank's part of the job; every rank returns the whole StoreRun."""
+    for name, only in ONLY.items():
+        if (given := options.pop(name, only)) != only:
+            raise ValueError(f"{name}={given!r}: under a launcher, which starts nobody again, it must be {only!r}")
     if options.get("address", "ipc") not in ("ipc", "tcp"):
         raise ValueError(f"address={options['address']!r}: under a launcher each server listens where its machine is reached")
     plan = deploy(workers, servers, **options | {"address": own_address()})
@@ -72,14 +74,21 @@ def _role(
     group, started = comm.split(int(number >= 0)), comm.now()
     assert group is not None
     if number >= 0:
-        with TemporaryDirectory(prefix="d2lps-") as folder, serving(
-            replace(plan, folder=folder), number, plan.endpoint(number)
-        ) as server:
+        pages = passing_folder() if plan.memory_budget else nullcontext("")
+        with pages as folder, serving(replace(plan, folder=folder), number, plan.endpoint(number)) as server:
             _exchange(comm, server.endpoint)
             return server.serve(timeout)
     endpoints = _exchange(comm, "")[plan.workers :]
     result, ended = work(group, worker, plan, dict(enumerate(endpoints)), args, timeout)
     return result, ended - started
+
+
+@contextmanager
+def passing_folder() -> Iterator[str]:
+    """A temporary folder that goes with this process, even if that is killed: a shell waits for its end."""
+    folder = tempfile.mkdtemp(prefix="d2lps-")
+    with subprocess.Popen(["sh", "-c", 'cat; rm -rf "$0"', folder], stdin=subprocess.PIPE, start_new_session=True):
+        yield folder
 
 
 def _exchange(comm: Communicator, endpoint: str) -> list[str]:

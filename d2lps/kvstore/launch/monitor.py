@@ -5,31 +5,16 @@ Each server counts for itself, and tells the coordinator when it is asked, a few
 
 from __future__ import annotations
 
-import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-
-from d2lps.kvstore.network.serving import EDGES, Latencies
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 EVERY = 0.25  # seconds between two questions to the servers
-
-
-@dataclass
-class Sample:
-    """What one server has said last."""
-
-    received: int = 0  # bytes
-    sent: int = 0
-    waiting: int = 0  # requests that have no answer yet
-    requests: Counter[str] = field(default_factory=Counter)  # by op
-    staleness: Counter[int] = field(default_factory=Counter)  # reads, by how many clocks the slowest worker was behind
-    latencies: Latencies = field(default_factory=Latencies)
 
 
 class Monitor:
@@ -47,45 +32,49 @@ class Monitor:
     """
 
     def __init__(self) -> None:
-        self.samples: dict[int, Sample] = {}  # by server
+        self.said: dict[int, list[Metric]] = {}  # by server: what it has counted (see `Meter`)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._shown: Any = None
 
-    def heard(self, server: int, said: str) -> None:
-        """A server's counters."""
-        counters = json.loads(said)
-        sample = Sample(counters["received"], counters["sent"], counters["waiting"])
-        sample.requests = Counter(counters["requests"])
-        sample.staleness = Counter({int(clocks): reads for clocks, reads in counters["staleness"].items()})
-        sample.latencies = Latencies(counters["latencies"], counters["seconds"])
-        self.samples[server] = sample
+    def heard(self, server: int, text: str) -> None:
+        """A server's numbers, in Prometheus's text format."""
+        self.said[server] = list(text_string_to_metric_families(text))
         self.show()
+
+    def counts(self, server: int, name: str, label: str = "") -> Counter[str]:
+        """`monitor.counts(0, "d2lps_requests_total", "op")["push"]`: one of a server's numbers, by the values of a label."""
+        samples = [sample for family in self.said[server] for sample in family.samples if sample.name == name]
+        return Counter({sample.labels.get(label, ""): int(sample.value) for sample in samples})
 
     def __str__(self) -> str:
         head = f"{'server':>6}{'received':>11}{'sent':>11}{'requests':>11}{'waiting':>10}{'median latency':>17}   staleness"
-        rows = []
-        for server, sample in sorted(self.samples.items()):
-            sizes = f"{server:>6}{sample.received / 1e6:>8.1f} MB{sample.sent / 1e6:>8.1f} MB"
-            counts = f"{sample.requests.total():>11,}{sample.waiting:>10,}{1e3 * sample.latencies.median:>14g} ms"
-            reads = sample.staleness.total()
-            shares = [f"{clocks}: {count / reads:.0%}" for clocks, count in sorted(sample.staleness.items())]
-            rows.append(f"{sizes}{counts}   {', '.join(shares)}")
-        return "\n".join([head, *rows])
+        return "\n".join([head, *map(self._row, sorted(self.said))])
+
+    def _row(self, server: int) -> str:
+        nbytes = self.counts(server, "d2lps_bytes_total", "direction")
+        requests = self.counts(server, "d2lps_requests_total", "op").total()
+        waiting = self.counts(server, "d2lps_waiting").total()
+        reads = self.counts(server, "d2lps_reads_total", "staleness")
+        sizes = f"{server:>6}{nbytes['received'] / 1e6:>8.1f} MB{nbytes['sent'] / 1e6:>8.1f} MB"
+        shares = [f"{behind}: {reads[behind] / reads.total():.0%}" for behind in sorted(reads, key=int)]
+        return f"{sizes}{requests:>11,}{waiting:>10,}{1e3 * self._median(server):>14g} ms   {', '.join(shares)}"
+
+    def _median(self, server: int) -> float:
+        """The upper edge in seconds of the bucket in which the median latency lies, 0 if there is none."""
+        buckets = self.counts(server, "d2lps_latency_seconds_bucket", "le")  # each with those below it
+        half = buckets["+Inf"] / 2
+        return next(float(edge) for edge, count in buckets.items() if count >= half) if half else 0.0
 
     # ---- in a notebook ----------------------------------------------------------------------------------------------------
 
     def show(self) -> None:
         """The table in the cell that is running, if there is one: it was put there before, or is now."""
-        try:
-            from IPython.core.getipython import get_ipython
-            from IPython.display import display
-        except ImportError:
-            return
-        if get_ipython() is None:
+        ipython: Any = sys.modules.get("IPython")  # a notebook has it
+        if ipython is None or ipython.get_ipython() is None:
             return
         if self._shown is None:
-            self._shown = display(self, display_id=True)
+            self._shown = ipython.display.display(self, display_id=True)
         else:
             self._shown.update(self)
 
@@ -100,21 +89,11 @@ class Monitor:
         return f"http://127.0.0.1:{server.server_port}/metrics"
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks for."""
-        nbytes = CounterMetricFamily("d2lps_bytes", "bytes of tensors", labels=["server", "direction"])
-        requests = CounterMetricFamily("d2lps_requests", "requests that a server has had", labels=["server", "op"])
-        waiting = GaugeMetricFamily("d2lps_waiting", "requests without an answer", labels=["server"])
-        reads = CounterMetricFamily("d2lps_reads", "reads, by clocks behind", labels=["server", "staleness"])
-        latency = HistogramMetricFamily("d2lps_latency_seconds", "from the socket to the answer", labels=["server"])
-        for number, sample in sorted(self.samples.items()):
-            server = str(number)
-            nbytes.add_metric([server, "received"], sample.received)
-            nbytes.add_metric([server, "sent"], sample.sent)
-            waiting.add_metric([server], sample.waiting)
-            for op, count in sorted(sample.requests.items()):
-                requests.add_metric([server, op], count)
-            for clocks, count in sorted(sample.staleness.items()):
-                reads.add_metric([server, str(clocks)], count)
-            buckets = zip([*map(str, EDGES), "+Inf"], accumulate(sample.latencies.counts), strict=True)
-            latency.add_metric([server], [(edge, float(count)) for edge, count in buckets], sample.latencies.total)
-        yield from (nbytes, requests, waiting, reads, latency)
+        """What prometheus_client asks for: all that the servers have said, each number with its server."""
+        families: dict[str, Metric] = {}
+        for server, said in sorted(self.said.items()):
+            for family in said:
+                of_all = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    of_all.add_sample(sample.name, {"server": str(server), **sample.labels}, sample.value)
+        yield from families.values()

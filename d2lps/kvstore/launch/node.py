@@ -1,10 +1,12 @@
-"""One server process, as the coordinator sees it."""
+"""Processes as the coordinator, and a saboteur, see them: a server's, and after a restart the next one; a worker's."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import cloudpickle
 
@@ -13,16 +15,46 @@ from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.serving import serve
 from d2lps.launch.failure import raise_in_caller
-from d2lps.launch.group import Group
+from d2lps.launch.group import Group, how_it_ended
 from d2lps.launch.rank import Failure, Job, Success
+from d2lps.launch.runs import packed
 from d2lps.sharedmemory.linux import is_stopped
 
 
-class Node:
-    """A node's process, and after a restart the next one: a run of its own of a single rank."""
+class Victim:
+    """A process that can be killed, paused and resumed."""
 
-    def __init__(self, plan: Deployment, number: int, live: bool) -> None:
-        self.plan, self.number, self.live = plan, number, live
+    def __init__(self, pid: int = 0) -> None:
+        self._pid = pid
+
+    @property
+    def pid(self) -> int:
+        """Its number now; of a server that is being restarted, when it is there again; 0 if there is none."""
+        return self._pid
+
+    def kill(self) -> None:
+        """SIGKILL: it cannot even say goodbye."""
+        self._signal(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """SIGSTOP: as if its machine hung."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if (pid := self.pid) > 0:  # 0 would be ourselves
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+class Node(Victim):
+    """A server's process: a run of its own of a single rank. spare: it is a backup that was made later, and can be missed."""
+
+    def __init__(self, plan: Deployment, number: int, live: bool, spare: bool = False) -> None:
+        super().__init__()
+        self.plan, self.number, self.live, self.spare = plan, number, live, spare
         self.server = number % plan.servers if plan.replicated else number
         self.endpoint = plan.endpoint(number)
         self.group: Group | None = None
@@ -33,14 +65,14 @@ class Node:
         self.over = False  # it has said its last word
 
     @property
-    def stopped(self) -> bool:
-        return self.group is not None and is_stopped(self.group.pids[0])
-
     def pid(self) -> int:
-        """Of the process, once it is ready; 0 if there is none."""
         self.ready.wait(5.0)
         group = self.group
         return group.pids[0] if group is not None else 0
+
+    @property
+    def stopped(self) -> bool:
+        return self.group is not None and is_stopped(self.group.pids[0])
 
     def start(self) -> None:
         """Start the process; it says when it is ready."""
@@ -49,37 +81,29 @@ class Node:
         self.failed += 1
         backend = "gloo" if sharedmemory.missing() else "shm"
         self.group = Group(Job(1, backend, "cpu", 1e6), self.live, labels=[f"server {self.number}"])
-        self.group.start(cloudpickle.dumps((serve, (self.plan, self.number, self.endpoint, self.starts == self.failed))))
+        self.group.start(packed(serve, self.plan, self.number, self.endpoint, self.starts == self.failed))
 
-    def descriptors(self) -> list[int]:
-        if self.group is None or self.group.keeper is None:
-            return []
-        return [self.group.keeper.fileno(), *(control.fileno() for control in self.group.pending.values())]
+    def lines(self) -> list[Connection]:
+        """What can be read when it has ended."""
+        return self.group.lines() if self.group is not None else []
 
     def look(self) -> str:
-        """How the process has died, if it has; what it raised is raised."""
+        """How the process has died, if it has; what it raised is raised, unless it can be missed."""
         if self.group is None:
             return ""
         self.group.collect(0)
-        outcome = self.group.outcomes.get(0)
-        if isinstance(outcome, Failure):
-            self._raise(outcome)
+        outcome, death = self.group.outcomes.get(0), ""
         if isinstance(outcome, Success) and self.report is None:
             self.report = cloudpickle.loads(outcome.result)
-        if not self.group.dead:
-            return ""
-        status = self.group.dead[0]
-        self.end()
-        if os.WIFSIGNALED(status):
-            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"ended with exit status {os.WEXITSTATUS(status)}"
-
-    def _raise(self, failure: Failure) -> None:
-        try:
-            raise_in_caller(failure, 0, 1)
-        except Exception as error:
-            error.add_note(f"in the process of server {self.server}")
-            raise
+        elif isinstance(outcome, Failure) and not self.spare:
+            raise_in_caller(outcome, f"server {self.server}")
+        elif isinstance(outcome, Failure):
+            death = f"has failed: {outcome.told}"
+        elif self.group.dead:
+            death = how_it_ended(self.group.dead[0])
+        if death:
+            self.end()
+        return death
 
     def end(self) -> None:
         """End the process, if there is one."""

@@ -5,59 +5,81 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import zmq
 
 from d2lps import sharedmemory
-from d2lps.comm import Communicator, RankHung
+from d2lps.comm import RankHung
 from d2lps.kvstore.core.report import StoreRun
-from d2lps.kvstore.launch.chaos import Cluster, Victim
+from d2lps.kvstore.launch.chaos import Cluster, Saboteur
 from d2lps.kvstore.launch.coordinator import Coordinator
 from d2lps.kvstore.launch.joined import join
 from d2lps.kvstore.launch.monitor import Monitor
-from d2lps.kvstore.launch.working import work
-from d2lps.kvstore.network.deployment import Deployment, deploy
+from d2lps.kvstore.launch.node import Victim
+from d2lps.kvstore.launch.working import begun, work
+from d2lps.kvstore.network.deployment import deploy
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
-from d2lps.launch.runs import check, resolve, under_launcher
+from d2lps.launch.runs import check, packed, resolve, under_launcher
 from d2lps.result import Run
 
 
 class Workers(Group):
     """As the ranks of `d2lps.run`, but with an eye on the servers; and the death of one need not be the end of all."""
 
-    def __init__(
-        self, job: Job, live: bool, memory: int, coordinator: Coordinator, go_on: bool, begun: Callable[[int], bool]
-    ) -> None:
-        super().__init__(job, live, coordinator.plan.room)
-        self.memory = memory  # the file that they share, as a descriptor; -1 if they share none
-        self.coordinator, self.go_on, self.begun = coordinator, go_on, begun
+    def __init__(self, job: Job, coordinator: Coordinator, memory: IO[bytes] | None) -> None:
+        super().__init__(job, coordinator.live, coordinator.plan.room)
+        self.coordinator, self.memory = coordinator, memory  # the file that they share, if they share one
         self.lost: dict[int, str] = {}
         self.cluster: Cluster | None = None  # in the hands of a saboteur
 
     def meeting_place(self) -> Any:
         """The servers have this file already."""
-        return open(self.memory, "r+b", 0, closefd=False) if self.memory >= 0 else super().meeting_place()
+        return nullcontext(self.memory) if self.memory else super().meeting_place()
+
+    def outcomes_under(self, saboteur: Saboteur | None) -> list[Success]:
+        """Wait for the outcomes, and let somebody harm all that runs."""
+        nodes, servers = [*self.coordinator.nodes.values()], self.coordinator.plan.servers
+        resizing, workers = self.coordinator.resizing, [*map(Victim, self.pids)]
+        self.cluster = Cluster(nodes[:servers], nodes[servers:], workers, self.coordinator.history, resizing.wish)
+        with self.cluster.attacked(saboteur):
+            try:
+                return self.watch()
+            finally:
+                resizing.stop()
 
     def collect(self, patience: float) -> None:
         """Wait for words of workers or servers; take in both, and what the saboteur raises."""
-        own = [self.keeper.fileno(), *(control.fileno() for control in self.pending.values())]
-        zmq.select([self.coordinator.control, *own, *self.coordinator.waited_for()], [], [], patience)
+        zmq.select([self.coordinator.control, *self.lines(), *self.coordinator.lines()], [], [], patience)
         super().collect(0)
-        if self.go_on and len(self.dead) + len(self.lost) < self.job.ranks and all(map(self.begun, self.dead)):
+        if self._can_go_on():
             for rank in list(self.dead):
                 self._lose(rank)
         self.coordinator.look()
         if self.cluster is not None:
             self.cluster.check()
+
+    def _can_go_on(self) -> bool:
+        """Without those that have died: somebody is left, and they had begun."""
+        plan = self.coordinator.plan
+        left = self.job.ranks - len(self.dead) - len(self.lost)
+        return plan.on_loss == "continue" and left > 0 and all(begun(plan, rank).exists() for rank in self.dead)
+
+    def _lose(self, rank: int) -> None:
+        """The run goes on without it."""
+        death = str(self.died(rank))
+        del self.dead[rank]
+        self.lost[rank] = death
+        warnings.warn(f"{death}; the others go on without it", stacklevel=2)
+        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0)
+        self.coordinator.say(death.splitlines()[0])
+        self.coordinator.lose(rank)
 
     def check_waits(self) -> None:
         """A hang may be a server's."""
@@ -68,16 +90,6 @@ class Workers(Group):
                 if node.stopped:
                     error.add_note(f"server {node.server} is stopped (SIGSTOP)")
             raise
-
-    def _lose(self, rank: int) -> None:
-        """The run goes on without it."""
-        death = self.died(rank)
-        del self.dead[rank]
-        self.lost[rank] = str(death)
-        warnings.warn(f"{death}; the others go on without it", stacklevel=2)
-        self.outcomes[rank] = Success(cloudpickle.dumps((None, 0.0)), float("inf"), 0.0)
-        self.coordinator.say(str(death).splitlines()[0])
-        self.coordinator.lose(rank)
 
 
 class ProcessesRun(StoreRun):
@@ -96,7 +108,7 @@ def run(
     consistency: str = "bsp",
     staleness: int = 0,
     durability: str = "memory",
-    saboteur: Callable[[Cluster], Any] | None = None,
+    saboteur: Saboteur | None = None,
     monitor: Monitor | None = None,
     backend: str = "auto",
     timeout: float = 60.0,
@@ -125,105 +137,35 @@ def run(
     it, a pulled one four times.
     """
     check(worker, "kv", backend, timeout, 256, workers=workers, servers=servers)
+    if saboteur is not None and not callable(saboteur):
+        raise TypeError(f"saboteur={saboteur!r} is no function of a kvstore.Cluster")
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise TypeError(f"monitor={monitor!r} is no kvstore.Monitor")
+    options |= {"consistency": consistency, "staleness": staleness, "durability": durability}
     if under_launcher():
-        rules = {"consistency": consistency, "staleness": staleness, "durability": durability}
-        own = {"saboteur": saboteur, "monitor": monitor}
-        return join(worker, workers, servers, args, backend, timeout, own, **rules, **options)
+        return join(worker, workers, servers, args, backend, timeout, saboteur=saboteur, monitor=monitor, **options)
     job = Job(workers, *resolve(backend, workers), timeout)
-    plan = deploy(workers, servers, consistency=consistency, staleness=staleness, durability=durability, **options)
-    with _prepared(plan, job) as (plan, memory):
-        return _run(plan, job, live, memory, saboteur, monitor, worker, args)
-
-
-@contextmanager
-def _prepared(plan: Deployment, job: Job) -> Iterator[tuple[Deployment, int]]:
-    """The plan with a folder and a memory of this run's own, and the memory's descriptor; at the end both are gone."""
-    room, memory = _room(), sharedmemory.create(plan.workers) if job.backend == "shm" else -1
-    try:
-        path = f"/proc/{os.getpid()}/fd/{memory}" if memory >= 0 and plan.near else ""
-        yield replace(plan, room=room, folder=plan.folder or f"{room}/disk", memory=path), memory
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
-        if memory >= 0:
-            os.close(memory)
-
-
-def _run(
-    plan: Deployment,
-    job: Job,
-    live: bool,
-    memory: int,
-    saboteur: Callable[[Cluster], Any] | None,
-    monitor: Monitor | None,
-    worker: Callable[..., Any],
-    args: Any,
-) -> ProcessesRun:
-    """First the servers, then the workers; and when these are done, the servers' reports."""
-    history, begin = list[str](), time.monotonic()
-
-    def say(text: str) -> None:
-        history.append(f"{time.monotonic() - begin:.2f} s: {text}")
-
-    coordinator = Coordinator(plan, job.timeout, live, say, monitor)
-    go_on = plan.on_loss == "continue"
-    group = Workers(job, live, memory, coordinator, go_on, lambda rank: os.path.exists(f"{plan.room}/w{rank}"))
-    try:
-        program = _packed(worker, plan, coordinator.start(), args)
-        begin = time.monotonic()
-        group.start(program)
-        outcomes = _watched(group, coordinator, saboteur, history)
+    plan = deploy(workers, servers, **options)
+    with ExitStack() as stack:
+        room = _room()
+        stack.callback(shutil.rmtree, room, ignore_errors=True)
+        memory = stack.enter_context(open(sharedmemory.create(workers), "r+b", 0)) if job.backend == "shm" else None
+        shared = f"/proc/{os.getpid()}/fd/{memory.fileno()}" if memory and plan.near else ""
+        plan = replace(plan, room=room, folder=plan.folder or f"{room}/disk", memory=shared)
+        coordinator = Coordinator(plan, timeout, live, monitor)
+        stack.callback(coordinator.end)
+        group = Workers(job, coordinator, memory)
+        stack.callback(group.close)
+        group.start(packed(work, worker, plan, coordinator.start(), args))
+        outcomes = group.outcomes_under(saboteur)
         reports = coordinator.finish()
-    finally:
-        try:
-            group.close()
-        finally:
-            coordinator.end()
     started = min(outcome.started for outcome in outcomes)
     ended = [cloudpickle.loads(outcome.result) for outcome in outcomes]
     results = [(result, max(0.0, end - started)) for result, end in ended]
-    return ProcessesRun(Run([*results, *reports], 0.0), job.ranks, history, group.lost)
-
-
-def _watched(
-    group: Workers, coordinator: Coordinator, saboteur: Callable[[Cluster], Any] | None, history: list[str]
-) -> list[Success]:
-    """Wait for the workers, and let somebody harm them."""
-    nodes, servers = [Victim(node.pid) for node in coordinator.nodes.values()], coordinator.plan.servers
-    workers = [Victim(lambda rank=rank: group.pids[rank]) for rank in range(group.job.ranks)]  # type: ignore[misc]
-    cluster = Cluster(nodes[:servers], nodes[servers:], workers, [node.endpoint for node in coordinator.nodes.values()])
-    cluster.history, cluster.resize = history, coordinator.resizing.wish
-    if saboteur is not None:
-        group.cluster = cluster
-        cluster.start(saboteur)
-    try:
-        outcomes = group.watch()
-    finally:
-        coordinator.resizing.stop()
-        cluster.stop()
-    cluster.check()
-    return outcomes
-
-
-def _life(comm: Communicator, worker: Callable[..., Any], plan: Deployment, endpoints: dict[int, str], args: Any) -> Any:
-    """A worker process: its result, and when it had it."""
-    Path(f"{plan.room}/w{comm.rank}").touch()  # from here on the others can do without it
-    return work(comm, worker, plan, endpoints, args)
-
-
-# ---- what is checked, packed and prepared ---------------------------------------------------------------------------------
-
-
-def _packed(worker: Callable[..., Any], plan: Deployment, endpoints: dict[int, str], args: Any) -> bytes:
-    try:
-        return cloudpickle.dumps((_life, (worker, plan, endpoints, args)))
-    except Exception as error:
-        raise TypeError(f"the worker or its arguments cannot be sent to other processes: {error}") from None
+    return ProcessesRun(Run([*results, *reports], 0.0), workers, coordinator.history, group.lost)
 
 
 def _room() -> str:
     """A folder that only this user can enter, for the sockets; the path of a socket has at most 107 bytes."""
-    room = tempfile.mkdtemp(prefix="d2lps-")
-    if len(room.encode()) > 90:
-        os.rmdir(room)
-        room = tempfile.mkdtemp(prefix="d2lps-", dir="/tmp")
-    return room
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="d2lps-", dir=usual if len(usual.encode()) < 75 else "/tmp")

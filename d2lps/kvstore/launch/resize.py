@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,7 +39,8 @@ class Servers(Protocol):
     nodes: dict[int, Node]
     serving: list[Node]
     news: zmq.Socket[bytes]
-    say: Callable[[str], None]
+
+    def say(self, text: str) -> None: ...
 
     def tell(self, node: Node, *parts: bytes) -> None: ...
 
@@ -59,8 +60,8 @@ class Resizing:
         self.before, self.after, self.left = set[int](), set[int](), list[Node]()
         self.view, self.orders, self.moves = 0, dict[int, Order](), list[Move]()
 
-    def wish(self, gone: int | None) -> tuple[int, Callable[[], int]]:
-        """For another thread: wait until server `gone` has gone, or a new one has come; its number, and how to find it."""
+    def wish(self, gone: int | None) -> Node:
+        """For another thread: wait until server `gone` has gone, or a new one has come."""
         if self.plan.replicated or self.plan.address != "ipc":
             how = "durability='replica'" if self.plan.replicated else f"address={self.plan.address!r}"
             raise ValueError(f"{how}: servers come and go only where durability is 'memory', 'log' or 'fsync', and address 'ipc'")
@@ -68,7 +69,7 @@ class Resizing:
         self.wishes.append((gone, future))
         if self.over:
             raise RunIsOver
-        return (number := future.result()), self.coordinator.nodes[number].pid
+        return self.coordinator.nodes[future.result()]
 
     def stop(self) -> None:
         """The workers are done. What has begun to be in force will be, at the latest when the servers finish."""
@@ -121,7 +122,7 @@ class Resizing:
         if not all(self.coordinator.nodes[number].ready.is_set() for number in self._concerned() | self.after):
             return
         if self.stage == "settled":
-            self.coordinator.news.send_multipart(frame(Membership(self.view, {}, tuple(sorted(self.after)))))
+            self.coordinator.news.send_multipart([b"", *frame(Membership(self.view, {}, tuple(sorted(self.after))))])
         for number in self._concerned() - self.said.keys():
             self.coordinator.tell(self.coordinator.nodes[number], self.stage.encode(), json.dumps(self.orders[number]).encode())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from d2lps.comm import Communicator, RankHung
@@ -24,9 +25,11 @@ def work(
 ) -> tuple[Any, float]:
     """Call `worker(kv, *args)`: its result, and when it had it.
 
-    endpoints: where each server listens; with replicas, each node. patience: seconds that it may wait for an answer; None, as
-    long as whoever has started it lets it.
+    endpoints: where each server listens. patience: seconds that it may wait for an answer; None, as long as whoever has
+    started it lets it.
     """
+    if plan.room:
+        begun(plan, comm.rank).touch()  # from here on the others can do without it
     keep_freed_memory()
     CODECS.update(plan.codecs)
     transport = SocketTransport(comm, plan, endpoints, patience)
@@ -38,3 +41,8 @@ def work(
         return result, ended
     finally:
         transport.close()
+
+
+def begun(plan: Deployment, rank: int) -> Path:
+    """The file that is there as soon as a worker has begun."""
+    return Path(plan.room) / f"w{rank}"

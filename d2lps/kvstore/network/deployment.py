@@ -117,7 +117,8 @@ class Deployment:
     @property
     def mark(self) -> dict[str, Any]:
         """By what the folder's logs are to be read."""
-        return {name: getattr(self, name) for name in SAME} | {"members": self.members, "rules": self.rules}
+        same = {name: getattr(self, name) for name in (*SAME, "durability")}
+        return same | {"members": self.members, "rules": self.rules}
 
     def placed(self) -> Placement:
         return Placement(range(self.servers), self.split, self.placement)

@@ -8,15 +8,10 @@ the coordinator, over a socket of its own, can say that a worker was lost, who i
 from __future__ import annotations
 
 import json
-import time
-from bisect import bisect_left
-from collections import Counter
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -28,68 +23,17 @@ from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
+from d2lps.kvstore.network.meter import Meter
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
 from d2lps.kvstore.storage import parcels
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
+from d2lps.kvstore.storage.log import LogDamaged
 from d2lps.kvstore.storage.tiers import Tiers
 
-EDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # seconds; the last bucket has what took longer
 BATCH = 64  # requests, at most, between two syncs of the log
-
-
-@dataclass
-class Latencies:
-    """How long requests were at the server, from the socket to the answer, the wait for other workers included.
-
-    >>> latencies = Latencies()
-    >>> for seconds in (0.00005, 0.002, 0.002, 40.0):
-    ...     latencies.add(seconds)
-    >>> latencies.counts[0], latencies.counts[3], latencies.counts[-1], latencies.median
-    (1, 2, 1, 0.003)
-    """
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))  # by bucket: up to EDGES[i], and beyond
-    total: float = 0.0  # seconds
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(EDGES, seconds)] += 1
-        self.total += seconds
-
-    @property
-    def median(self) -> float:
-        """The upper edge of the bucket in which the median lies, 0 if there is none."""
-        half = sum(self.counts) / 2
-        reached = [edge for edge, so_far in zip((*EDGES, float("inf")), accumulate(self.counts), strict=True) if so_far >= half]
-        return reached[0] if half else 0.0
-
-
-class Meter:
-    """A server's own counters, beside its report: how long each request took, and how many wait."""
-
-    def __init__(self) -> None:
-        self.latencies = Latencies()
-        self._since: dict[tuple[int, int, int], float] = {}  # by the request's retry_key
-
-    def arrived(self, request: tuple[int, int, int]) -> None:
-        self._since.setdefault(request, time.monotonic())
-
-    def answered(self, request: tuple[int, int, int]) -> None:
-        since = self._since.pop(request, None)
-        if since is not None:  # else it was answered before
-            self.latencies.add(time.monotonic() - since)
-
-    def forget(self, client: int) -> None:
-        """It waits for nothing any more."""
-        self._since = {request: since for request, since in self._since.items() if request[0] != client}
-
-    def said(self, report: ServerReport, staleness: Counter[int]) -> bytes:
-        """For the coordinator."""
-        counters: dict[str, Any] = {"received": report.received, "sent": report.sent, "requests": report.requests}
-        counters |= {"staleness": staleness, "waiting": len(self._since)}
-        return json.dumps(counters | {"latencies": self.latencies.counts, "seconds": self.latencies.total}).encode()
 
 
 def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str, first: bool) -> ServerReport | None:
@@ -119,21 +63,25 @@ class Serving:
     """One node's sockets around its Server."""
 
     def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool) -> None:
-        self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
+        self.plan, self.report = plan, ServerReport(node)
         self.serves = node < plan.servers or not plan.replicated  # a backup answers nobody but its primary
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
+        self.meter = Meter(self.report, self.server)
         if plan.replicated:
             load_state(self.server, self._handed(node))
         on_disk = plan.durability in ("log", "fsync")
-        self.durable = None
+        self.durable, cut = None, 0
         if on_disk and plan.earlier and first:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
             promised = plan.earlier.get("numbers", {}).get(str(node), 0)
-            renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
+            cut = renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
+        if on_disk and not first and not any(plan.disk(node).glob("log-*")):
+            raise LogDamaged(f"{plan.disk(node)}: its log is gone: acknowledged requests are lost")
         if on_disk:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
+            cut += self.durable.cut
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.doorkeeper = guard(self.context, plan.keys)
         self.requests = listen(self.context, endpoint, plan.largest, plan.keys)
@@ -144,7 +92,7 @@ class Serving:
         self.wire = Wire(plan.limit, shared_memory(plan.memory, plan.workers))
         self.over = False
         self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
-        self.tell(b"ready", self.endpoint.encode())
+        self.tell(b"ready", self.endpoint.encode(), str(cut).encode())
 
     def _handed(self, node: int) -> Path:
         """Where a new backup finds what its primary had when it came."""
@@ -267,7 +215,7 @@ class Serving:
         while self.control is not None and readable(self.control):
             word, *parts = self.control.recv_multipart()
             if word in (b"measure", b"finish"):
-                self.tell(b"measured", self.meter.said(self.report, self.server.seen))
+                self.tell(b"measured", self.meter.said())
                 if word == b"finish":
                     self.tell(b"over")
                     self.over = True
@@ -275,15 +223,24 @@ class Serving:
                 self.server.replicate, backup, self.backup = False, self.backup, None
                 self._send(backup.released())
             elif word == b"handover":
-                save_state(self.server, self._handed(int(parts[0])), self.server.number)
-                self.server.replicate, self.backup = True, self._backup(int(parts[0]))
-                self.tell(b"handed", parts[0])
+                self._hand_over(int(parts[0]))
             elif word in (b"settled", b"give", b"take"):
                 said, replies = parcels.carry_out(word.decode(), json.loads(parts[0]), self.server, self.durable)
                 self._send(replies)
                 self.tell(word, json.dumps(said).encode())
             elif word == b"event":
                 self._told(parse(parts, self.plan.limit))
+
+    def _hand_over(self, spare: int) -> None:
+        """A new backup is to begin with all that there is now; if that cannot be written, there will be none."""
+        try:
+            save_state(self.server, self._handed(spare), self.server.number)
+        except OSError as error:
+            shutil.rmtree(self._handed(spare), ignore_errors=True)  # what was written takes up the room that others need
+            self.tell(b"alone", str(error).encode())
+        else:
+            self.server.replicate, self.backup = True, self._backup(spare)
+            self.tell(b"handed", str(spare).encode())
 
     def _told(self, event: Event | Reply) -> None:
         if isinstance(event, Lost):

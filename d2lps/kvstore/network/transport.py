@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -158,12 +159,12 @@ class Line:
 class SocketTransport:
     """A worker's lines to all servers, and the thread that looks after them.
 
-    The worker's own thread only puts requests into `inbox` and rings. endpoints: where each server listens; with replicas,
-    each node. patience: seconds that an answer may take; None, for ever: somebody else is watching.
+    The worker's own thread only puts requests into `inbox` and rings. endpoints: where each server listens at first.
+    patience: seconds that an answer may take; None, for ever: somebody else is watching.
     """
 
     def __init__(self, comm: Communicator, plan: Deployment, endpoints: dict[int, str], patience: float | None = None) -> None:
-        self.comm, self.plan, self.endpoints, self.patience = comm, plan, endpoints, patience
+        self.comm, self.plan, self.patience = comm, plan, patience
         self.client, self.context = Client(comm.rank, plan.servers), zmq.Context[zmq.Socket[bytes]]()
         self.arena = comm.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
         self.lines = dict[int, Line]()
@@ -253,15 +254,16 @@ class SocketTransport:
         self._hear()
 
     def _hear(self) -> None:
-        """The coordinator repeats all the time which node is which server, and under which view; or which servers it wants."""
+        """The coordinator repeats all the time which node is which server and where it listens; or which servers it wants."""
         while self.news is not None and readable(self.news):
-            event = parse(self.news.recv_multipart(), self.plan.limit)
+            where, *parts = self.news.recv_multipart()
+            event = parse(parts, self.plan.limit)
             if isinstance(event, Membership) and not self.plan.replicated:
                 self._hold(event)
             elif isinstance(event, Membership):
-                for server, node in self.client.learn(event, time.monotonic()).items():
+                for server in self.client.learn(event, time.monotonic()):
                     self.lines[server].close()
-                    self.lines[server].open(self.endpoints.get(node) or self.plan.endpoint(node))
+                    self.lines[server].open(json.loads(where)[server])
 
     # ---- servers that come and go: see `Changes` --------------------------------------------------------------------------
 

@@ -119,11 +119,11 @@ class Durable:
         return self.folder / f"log-{number:012d}"
 
 
-def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int = 1 << 30, promised: int = 0) -> None:
+def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int = 1 << 30, promised: int = 0) -> int:
     """Let the server of a new run begin with what is in the folder of an earlier one, which `earlier` has the rules of.
 
     What workers have taught it stays, and nothing about them: lives, clocks, open rounds, who waits. It may be stopped anywhere,
-    and done again. Cost: a restart, and a checkpoint.
+    and done again. The bytes of an unfinished event that were cut off. Cost: a restart, and a checkpoint.
     """
     last = Durable(earlier, folder, level, limit, promised=promised)
     try:
@@ -132,6 +132,7 @@ def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int 
         server.restore(server.state() | lasting | {"number": last.number + 1})
         last.server = server
         last.checkpoint()
+        return last.cut
     finally:
         last.close()
 
