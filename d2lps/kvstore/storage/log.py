@@ -115,10 +115,8 @@ class Log:
                 yield number, data
                 number += 1
         if number < self.number:
-            raise LogDamaged(
-                f"{self.path}: record {number} is broken or missing, and all before {self.number} were promised: "
-                f"acknowledged requests are lost"
-            )
+            said = f"record {number} is broken or missing, and all before {self.number} were promised"
+            raise LogDamaged(f"{self.path}: {said}: acknowledged requests are lost")
 
     def close(self) -> None:
         self._file.close()

@@ -14,13 +14,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from d2lps.kvstore.core.entry import Store
 from d2lps.kvstore.storage.frame import bytes_of
 from d2lps.kvstore.storage.log import checksum
+
+Page = tuple[torch.Size, torch.dtype, int]  # what lies in the file of a key, and its checksum
 
 
 @dataclass
@@ -33,14 +34,6 @@ class Counts:
     bytes_read: int = 0  # of tensors, from the disk
     bytes_written: int = 0
     bytes_hot: int = 0  # of tensors in memory now
-
-
-class Page(NamedTuple):
-    """What the file of a key has."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    checksum: int
 
 
 class Tiers(Store):
@@ -158,15 +151,16 @@ class Tiers(Store):
             error.filename = str(self._path(key))
             raise
         self.counts.bytes_written += tensor.nbytes
-        return Page(tensor.shape, tensor.dtype, checksum(data))
+        return tensor.shape, tensor.dtype, checksum(data)
 
     def _read(self, key: Hashable) -> torch.Tensor:
         page = self._pages[key]
         assert page is not None, f"{key!r} is neither in memory nor on disk"
-        tensor = torch.empty(page.shape, dtype=page.dtype)
+        shape, dtype, sum_ = page
+        tensor = torch.empty(shape, dtype=dtype)
         with self._path(key).open("rb") as file:
             file.readinto(data := bytes_of(tensor))
-        if checksum(data) != page.checksum:
+        if checksum(data) != sum_:
             raise ValueError(f"{self._path(key)}, the page of {key!r:.200}, is not what was written there")
         self.counts.bytes_read += tensor.nbytes
         return tensor
