@@ -655,14 +655,17 @@ def test_a_worker_that_hangs() -> None:
     assert "rank 1 is running" in str(caught.value)
 
 
-def test_a_server_that_is_stopped_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["server 1", "the backup of server 1"])
+def test_a_server_that_is_stopped_is_named(tmp_path: Path, which: str) -> None:
     def saboteur(cluster: Cluster) -> None:
         until(lambda: all((tmp_path / f"{rank}").exists() and (tmp_path / f"{rank}").stat().st_size for rank in range(2)), 60)
-        cluster.servers[1].pause()
+        (cluster.servers if which == "server 1" else cluster.backups)[1].pause()
 
+    options: dict[str, Any] = {"split": 64, "saboteur": saboteur, "timeout": 2}
+    options |= {"durability": "replica", "patience": 60} if "backup" in which else {}
     with pytest.raises(RankHung, match="waits for a parameter server's answer") as caught:
-        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", timeout=2, split=64, saboteur=saboteur)
-    assert "server 1 is stopped (SIGSTOP)" in caught.value.__notes__
+        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    assert f"{which} is stopped (SIGSTOP)" in caught.value.__notes__
 
 
 def test_an_interrupt(tmp_path: Path) -> None:
