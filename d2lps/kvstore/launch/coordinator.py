@@ -57,6 +57,8 @@ class Coordinator:
         for node in self.nodes.values():
             node.start()
         self._until(lambda: all(node.ready.is_set() for node in self.nodes.values()), "all servers had started")
+        for backup in filter(None, self.backups):
+            backup.needed = False
         self._mark()
         self.begin = time.monotonic()
         return {server: node.endpoint for server, node in enumerate(self.serving)}
@@ -143,7 +145,7 @@ class Coordinator:
     def _started(self, node: Node, cut: int) -> None:
         """What a server has found on the disk. Had it missed anything that was acknowledged, it would have raised that."""
         who, earlier = f"server {node.server}", self.plan.earlier
-        if node.spare:
+        if not node.needed:
             self.say(f"node {node.number} is the backup of {who}")
         elif node.starts > 1:
             self.say(f"{who} runs again, with all that was acknowledged")
@@ -203,8 +205,8 @@ class Coordinator:
         It may be that it sleeps, and never obeys: `_watch` waits for its pulse.
         """
         server, self.view = backup.server, self.view + 1
+        self.serving[server].needed, backup.needed = False, True
         self.serving[server], self.backups[server], self.promoted[server] = backup, None, why
-        backup.spare = False
         backup.ready.clear()
         self._event(backup, Membership(self.view, {}, tuple(node.number for node in self.serving)))
 
@@ -212,7 +214,7 @@ class Coordinator:
         """A new backup: the primary writes down all that it has, and says so; then the new one begins with that."""
         if not self.finishing:
             number = max(number for number, node in self.nodes.items() if node.server == server) + self.plan.servers
-            self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live, spare=True)
+            self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live, needed=False)
             self.tell(self.serving[server], b"handover", str(number).encode())
 
     def _start_spare(self, node: Node) -> None:
