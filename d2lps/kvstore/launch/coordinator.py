@@ -132,7 +132,7 @@ class Coordinator:
             self._renew(node.server)
         elif word == b"handed" and not self.finishing:
             self._start_spare(self.nodes[int(text)])
-        elif word == b"alone":
+        elif word == b"unhanded":
             self.backups[node.server] = None
             self.say(f"server {node.server} goes on without a backup: {text}")
         elif word == b"measured" and self.monitor is not None and node in self.serving:
