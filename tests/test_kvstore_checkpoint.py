@@ -82,10 +82,14 @@ def test_a_step_may_have_more_digits_than_the_names_are_filled_up_to(tmp_path: P
     assert steps(tmp_path) == [10**12 + 7, 10**15] and is_step(tmp_path) == 10**15
 
 
+def test_a_step_that_is_saved_again_is_the_new_one(tmp_path: Path) -> None:
+    for value in (2, 1):
+        save(tmp_path, 1, tensors_of(value), {"step": value})
+    assert is_step(tmp_path) == 1 and steps(tmp_path) == [1]
+
+
 def test_what_cannot_be_saved_leaves_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, tensors_of(1), {"step": 1})
-    with pytest.raises(FileExistsError, match="step 1 has a checkpoint already"):
-        save(tmp_path, 1, tensors_of(2), {})
     with pytest.raises(ValueError, match="keep=0"):
         save(tmp_path, 2, tensors_of(2), {}, keep=0)
     with pytest.raises(TypeError, match="Tensor"):

@@ -194,6 +194,27 @@ def test_a_start_stopped_at_any_system_call_loses_nothing(tmp_path: Path, level:
 
 
 @LEVELS
+def test_a_change_without_an_event_is_kept_by_a_checkpoint(tmp_path: Path, level: str) -> None:
+    """As of keys that come from another server: to an empty log, or to one that is not."""
+    durable = Durable(new_server(), tmp_path, level)
+    durable.server.options = {"reduction": "sum"}
+    durable.checkpoint()
+    durable.close()
+    assert reopened(tmp_path, level).options == {"reduction": "sum"} and durable.number == 0
+    durable = Durable(new_server(), tmp_path, level)
+    told(durable, story()[:1])
+    for reduction in ("mean", "sum"):
+        durable.server.options = {"reduction": reduction}
+        durable.checkpoint()
+    durable.close()
+    server = reopened(tmp_path, level)
+    assert server.options == {"reduction": "sum"} and [*server.entries] == ["w"] and server.number == 1
+    (tmp_path / "log-000000000001").unlink()
+    with pytest.raises(LogDamaged, match="acknowledged requests are lost"):
+        reopened(tmp_path, level)
+
+
+@LEVELS
 def test_a_checkpoint_that_fails_leaves_a_server_that_goes_on(
     tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +259,7 @@ def test_a_file_that_is_missing_is_missed(tmp_path: Path, level: str) -> None:
     folder = tmp_path / "all"
     kept(folder, level)
     shutil.rmtree(folder)
-    with pytest.raises(LogDamaged, match="all/log-000000000000: there are 0 events, and 8 were promised: acknowledged requests"):
+    with pytest.raises(LogDamaged, match=r"all/log-0+: there are 0 events, and 8 were promised: acknowledged"):
         reopened(folder, level, promised=8)
 
 
@@ -248,7 +269,7 @@ def test_a_log_that_lost_its_tail_is_named_though_nobody_asks(tmp_path: Path, le
     kept(tmp_path, level)
     log = tmp_path / "log-000000000005"
     os.truncate(log, bytes_left if bytes_left >= 0 else log.stat().st_size - 1)
-    with pytest.raises(LogDamaged, match="log-000000000005: (its header is broken|record [567] is .* before 8 were promised)"):
+    with pytest.raises(LogDamaged, match=r"log-000000000005: (its header is broken|record [567] is .* before 8 were promised)"):
         reopened(tmp_path, level)
 
 
@@ -277,7 +298,7 @@ def test_a_new_run_has_what_the_last_one_taught_and_nothing_else(tmp_path: Path)
         renew(server, new_server() if turn == 0 else Server([0, 1, 2], "asp"), tmp_path, "log", promised=len(story()))
         before, fresh = after(story()), Server([0, 1, 2], "asp").state()
         state = server.state()
-        assert state["number"] == len(story()) + 1 + turn and not state["open"]["w"] and before.state()["open"]["w"]
+        assert state["number"] == len(story()) and not state["open"]["w"] and before.state()["open"]["w"]
         lasting = ("values", "moments", "versions", "options")
         assert all(alike(state[name], before.state()[name]) for name in lasting)
         assert all(alike(state[name], fresh[name]) for name in state.keys() - {*lasting, "open", "number"})
@@ -298,7 +319,7 @@ def test_a_renewal_may_be_stopped_anywhere_and_done_again(tmp_path: Path, late: 
         call = stopped(lambda folder=folder: renew(Server([0], "asp"), new_server(), folder, "log"), count, late)  # type: ignore[misc]
         renew(server, new_server(), folder, "log", promised=8)
         assert alike(server.state()["moments"], after(story()[:8]).state()["moments"])
-        assert server.number in (9, 10) and reopened(folder).number == server.number
+        assert server.number == 8 and reopened(folder).number == server.number
     assert count > 10
 
 

@@ -89,7 +89,8 @@ def test_what_is_appended_is_read_also_in_a_file_that_was_another_log(
         log.sync()
         log.close()
     log = Log(path, begin=BEGIN + 20)
-    assert contents(log) == list(enumerate([*records, b"more", b""], start=BEGIN + 20)) and log.number == BEGIN + 22 + len(records)
+    assert contents(log) == list(enumerate([*records, b"more", b""], start=BEGIN + 20))
+    assert log.number == BEGIN + 22 + len(records)
     log.close()
 
 
@@ -189,7 +190,9 @@ def test_of_a_log_cut_anywhere_what_was_promised_is_left_or_missed(tmp_path: Pat
             assert path.stat().st_size == ends[left]
 
 
-@pytest.mark.parametrize("tail", [bytes(500), bytes(range(256)), HEADER.pack(BEGIN + 2, 1 << 60, 0), HEADER.pack(BEGIN + 2, 0, 1)])
+@pytest.mark.parametrize(
+    "tail", [bytes(500), bytes(range(256)), HEADER.pack(BEGIN + 2, 1 << 60, 0), HEADER.pack(BEGIN + 2, 0, 1)]
+)
 def test_what_a_power_cut_leaves_at_the_end_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "log"
     ends = filled(path, [b"a", b"bb"])

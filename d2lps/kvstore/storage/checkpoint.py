@@ -40,7 +40,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], keep: int = 2) -> Path:
-    """Write a checkpoint, and delete all but the last `keep`; n bytes are written once, to the disk itself.
+    """Write a checkpoint, in place of one of the same step, and delete all but the last `keep`; n bytes go to the disk once.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -49,24 +49,19 @@ def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], met
     >>> load(folder).tensors["w"], load(folder).meta
     (tensor([1., 1.]), {'clock': 3})
 
-    meta: as JSON has it, so the keys of dictionaries are strings. FileExistsError if the step has a checkpoint already.
+    meta: as JSON has it, so the keys of dictionaries are strings. An OSError, as of a full disk, leaves the old ones as they are.
     """
     if keep < 1:
         raise ValueError(f"at least the newest checkpoint is kept: keep={keep}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     final = _path(folder, step)
-    if final.exists():
-        raise FileExistsError(f"step {step} has a checkpoint already: {final}")
     for left in folder.glob(".step-*"):
         left.unlink()
-    own, seen = dict[str, torch.Tensor](), set[int]()
-    for name, tensor in tensors.items():
-        own[name] = tensor.detach().cpu().contiguous()
-        memory = own[name].untyped_storage().data_ptr()
-        if memory in seen:  # the format has no two tensors in one place
-            own[name] = own[name].clone()
-        seen.add(memory)
+    own, first = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, dict[int, str]()
+    for name, tensor in own.items():
+        if first.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
+            own[name] = tensor.clone()  # the format has no two tensors in one place
     content = json.dumps({"step": step, "meta": meta}, sort_keys=True)
     draft = folder / f".{final.stem}.draft"
     try:

@@ -1,7 +1,7 @@
 """What a server process keeps on disk: a checkpoint, and a log of all that it executed since, so that neither becomes too long.
 
     folder/step-000000000042.safetensors    its state after 42 events, if there were so many
-    folder/log-000000000042                 the events from the 42nd on
+    folder/log-000000000042                 the events after these
     folder/spare                            a log that nobody needs any more, to become the next one
 
 A checkpoint after 99 events goes like this, and may be stopped anywhere:
@@ -58,17 +58,14 @@ class Durable:
         folder.mkdir(parents=True, exist_ok=True)
         begin = load_state(server, folder)
         logs = {int(path.name.removeprefix("log-")): path for path in folder.glob("log-*")}
-        if (begin or logs) and begin not in logs:
-            raise LogDamaged(
-                f"{folder}: its state is that after event {begin}, and its logs begin at {sorted(logs)}: "
-                f"acknowledged requests are lost"
-            )
+        if begin not in logs and (logs or checkpoint.steps(folder)):
+            found = f"its state is that after event {begin}, and its logs begin at {sorted(logs)}"
+            raise LogDamaged(f"{folder}: {found}: acknowledged requests are lost")
         self.log = Log(self._path(begin), cast(Level, level), begin)
         try:
             if self.number < promised:
-                raise LogDamaged(
-                    f"{self.log.path}: there are {self.number} events, and {promised} were promised: acknowledged requests are lost"
-                )
+                counts = f"there are {self.number} events, and {promised} were promised"
+                raise LogDamaged(f"{self.log.path}: {counts}: acknowledged requests are lost")
             for path in logs.values():
                 if path != self.log.path:
                     path.rename(folder / "spare")
@@ -95,22 +92,23 @@ class Durable:
     def sync(self) -> None:
         """Return when all that was appended is as safe as the level promises."""
         self.log.sync()
-        if self.log.end > self.log_bytes:
+        if self.log.end > self.log_bytes and self.number > self.log.begin:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Write down the state, if it is new, and begin a new log. A change without an event counts in `server.number`, too."""
-        if (number := self.server.number) == self.log.begin:
-            return
-        following = Log(self._path(number), self.log.level, number)
+        """Write down the state, and begin a new log, unless this one is still empty."""
+        number, following = self.number, self.log
+        if number > self.log.begin:
+            following = Log(self._path(number), self.log.level, number)
         try:
             save_state(self.server, self.folder, number)
         except BaseException:
             following.close()
             raise
-        self.log.close()
-        self.log.path.rename(self.folder / "spare")
-        self.log = following
+        if following is not self.log:
+            self.log.close()
+            self.log.path.rename(self.folder / "spare")
+            self.log = following
 
     def close(self) -> None:
         self.log.close()
@@ -129,7 +127,7 @@ def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int 
     try:
         state = earlier.state()
         lasting = {name: state[name] for name in LASTING} | {"open": {key: {} for key in state["values"]}}
-        server.restore(server.state() | lasting | {"number": last.number + 1})
+        server.restore(server.state() | lasting | {"number": last.number})
         last.server = server
         last.checkpoint()
         return last.cut

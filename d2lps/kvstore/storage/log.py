@@ -115,10 +115,8 @@ class Log:
                 yield number, data
                 number += 1
         if number < self.number:
-            raise LogDamaged(
-                f"{self.path}: record {number} is broken or missing, and all before {self.number} were promised: "
-                f"acknowledged requests are lost"
-            )
+            said = f"record {number} is broken or missing, and all before {self.number} were promised"
+            raise LogDamaged(f"{self.path}: {said}: acknowledged requests are lost")
 
     def close(self) -> None:
         self._file.close()
@@ -126,7 +124,7 @@ class Log:
     def _promised(self) -> int:
         """The number before which all records were promised."""
         found = os.pread(self._file.fileno(), HEADER.size, 0)
-        begin, promised, _ = HEADER.unpack(found.ljust(HEADER.size))
+        promised = HEADER.unpack(found.ljust(HEADER.size))[1]
         if found != header(self.begin, promised):
             raise LogDamaged(f"{self.path}: its header is broken, or not that of a log from {self.begin} on: {found!r}")
         return promised
@@ -136,7 +134,7 @@ class Log:
         found = os.pread(self._file.fileno(), HEADER.size, self.end)
         if found[:8] != header(self.number, 0)[: len(found[:8])]:
             return 0
-        _, length, _ = HEADER.unpack(found.ljust(HEADER.size))
+        length = HEADER.unpack(found.ljust(HEADER.size))[1]
         return min(os.fstat(self._file.fileno()).st_size - self.end, HEADER.size + length)
 
 
@@ -171,7 +169,7 @@ def header(number: int, other: int, *data: Bytes) -> bytes:
 def record(file: BufferedReader, number: int) -> bytearray | None:
     """The data of the record that begins here; None if it is not the one of this number, or not whole."""
     found = file.read(HEADER.size)
-    _, length, _ = HEADER.unpack(found.ljust(HEADER.size))
+    length = HEADER.unpack(found.ljust(HEADER.size))[1]
     if length > os.fstat(file.fileno()).st_size - file.tell():
         return None
     data = bytearray(length)

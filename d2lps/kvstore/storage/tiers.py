@@ -2,7 +2,7 @@
 
 Of an embedding table with a billion rows, few are looked up often. A budget says how many bytes stay in memory; whatever
 was used least recently goes to the disk when another needs its place, and is written there only if it was changed since
-it was read (a dirty page). A page is a file with one key and its tensor, and in it the frame that would carry them.
+it was read (a dirty page). A page is a file with the bytes of one tensor, and nothing else: what they mean stays in memory.
 
 The disk is more room here, not safety: what survives a crash is the log's and the checkpoint's business.
 """
@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from d2lps.kvstore.core.entry import Store
-from d2lps.kvstore.core.events import Request
-from d2lps.kvstore.storage.frame import frame, parse
+from d2lps.kvstore.storage.frame import bytes_of
+from d2lps.kvstore.storage.log import checksum
+
+Page = tuple[torch.Size, torch.dtype, int]  # what lies in the file of a key, and its checksum
 
 
 @dataclass
@@ -58,9 +60,7 @@ class Tiers(Store):
         self.folder, self.budget, self.counts = Path(folder), budget, Counts()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._hot: OrderedDict[Hashable, torch.Tensor] = OrderedDict()  # the least recently used first
-        self._dirty: set[Hashable] = set()  # those in memory that differ from their page, or have none
-        self._pages: dict[Hashable, Path | None] = {}  # every key's file; None if it was never written
-        self._made = 0
+        self._pages: dict[Hashable, Page | None] = {}  # every key's; None if it is dirty: memory has something newer
         for page in self.folder.glob("*.page"):  # of a process that died, and so of no use
             page.unlink()
 
@@ -77,7 +77,6 @@ class Tiers(Store):
             return self._hot[key]
         tensor = self._read(key)
         self.counts.misses += 1
-        self._make_room(tensor.nbytes)
         self._admit(key, tensor)
         return tensor
 
@@ -87,19 +86,14 @@ class Tiers(Store):
             raise ValueError(f"{key!r} has {tensor.nbytes} bytes, and the budget for all tensors in memory is {self.budget}")
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # a view of something larger would keep all of that in memory
-        if key in self._hot:  # the last that would leave: if the disk is full, what it held is still there
-            self._hot.move_to_end(key)
-        self._make_room(tensor.nbytes - (self._hot[key].nbytes if key in self._hot else 0))
-        self._drop(key)
         self._admit(key, tensor)
-        self._pages.setdefault(key, None)
-        self._dirty.add(key)
+        self._pages[key] = None
 
     def __delitem__(self, key: Hashable) -> None:
-        page = self._pages.pop(key)
-        self._drop(key)
-        if page:
-            page.unlink()
+        del self._pages[key]
+        if key in self._hot:
+            self.counts.bytes_hot -= self._hot.pop(key).nbytes
+        self._path(key).unlink(missing_ok=True)
 
     def peek(self, key: Hashable) -> torch.Tensor:
         """The tensor, to be looked at and not changed: nothing moves between the tiers, and nothing is written.
@@ -117,57 +111,56 @@ class Tiers(Store):
     def __contains__(self, key: object) -> bool:
         return key in self._pages
 
-    def close(self) -> None:
-        """Delete all files."""
-        for page in filter(None, self._pages.values()):
-            page.unlink()
-        self._pages, self._dirty = {}, set()
-        self._hot.clear()
-        self.counts.bytes_hot = 0
+    def clear(self) -> None:
+        """Forget all keys, and delete their files."""
+        for key in list(self):
+            del self[key]
+
+    close = clear
 
     # ---- between memory and disk ------------------------------------------------------------------------------------
 
     def _admit(self, key: Hashable, tensor: torch.Tensor) -> None:
-        self._hot[key] = tensor
-        self.counts.bytes_hot += tensor.nbytes
-
-    def _drop(self, key: Hashable) -> None:
-        if key in self._hot:
-            self.counts.bytes_hot -= self._hot.pop(key).nbytes
-            self._dirty.discard(key)
-
-    def _make_room(self, nbytes: int) -> None:
-        while self.counts.bytes_hot + nbytes > self.budget:
+        """Keep it in memory, as the one used last; the others leave until there is room."""
+        held = 0
+        if key in self._hot:  # should the disk be full, what it held is still there
+            self._hot.move_to_end(key)
+            held = self._hot[key].nbytes
+        while self.counts.bytes_hot - held + tensor.nbytes > self.budget:
             self._evict()
+        self._hot[key] = tensor
+        self.counts.bytes_hot += tensor.nbytes - held
 
     def _evict(self) -> None:
         """The least recently used leaves memory, and is written if its page is not what it is now."""
         key, tensor = next(iter(self._hot.items()))
-        if key in self._dirty:
-            self._write(key, tensor)
-        self._drop(key)
+        if self._pages[key] is None:
+            self._pages[key] = self._write(key, tensor)
+        self.counts.bytes_hot -= self._hot.pop(key).nbytes
         self.counts.evictions += 1
 
-    def _write(self, key: Hashable, tensor: torch.Tensor) -> None:
-        page = self._pages[key] or self._new_page()
+    def _path(self, key: Hashable) -> Path:
+        return self.folder / f"{blake2b(repr(key).encode(), digest_size=16).hexdigest()}.page"
+
+    def _write(self, key: Hashable, tensor: torch.Tensor) -> Page:
+        data = bytes_of(tensor)
         try:
-            with page.open("wb") as file:
-                file.writelines(frame(Request("init", repr(key), tensor), checked=True))
+            with self._path(key).open("wb") as file:
+                file.write(data)
         except OSError as error:
-            error.filename = str(page)
+            error.filename = str(self._path(key))
             raise
-        self._pages[key] = page
         self.counts.bytes_written += tensor.nbytes
+        return tensor.shape, tensor.dtype, checksum(data)
 
     def _read(self, key: Hashable) -> torch.Tensor:
         page = self._pages[key]
         assert page is not None, f"{key!r} is neither in memory nor on disk"
-        record = parse([np.fromfile(page, np.uint8).data], limit=self.budget)
-        if not isinstance(record, Request) or record.key != repr(key) or record.value is None:
-            raise ValueError(f"{page} is not the page of {key!r}")
-        self.counts.bytes_read += record.value.nbytes
-        return record.value
-
-    def _new_page(self) -> Path:
-        self._made += 1
-        return self.folder / f"{self._made:08d}.page"
+        shape, dtype, sum_ = page
+        tensor = torch.empty(shape, dtype=dtype)
+        with self._path(key).open("rb") as file:
+            file.readinto(data := bytes_of(tensor))
+        if checksum(data) != sum_:
+            raise ValueError(f"{self._path(key)}, the page of {key!r:.200}, is not what was written there")
+        self.counts.bytes_read += tensor.nbytes
+        return tensor
