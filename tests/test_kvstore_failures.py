@@ -467,6 +467,42 @@ def test_a_backup_that_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
     check(tmp_path, run, 2)
 
 
+def test_a_backup_that_fails_ends_nothing(tmp_path: Path) -> None:
+    class Failing(SGD):
+        def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
+            super().step(value, gradient, state)
+            if (tmp_path / f"{os.getpid()} fails").exists():
+                raise MemoryError("no room for this")
+
+    def worker(kv: Any) -> list[float]:
+        out = torch.zeros(2)
+        kv.init("w", out)
+        kv.set_optimizer("failing in the test", lr=1.0)
+        (tmp_path / "began").touch()
+        until(lambda: (tmp_path / "stop").exists(), 60)
+        for _ in range(2):
+            kv.pushpull("w", -torch.ones(2), out).wait()
+        until(lambda: (tmp_path / "again").exists(), 60)
+        return out.tolist()
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: (tmp_path / "began").exists(), 60)
+        (tmp_path / f"{cluster.backups[0].pid} fails").touch()
+        (tmp_path / "stop").touch()
+        assert until(lambda: "node 2 is the backup of server 0" in str(cluster.history), 60)
+        (tmp_path / "again").touch()
+
+    register_optimizer("failing in the test", Failing)
+    try:
+        run = kvstore.run(worker, 1, 1, durability="replica", consistency="asp", saboteur=saboteur)
+    finally:
+        del OPTIMIZERS["failing in the test"]
+    assert run == [[2.0, 2.0]] and [line.partition(": ")[2] for line in run.history] == [
+        "the backup of server 0 has failed: MemoryError: no room for this",
+        "node 2 is the backup of server 0",
+    ]
+
+
 def test_a_backup_that_cannot_be_started_ends_nothing(tmp_path: Path) -> None:
     def saboteur(cluster: Cluster) -> None:
         until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(2)), 60)
@@ -658,14 +694,17 @@ def test_a_worker_that_hangs() -> None:
     assert "rank 1 is running" in str(caught.value)
 
 
-def test_a_server_that_is_stopped_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["server 1", "the backup of server 1"])
+def test_a_server_that_is_stopped_is_named(tmp_path: Path, which: str) -> None:
     def saboteur(cluster: Cluster) -> None:
         until(lambda: all((tmp_path / f"{rank}").exists() and (tmp_path / f"{rank}").stat().st_size for rank in range(2)), 60)
-        cluster.servers[1].pause()
+        (cluster.servers if which == "server 1" else cluster.backups)[1].pause()
 
+    options: dict[str, Any] = {"split": 64, "saboteur": saboteur, "timeout": 2}
+    options |= {"durability": "replica", "patience": 60} if "backup" in which else {}
     with pytest.raises(RankHung, match="waits for a parameter server's answer") as caught:
-        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", timeout=2, split=64, saboteur=saboteur)
-    assert "server 1 is stopped (SIGSTOP)" in caught.value.__notes__
+        kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    assert f"{which} is stopped (SIGSTOP)" in caught.value.__notes__
 
 
 def test_an_interrupt(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class Coordinator:
         for node in self.nodes.values():
             node.start()
         self._until(lambda: all(node.ready.is_set() for node in self.nodes.values()), "all servers had started")
+        for backup in filter(None, self.backups):
+            backup.needed = False
         self.mark()
         self.begin = time.monotonic()
         return {server: node.endpoint for server, node in enumerate(self.serving)}
@@ -137,7 +139,7 @@ class Coordinator:
             self._renew(node.server)
         elif word == b"handed" and not self.finishing:
             self._start_spare(self.nodes[int(text)])
-        elif word == b"alone":
+        elif word == b"unhanded":
             self.backups[node.server] = None
             self.say(f"server {node.server} goes on without a backup: {text}")
         elif word == b"measured" and self.monitor is not None and node in self.serving:
@@ -152,7 +154,7 @@ class Coordinator:
     def _started(self, node: Node, cut: int) -> None:
         """What a server has found on the disk. Had it missed anything that was acknowledged, it would have raised that."""
         who, earlier = f"server {node.server}", self.plan.earlier
-        if node.spare:
+        if not node.needed:
             self.say(f"node {node.number} is the backup of {who}")
         elif node.starts > 1:
             self.say(f"{who} runs again, with all that was acknowledged")
@@ -212,8 +214,8 @@ class Coordinator:
         It may be that it sleeps, and never obeys: `_watch` waits for its pulse.
         """
         server, self.view = backup.server, self.view + 1
+        self.serving[server].needed, backup.needed = False, True
         self.serving[server], self.backups[server], self.promoted[server] = backup, None, why
-        backup.spare = False
         backup.ready.clear()
         self._event(backup, Membership(self.view, {}, tuple(node.number for node in self.serving)))
 
@@ -221,7 +223,7 @@ class Coordinator:
         """A new backup: the primary writes down all that it has, and says so; then the new one begins with that."""
         if not self.finishing:
             number = max(number for number, node in self.nodes.items() if node.server == server) + self.plan.servers
-            self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live, spare=True)
+            self.backups[server] = self.nodes[number] = Node(self.plan, number, self.live, needed=False)
             self.tell(self.serving[server], b"handover", str(number).encode())
 
     def _start_spare(self, node: Node) -> None:

@@ -50,11 +50,11 @@ class Victim:
 
 
 class Node(Victim):
-    """A server's process: a run of its own of a single rank. spare: it is a backup that was made later, and can be missed."""
+    """A server's process: a run of its own of a single rank. needed: the run can't go on if it fails."""
 
-    def __init__(self, plan: Deployment, number: int, live: bool, spare: bool = False) -> None:
+    def __init__(self, plan: Deployment, number: int, live: bool, needed: bool = True) -> None:
         super().__init__()
-        self.plan, self.number, self.live, self.spare = plan, number, live, spare
+        self.plan, self.number, self.live, self.needed = plan, number, live, needed
         self.server = number % plan.servers if plan.replicated else number
         self.endpoint = plan.endpoint(number)
         self.group: Group | None = None
@@ -88,14 +88,14 @@ class Node(Victim):
         return self.group.lines() if self.group is not None else []
 
     def look(self) -> str:
-        """How the process has died, if it has; what it raised is raised, unless it can be missed."""
+        """How the process has died, if it has; what it raised is raised, if it is needed."""
         if self.group is None:
             return ""
         self.group.collect(0)
         outcome, death = self.group.outcomes.get(0), ""
         if isinstance(outcome, Success) and self.report is None:
             self.report = cloudpickle.loads(outcome.result)
-        elif isinstance(outcome, Failure) and not self.spare:
+        elif isinstance(outcome, Failure) and self.needed:
             raise_in_caller(outcome, f"server {self.server}")
         elif isinstance(outcome, Failure):
             death = f"has failed: {outcome.told}"

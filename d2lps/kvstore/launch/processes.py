@@ -6,8 +6,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import IO, Any
 
@@ -16,14 +16,14 @@ import zmq
 
 from d2lps import sharedmemory
 from d2lps.comm import RankHung
-from d2lps.kvstore.core.report import StoreRun
+from d2lps.kvstore.core.report import ServerReport, StoreRun
 from d2lps.kvstore.launch.chaos import Cluster, Saboteur
 from d2lps.kvstore.launch.coordinator import Coordinator
 from d2lps.kvstore.launch.joined import join
 from d2lps.kvstore.launch.monitor import Monitor
 from d2lps.kvstore.launch.node import Victim
 from d2lps.kvstore.launch.working import begun, work
-from d2lps.kvstore.network.deployment import deploy
+from d2lps.kvstore.network.deployment import Deployment, deploy
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
 from d2lps.launch.runs import check, packed, resolve, under_launcher
@@ -33,26 +33,29 @@ from d2lps.result import Run
 class Workers(Group):
     """As the ranks of `d2lps.run`, but with an eye on the servers; and the death of one need not be the end of all."""
 
+    cluster: Cluster  # in the hands of a saboteur
+
     def __init__(self, job: Job, coordinator: Coordinator, memory: IO[bytes] | None) -> None:
         super().__init__(job, coordinator.live, coordinator.plan.room)
         self.coordinator, self.memory = coordinator, memory  # the file that they share, if they share one
         self.lost: dict[int, str] = {}
-        self.cluster: Cluster | None = None  # in the hands of a saboteur
 
     def meeting_place(self) -> Any:
         """The servers have this file already."""
         return nullcontext(self.memory) if self.memory else super().meeting_place()
 
-    def outcomes_under(self, saboteur: Saboteur | None) -> list[Success]:
-        """Wait for the outcomes, and let somebody harm all that runs."""
-        nodes, servers = [*self.coordinator.nodes.values()], self.coordinator.plan.servers
-        resizing, workers = self.coordinator.resizing, [*map(Victim, self.pids)]
-        self.cluster = Cluster(nodes[:servers], nodes[servers:], workers, self.coordinator.history, resizing.wish)
+    def run(self, saboteur: Saboteur | None, worker: Callable[..., Any], args: tuple[Any, ...]) -> ProcessesRun:
+        """First the servers, then the workers, with somebody who harms them; when these are done, the servers' reports."""
+        coordinator, servers = self.coordinator, self.coordinator.plan.servers
+        self.start(packed(work, worker, coordinator.plan, coordinator.start(), args))
+        nodes, resizing, workers = [*coordinator.nodes.values()], coordinator.resizing, [*map(Victim, self.pids)]
+        self.cluster = Cluster(nodes[:servers], nodes[servers:], workers, coordinator.history, resizing.wish)
         with self.cluster.attacked(saboteur):
             try:
-                return self.watch()
+                outcomes = self.watch()
             finally:
                 resizing.stop()
+        return ProcessesRun(outcomes, coordinator.finish(), coordinator.history, self.lost)
 
     def collect(self, patience: float) -> None:
         """Wait for words of workers or servers; take in both, and what the saboteur raises."""
@@ -62,8 +65,7 @@ class Workers(Group):
             for rank in list(self.dead):
                 self._lose(rank)
         self.coordinator.look()
-        if self.cluster is not None:
-            self.cluster.check()
+        self.cluster.check()
 
     def _can_go_on(self) -> bool:
         """Without those that have died: somebody is left, and they had begun."""
@@ -86,17 +88,23 @@ class Workers(Group):
         try:
             super().check_waits()
         except RankHung as error:
-            for node in self.coordinator.serving:
+            for node in self.coordinator.nodes.values():
                 if node.stopped:
-                    error.add_note(f"server {node.server} is stopped (SIGSTOP)")
+                    which = "" if node in self.coordinator.serving else "the backup of "
+                    error.add_note(f"{which}server {node.server} is stopped (SIGSTOP)")
             raise
 
 
 class ProcessesRun(StoreRun):
     """A StoreRun, with what has happened to the processes."""
 
-    def __init__(self, run: Run, workers: int, history: list[str], lost: dict[int, str]) -> None:
-        super().__init__(run, workers)
+    def __init__(
+        self, outcomes: Sequence[Success], reports: Sequence[ServerReport], history: list[str], lost: dict[int, str]
+    ) -> None:
+        started = min(outcome.started for outcome in outcomes)
+        ended = [cloudpickle.loads(outcome.result) for outcome in outcomes]
+        results = [(result, max(0.0, end - started)) for result, end in ended]
+        super().__init__(Run([*results, *reports], 0.0), len(outcomes))
         self.history, self.lost = history, lost  # lost: {worker: how it died}
 
 
@@ -118,8 +126,7 @@ def run(
     """Call `worker(kv, *args)` in worker processes that have server processes; the results are the workers'.
 
     >>> def worker(kv):
-    ...     weights = torch.zeros(3)
-    ...     kv.init("w", weights)
+    ...     kv.init("w", weights := torch.zeros(3))
     ...     kv.pushpull("w", torch.ones(3), weights).wait()
     ...     return weights.tolist()
     >>> kvstore.run(worker, workers=2, servers=1)               # doctest: +SKIP
@@ -130,42 +137,43 @@ def run(
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
     of what; but no trace.
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
-    Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind
-    (but a temporary folder, if the caller itself is killed while it starts its servers). Cost: a byte of a big tensor is
-    copied once into memory that worker and server share, and read there when it is added; a pulled one comes by two copies;
-    those of `kv.empty` save one each. Where no memory is shared (see there) a pushed byte is copied into a socket and out of
-    it, a pulled one four times.
+    Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind (but
+    a temporary folder, if the caller is killed while it starts its servers). Cost: a byte of a big tensor is copied once into
+    memory that worker and server share, and read there; a pulled one comes by two copies; those of `kv.empty` save one each.
+    Where no memory is shared (see there) a pushed byte is copied into a socket and out of it, a pulled one four times.
     """
     check(worker, "kv", backend, timeout, 256, workers=workers, servers=servers)
-    if saboteur is not None and not callable(saboteur):
-        raise TypeError(f"saboteur={saboteur!r} is no function of a kvstore.Cluster")
-    if monitor is not None and not isinstance(monitor, Monitor):
-        raise TypeError(f"monitor={monitor!r} is no kvstore.Monitor")
+    _check_own(saboteur, monitor)
     options |= {"consistency": consistency, "staleness": staleness, "durability": durability}
     if under_launcher():
         return join(worker, workers, servers, args, backend, timeout, saboteur=saboteur, monitor=monitor, **options)
     job = Job(workers, *resolve(backend, workers), timeout)
-    plan = deploy(workers, servers, **options)
+    with _prepared(job, deploy(workers, servers, **options), live, monitor) as group:
+        return group.run(saboteur, worker, args)
+
+
+def _check_own(saboteur: object, monitor: object) -> None:
+    if saboteur is not None and not callable(saboteur):
+        raise TypeError(f"saboteur={saboteur!r} is no function of a kvstore.Cluster")
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise TypeError(f"monitor={monitor!r} is no kvstore.Monitor")
+
+
+@contextmanager
+def _prepared(job: Job, plan: Deployment, live: bool, monitor: Monitor | None) -> Iterator[Workers]:
+    """The workers and servers of a run, with a folder and a memory of its own; at the end all of it is gone.
+
+    Only this user can enter the folder, which is for the sockets; the path of a socket has at most 107 bytes.
+    """
+    usual = tempfile.gettempdir()
     with ExitStack() as stack:
-        room = _room()
+        room = tempfile.mkdtemp(prefix="d2lps-", dir=usual if len(usual.encode()) < 75 else "/tmp")
         stack.callback(shutil.rmtree, room, ignore_errors=True)
-        memory = stack.enter_context(open(sharedmemory.create(workers), "r+b", 0)) if job.backend == "shm" else None
+        memory = stack.enter_context(open(sharedmemory.create(plan.workers), "r+b", 0)) if job.backend == "shm" else None
         shared = f"/proc/{os.getpid()}/fd/{memory.fileno()}" if memory and plan.near else ""
         plan = replace(plan, room=room, folder=plan.folder or f"{room}/disk", memory=shared)
-        coordinator = Coordinator(plan, timeout, live, monitor)
+        coordinator = Coordinator(plan, job.timeout, live, monitor)
         stack.callback(coordinator.end)
         group = Workers(job, coordinator, memory)
         stack.callback(group.close)
-        group.start(packed(work, worker, plan, coordinator.start(), args))
-        outcomes = group.outcomes_under(saboteur)
-        reports = coordinator.finish()
-    started = min(outcome.started for outcome in outcomes)
-    ended = [cloudpickle.loads(outcome.result) for outcome in outcomes]
-    results = [(result, max(0.0, end - started)) for result, end in ended]
-    return ProcessesRun(Run([*results, *reports], 0.0), workers, coordinator.history, group.lost)
-
-
-def _room() -> str:
-    """A folder that only this user can enter, for the sockets; the path of a socket has at most 107 bytes."""
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="d2lps-", dir=usual if len(usual.encode()) < 75 else "/tmp")
+        yield group

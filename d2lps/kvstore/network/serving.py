@@ -237,7 +237,7 @@ class Serving:
             save_state(self.server, self._handed(spare), self.server.number)
         except OSError as error:
             shutil.rmtree(self._handed(spare), ignore_errors=True)  # what was written takes up the room that others need
-            self.tell(b"alone", str(error).encode())
+            self.tell(b"unhanded", str(error).encode())
         else:
             self.server.replicate, self.backup = True, self._backup(spare)
             self.tell(b"handed", str(spare).encode())
