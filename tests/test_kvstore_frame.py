@@ -123,7 +123,7 @@ def test_tensors_in_one_buffer_are_aligned() -> None:
     ("record", "message"),
     [
         (Request("grab"), "grab"),
-        (Request("push", value=torch.ones(1, dtype=torch.bool)), "bool"),
+        (Request("push", value=torch.ones(1, dtype=torch.uint16)), "uint16"),
         (Request("push", value=torch.ones((1,) * 9)), "at most 8 dimensions"),
         (Request("push", value=torch.ones(1, device="meta")), "meta"),
         (Request("push", rows=torch.ones(2)), r"rows: torch.float32; .*\[2\]"),
