@@ -69,6 +69,7 @@ class Asking:
             raise TypeError(f"a key is a string or a number, with torch.Tensors: not {key!r} with {tensors!r}")
         name, placement = str(key), self.placement
         new = name not in placement.parts
+        kept = not new
         parts = placement.place(name, tensors[0].shape, tensors[0].dtype, bool(everywhere))
         try:
             for tensor in tensors:
@@ -80,10 +81,10 @@ class Asking:
                 if everywhere is None:
                     raise ValueError(f"key {key!r} is unknown to this worker: it must call init, to learn where it lies")
                 self.ask("init", key, [(home, Request("declare", home.name, options={"whole": known}))])
-        except BaseException:
-            if new:
+            kept = kept or everywhere is not None
+        finally:
+            if not kept:
                 placement.forget(name)
-            raise
         return parts
 
     def cut(self, priority: int, key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:

@@ -82,9 +82,13 @@ class Entry:
         """Under which the value, or one of the optimizer's tensors, lies in the store."""
         return self.key, name
 
+    def peek(self, name: str = "") -> torch.Tensor:
+        """The value, or a tensor of the optimizer's, for somebody who only looks: nothing moves between memory and disk."""
+        return self.store.peek(self._page(name))
+
     def peeked(self) -> tuple[torch.Tensor, Moments]:
-        """Value and moments, for somebody who only looks: nothing moves between memory and disk."""
-        return self.store.peek(self._page()), {name: self.store.peek(self._page(name)) for name in self._pages}
+        """All of them."""
+        return self.peek(), {name: self.peek(name) for name in self._pages}
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +132,7 @@ class Entry:
 
     def read(self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None, only_look: bool = False) -> torch.Tensor:
         """A copy, of the whole value or of some rows; the whole one in `out`, if that has as many bytes."""
-        value = self.store.peek(self._page()) if only_look else self.value
+        value = self.peek() if only_look else self.value
         if rows is not None:
             return value[rows]
         if out is None or out.nbytes != value.nbytes:

@@ -124,7 +124,7 @@ def set_optimizer(state: State, request: Request) -> Moved:
 def look(state: State, request: Request) -> Moved:
     """For `kv.save`: what there is, or of one key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
     if request.key:
-        _moment(state, request)
+        _named(state, request)
     return set()
 
 
@@ -136,8 +136,9 @@ def restore(state: State, request: Request) -> Moved:
         state.optimize(request.options)
         return set()
     entry = _between_rounds(state, request)
-    if value is None or (value.shape != entry.like.shape and (value.dim() or not moment)):
-        raise Refused(f"{request.key!r} is {describe(entry.like)}, not {value if value is None else describe(value)}")
+    told = "nothing" if value is None else describe(value)
+    if value is None or (told != describe(entry.like) and (value.dim() or not moment)):
+        raise Refused(f"{request.key!r} is {describe(entry.like)}, not {told}")
     if moment:
         entry.moments = entry.moments | {str(moment): value.clone()}
     else:
@@ -157,31 +158,16 @@ def leave(state: State, request: Request) -> Moved:
     return state.forget(request.client)
 
 
-OPERATIONS: dict[str, Callable[[State, Request], Moved]] = {
-    "declare": declare,
-    "offer": offer,
-    "choose": choose,
-    "init": init,
-    "push": push,
-    "pull": pull,
-    "peek": pull,
-    "pushpull": pushpull,
-    "clock": clock,
-    "barrier": barrier,
-    "hold": hold,
-    "settle": settle,
-    "set_optimizer": set_optimizer,
-    "state": look,
-    "restore": restore,
-    "join": join,
-    "leave": leave,
-}
+_ALL: tuple[Callable[[State, Request], Moved], ...] = (
+    declare, offer, choose, init, push, pull, pushpull, clock, barrier, hold, settle, set_optimizer, restore, join, leave
+)  # fmt: skip
+OPERATIONS = {function.__name__: function for function in _ALL} | {"peek": pull, "state": look}
 
 
 def answer(state: State, request: Request) -> torch.Tensor | None:
     """The tensor that an answer carries: a copy of the value, or for `kv.save` of what it asks for."""
     if request.op == "state" and request.key:
-        return _moment(state, request).clone()
+        return _named(state, request).clone()
     if request.op == "state":
         parts = {}
         for key, entry in state.entries.items():
@@ -271,13 +257,12 @@ def _between_rounds(state: State, request: Request) -> Entry:
     return entry
 
 
-def _moment(state: State, request: Request) -> torch.Tensor:
+def _named(state: State, request: Request) -> torch.Tensor:
     """The value, or the optimizer's tensor that is named."""
-    value, moments = _between_rounds(state, request).peeked()
-    named = {"": value} | moments
-    if (name := request.options.get("moment", "")) not in [*named]:
-        raise Refused(f"{request.key!r} has no {name!r}, only {list(moments)}")
-    return named[name]
+    entry, name = _between_rounds(state, request), request.options.get("moment", "")
+    if name not in ["", *entry.names]:
+        raise Refused(f"{request.key!r} has no {name!r}, only {entry.names}")
+    return entry.peek(name)
 
 
 def place(request: Request) -> Hashable:

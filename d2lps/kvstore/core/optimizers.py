@@ -47,9 +47,9 @@ class TorchOptimizer:
     def __init__(self, cls: type[torch.optim.Optimizer], **hyper: Any) -> None:
         self.make: Any = partial(type(cls.__name__, (_OneTensor, cls), {}), foreach=False, **hyper)
         self.torch, self.advance = self.make([torch.zeros(1)]), inspect.unwrap(cls.step)
-        self.names = frozenset[str]()
+        self.like: Moments = {}  # what the state has after a step
         self.step(torch.zeros(1), torch.ones(1), probe := self.state(torch.zeros(1)))
-        self.names = frozenset(probe)
+        self.like = probe
 
     def state(self, value: torch.Tensor) -> Moments:
         """Most of torch's make theirs in the first step."""
@@ -57,7 +57,8 @@ class TorchOptimizer:
 
     def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Moments) -> None:
         if state:  # of other hyperparameters, it may be: amsgrad was switched on, say
-            state |= {name: torch.zeros_like(value) for name in self.names - state.keys()}
+            for name in self.like.keys() - state.keys():
+                state[name] = torch.zeros_like(value if self.like[name].dim() else self.like[name])
         self.torch.param_groups[0]["params"] = [value]
         self.torch.state[value] = state
         value.grad = gradient

@@ -65,7 +65,7 @@ class StoreRun(Run):
 
 
 def _check_homes(servers: list[ServerReport]) -> None:
-    """Every value has one home, but copies. By hash it cannot be otherwise; by load, each worker reckons where keys are by their order."""
+    """Every value has one home, but for copies. By load, each worker reckons where keys are by their order."""
     homes: dict[str, int] = {}
     for number, server in enumerate(servers):
         for name in server.values:

@@ -1,0 +1,182 @@
+"""kv.save and kv.load: a run that was saved and goes on, on other servers, is the run that was never interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from d2lps import kvstore
+from d2lps.kvstore import Refused
+from d2lps.kvstore.core.events import alike
+from d2lps.topology import star
+
+SHAPES = {"w": (40, 3), "b": (5,), "scale": (), "rows]": (7, 2)}
+
+
+def simulate(worker: Any, workers: int, servers: int, *args: Any, **options: Any) -> Any:
+    return kvstore.simulate(worker, star(workers + servers, 1e9), workers, servers, *args, split=100, **options)
+
+
+def gradient(key: str, rank: int, step: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(1000 * step + 10 * rank + list(SHAPES).index(key))
+    return torch.randn(SHAPES[key], generator=seed)
+
+
+def train(kv: Any, optimizer: dict[str, Any], steps: range, load: str = "", save: str = "", init: bool = True) -> None:
+    """Some steps of a training, from a file or into one."""
+    if init:
+        kv.init(list(SHAPES), [torch.ones(shape) for shape in SHAPES.values()])
+        kv.init("count", torch.tensor([5]))
+        if optimizer:
+            kv.set_optimizer(**optimizer)
+    if load:
+        kv.load(load)
+        kv.init(list(SHAPES), [torch.zeros(shape) for shape in SHAPES.values()])
+    for step in steps:
+        for key in SHAPES:
+            kv.push(key, gradient(key, kv.rank, step))
+        kv.clock()
+    if save:
+        kv.save(save)
+
+
+OPTIMIZERS = [
+    {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    {"name": "adam", "lr": 0.1, "amsgrad": True},
+    {"name": None, "reduction": "median"},
+    {},
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("servers", [(1, 3), (3, 2), (2, 2)])
+@pytest.mark.parametrize("init", [False, True])
+def test_what_was_saved_goes_on_to_the_bit(tmp_path: Path, optimizer: Any, servers: tuple[int, int], init: bool) -> None:
+    before, after = servers
+    file = str(tmp_path / "model.safetensors")
+    whole = simulate(train, 2, 2, optimizer, range(8))
+    simulate(train, 2, before, optimizer, range(4), "", file)
+    again = simulate(train, 2, after, optimizer, range(4, 8), file, "", init)
+    assert alike(again.values, whole.values) and again.values["count"].tolist() == [5]
+
+
+@pytest.mark.parametrize("durability", ["memory", "log", "replica"])
+def test_in_real_runs_too(tmp_path: Path, durability: str) -> None:
+    optimizer, file = OPTIMIZERS[1], str(tmp_path / "model.safetensors")
+    whole = simulate(train, 2, 2, optimizer, range(6))
+    kvstore.run(train, 2, 2, optimizer, range(3), "", file, split=100, durability=durability)
+    again = kvstore.run(train, 2, 3, {}, range(3, 6), file, "", False, split=100, durability=durability)
+    assert alike(again.values, whole.values)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_other_programs_read_what_was_saved(tmp_path: Path) -> None:
+    """As torch.optim has it."""
+    file = tmp_path / "model.safetensors"
+    run = simulate(train, 1, 3, {"name": "adam"}, range(3), "", str(file))
+    tensors = load_file(file)
+    parameter = torch.nn.Parameter(torch.ones(SHAPES["w"]))
+    optimizer = torch.optim.Adam([parameter])
+    for step in range(3):
+        parameter.grad = gradient("w", 0, step)
+        optimizer.step()
+    state = {f"w.{name}": tensor for name, tensor in optimizer.state[parameter].items()}
+    assert alike({"w": parameter.detach(), **state}, {name: tensors[name] for name in ("w", *state)})
+    assert {name for name in tensors if "." not in name} == {*SHAPES, "count"} == {*run.values}
+    with safe_open(file, "pt") as opened:
+        assert '"name": "adam"' in opened.metadata()["d2lps"]
+
+
+def test_what_other_programs_saved_is_taken_in(tmp_path: Path) -> None:
+    """Values alone: the optimizer of the run stays, and begins anew."""
+    file = str(tmp_path / "other.safetensors")
+    save_file({"w": torch.full((40, 3), 7.0), "new.momentum_buffer": torch.ones(2)}, file)
+
+    def worker(kv: Any) -> None:
+        train(kv, OPTIMIZERS[0], range(2), load="", save="")
+        kv.load(file)
+        kv.push("w", torch.ones(40, 3))
+        kv.clock()
+
+    values = simulate(worker, 2, 2).values
+    assert values["w"].unique().tolist() == pytest.approx([6.9]) and values["new.momentum_buffer"].tolist() == [1.0, 1.0]
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    file = str(tmp_path / "other.safetensors")
+    for wrong in (torch.zeros(41, 3), torch.zeros(40, 3, dtype=torch.float64)):
+        save_file({"a": torch.zeros(2), "w": wrong}, file)
+
+        def worker(kv: Any) -> None:
+            train(kv, {}, range(1))
+            if kv.rank == 0:
+                with pytest.raises(Refused, match=r"'w' is float(32\[41|64\[40), 3\] in the file, and float32\[40, 3\] on the"):
+                    kv.load(file)
+            else:
+                kv.load(file)
+
+        assert alike(simulate(worker, 2, 2).values, simulate(train, 2, 2, {}, range(1)).values)
+
+
+def test_a_round_that_has_begun_is_not_saved(tmp_path: Path) -> None:
+    def worker(kv: Any) -> None:
+        kv.init("w", torch.zeros(2))
+        kv.push("w", torch.ones(2))
+        if kv.rank == 0:
+            with pytest.raises(Refused, match="'w' has pushes of a round that is not over: all workers' clock"):
+                kv.save(tmp_path / "file")
+        else:
+            kv.save(tmp_path / "file")
+
+    simulate(worker, 2, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a file of tensors")
+
+    def worker(kv: Any) -> None:
+        kv.init("w", torch.zeros(2))
+        with pytest.raises(ValueError, match=f"{tmp_path}/text cannot be read"):
+            kv.load(tmp_path / "text")
+        with pytest.raises(FileNotFoundError, match="nothing"):
+            kv.load(tmp_path / "nothing")
+        with pytest.raises(OSError, match="missing"):
+            kv.save(tmp_path / "missing" / "file")
+
+    simulate(worker, 1, 1)
+
+
+def test_a_key_that_is_named_like_a_state_is_refused(tmp_path: Path) -> None:
+    def worker(kv: Any) -> None:
+        kv.init(["w", "w.momentum_buffer"], [torch.zeros(2), torch.zeros(2)])
+        kv.set_optimizer("sgd", momentum=0.9)
+        kv.pushpull("w", torch.ones(2), torch.ones(2)).wait()
+        kv.clock()
+        with pytest.raises(ValueError, match=r"'w' has a 'momentum_buffer', and 'w.momentum_buffer' is a key"):
+            kv.save(tmp_path / "file")
+
+    simulate(worker, 1, 1)
+
+
+def test_the_first_of_those_who_live_writes(tmp_path: Path) -> None:
+    def worker(kv: Any) -> None:
+        kv.init("hot", torch.zeros(2), everywhere=True)
+        kv.barrier()
+        if kv.rank == 0:
+            return
+        kv.push("hot", torch.ones(2))
+        kv.clock()
+        kv.save(tmp_path / "file")
+        kv.push("hot", torch.ones(2))
+        kv.clock()
+        kv.load(tmp_path / "file")
+
+    run = simulate(worker, 3, 2)
+    assert load_file(tmp_path / "file")["hot"].tolist() == [2.0, 2.0] == run.values["hot"].tolist()
+    assert [server.values["hot[*]"].tolist() for server in run.servers] == [[2.0, 2.0]] * 2
