@@ -91,7 +91,7 @@ def test_of_big_tensors_only_what_another_server_gets_travels() -> None:
 
 def test_what_belongs_to_a_part_is_cut_with_it() -> None:
     value = torch.arange(12.0).view(6, 2)
-    states = [{"momentum": value[:4] + 100, "steps": torch.tensor(3.0)}, {"momentum": value[4:] + 100, "steps": torch.tensor(4.0)}]
+    states = [{"momentum": rows + 100, "steps": torch.tensor(steps)} for rows, steps in ((value[:4], 3.0), (value[4:], 4.0))]
     entries = [
         Entry("w[0:4]", value[:4].clone(), None, states[0], 5, (1, 0)),
         Entry("w[4:6]", value[4:].clone(), None, states[1], 6, (1, 0)),
@@ -423,6 +423,8 @@ def test_a_worker_is_killed_at_every_stage(point: tuple[str, str], tmp_path: Pat
 
     def change(cluster: Cluster) -> None:
         clusters.append(cluster)
+        while not (tmp_path / "begun-1").exists():  # before that, its death would be the end of the run
+            cluster.sleep(0.01)
         cluster.add_server()
         cluster.remove_server(0)
 
@@ -447,6 +449,7 @@ def add_alone(kv: Any, folder: str) -> int:
         kv.clock()
         for key, out in outs.items():
             kv.pull(key, out).wait()
+        Path(folder, f"begun-{kv.rank}").touch()
     return step
 
 
