@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ class Pieces:
     >>> pieces.cut("w")[0]
     tensor([0., 1., 2., 3.])
 
-    The optimizer's tensors are cut as the value is, where they have its shape; others are those of the first piece. What comes
-    shares no memory with the pieces. Cost: the bytes of what is cut.
+    The optimizer's tensors are cut as the value is, where they have its shape, and begin with zeros where there are none yet;
+    of others, such as a count of steps, the largest goes on. Nothing shares memory with the pieces. Cost: the bytes of the part.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -34,24 +34,31 @@ class Pieces:
 
     def cut(self, name: str) -> Plain:
         """A part, by its name; ValueError if some of its rows are nowhere."""
+        found = list(self._found(name))
+        tensors = [(*entry.peeked(), rows) for entry, rows in found]
+        moments: dict[str, torch.Tensor] = {}
+        for field in dict.fromkeys(field for _, state, _ in tensors for field in state):
+            there = [state[field] for _, state, _ in tensors if field in state]
+            if any(state[field].shape == value.shape for value, state, _ in tensors if field in state):
+                moments[field] = _join(state.get(field, torch.zeros_like(value))[rows] for value, state, rows in tensors)
+            else:
+                moments[field] = torch.stack(there).amax(0)
+        value = _join(value[rows] for value, _, rows in tensors)
+        return [value, moments, max(entry.version for entry, _ in found), found[0][0].owner]
+
+    def _found(self, name: str) -> Iterator[tuple[Entry, Any]]:
+        """The pieces that a part is made of, in order, and which rows of each; of a scalar all that there is."""
         key, first, last = key_of(name)
-        found, reached = list[tuple[Entry, slice]](), first
-        for begin, entry in sorted(self.by_key.get(key, ()), key=lambda piece: piece[0]):
+        pieces, reached = sorted(self.by_key.get(key, ()), key=lambda piece: piece[0]), first
+        for begin, entry in pieces:
             end = begin + max([1, *entry.like.shape[:1]])
             if begin <= reached < end and (last is None or reached < last):
-                found.append((entry, slice(reached - begin, None if last is None else last - begin)))
+                yield entry, slice(reached - begin, None if last is None else last - begin) if entry.like.dim() else ...
                 reached = end
-        if not found or (last is not None and reached < last):
-            raise ValueError(f"rows from {reached} of {name!r} are in none of {[e.key for _, e in self.by_key.get(key, ())]}")
-        rows = [_rows(entry, part) for entry, part in found]
-        whole = {field: torch.cat([row[field] for row in rows]) if len(rows) > 1 else rows[0][field].clone() for field in rows[0]}
-        value, entry = whole.pop(""), found[0][0]
-        rest = {field: moment.clone() for field, moment in entry.peeked()[1].items() if field not in whole}
-        return [value, whole | rest, max(entry.version for entry, _ in found), entry.owner]
+        if reached == first or (last is not None and reached < last):
+            raise ValueError(f"rows from {reached} of {name!r} are in none of {[entry.key for _, entry in pieces]}")
 
 
-def _rows(entry: Entry, rows: slice) -> dict[str, torch.Tensor]:
-    """These rows of an entry's tensors, by name, the value's being empty; of those alone that have rows."""
-    value, moments = entry.peeked()
-    shaped = {"": value} | {name: moment for name, moment in moments.items() if moment.shape == value.shape}
-    return {name: tensor[rows] if tensor.dim() else tensor for name, tensor in shaped.items()}
+def _join(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    tensors = list(rows)
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()

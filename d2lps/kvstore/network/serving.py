@@ -1,8 +1,7 @@
 """A server process: hear requests, let the state machine step, write the log, answer.
 
 It takes in what has come, up to a batch, steps once for each request, brings the log to safety once for all of them, and
-answers then: the more there is to do, the cheaper each becomes. Whatever is no request is counted, and changes nothing. Only
-the coordinator, over a socket of its own, can say that a worker was lost, who is primary, or who has which keys.
+answers then. What is no request is counted, and changes nothing. Who serves, and who is lost, only the coordinator can say.
 """
 
 from __future__ import annotations
