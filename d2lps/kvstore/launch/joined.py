@@ -49,7 +49,7 @@ def join(
         raise ValueError(f"address={options['address']!r}: under a launcher each server listens where its machine is reached")
     plan = deploy(workers, servers, **options | {"address": own_address()})
     agree = options.get("secret") is None
-    found = run(_role, workers + servers, worker, plan, agree, args, timeout, backend=backend, timeout=timeout)
+    found = run(_role, workers + servers, worker, plan, agree, args, timeout, backend=backend, timeout=timeout, trace=plan.trace)
     return StoreRun(found, workers)
 
 
@@ -73,7 +73,7 @@ def _role(
     assert group is not None
     if number >= 0:
         with TemporaryDirectory(prefix="d2lps-") as folder, serving(
-            replace(plan, folder=folder), number, plan.endpoint(number)
+            replace(plan, folder=folder), number, plan.endpoint(number), comm.recorder
         ) as server:
             _exchange(comm, server.endpoint)
             return server.serve(timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 
 import cloudpickle
 
@@ -16,6 +17,7 @@ from d2lps.launch.failure import raise_in_caller
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Failure, Job, Success
 from d2lps.sharedmemory.linux import is_stopped
+from d2lps.trace import Recorder
 
 
 class Node:
@@ -30,6 +32,7 @@ class Node:
         self.starts = self.failed = 0  # how often it was started, and since it was last ready
         self.heard = 0.0  # when it last said something
         self.report: ServerReport | None = None
+        self.logs: Sequence[Recorder] = ()  # of its trace
         self.over = False  # it has said its last word
 
     @property
@@ -48,7 +51,7 @@ class Node:
         self.starts += 1
         self.failed += 1
         backend = "gloo" if sharedmemory.missing() else "shm"
-        self.group = Group(Job(1, backend, "cpu", 1e6), self.live, labels=[f"server {self.number}"])
+        self.group = Group(Job(1, backend, "cpu", 1e6, self.plan.trace), self.live, labels=[f"server {self.number}"])
         self.group.start(cloudpickle.dumps((serve, (self.plan, self.number, self.endpoint))))
 
     def descriptors(self) -> list[int]:
@@ -65,7 +68,7 @@ class Node:
         if isinstance(outcome, Failure):
             self._raise(outcome)
         if isinstance(outcome, Success) and self.report is None:
-            self.report = cloudpickle.loads(outcome.result)
+            self.report, self.logs = cloudpickle.loads(outcome.result), outcome.logs
         if not self.group.dead:
             return ""
         status = self.group.dead[0]

@@ -29,6 +29,7 @@ from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
 from d2lps.launch.runs import check, resolve, under_launcher
 from d2lps.result import Run
+from d2lps.trace import Trace
 
 
 class Workers(Group):
@@ -116,7 +117,7 @@ def run(
     consistency, staleness: see `consistency`. durability, options: see `Deployment`. saboteur: see `Cluster`. monitor: see
     `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
-    of what; but no trace.
+    of what.
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind
     (but a temporary folder, if the caller itself is killed while it starts its servers). Cost: a byte of a big tensor is
@@ -131,6 +132,7 @@ def run(
         return join(worker, workers, servers, args, backend, timeout, own, **rules, **options)
     job = Job(workers, *resolve(backend, workers), timeout)
     plan = deploy(workers, servers, consistency=consistency, staleness=staleness, durability=durability, **options)
+    job.trace = plan.trace
     with _prepared(plan, job) as (plan, memory):
         return _run(plan, job, live, memory, saboteur, monitor, worker, args)
 
@@ -181,7 +183,16 @@ def _run(
     started = min(outcome.started for outcome in outcomes)
     ended = [cloudpickle.loads(outcome.result) for outcome in outcomes]
     results = [(result, max(0.0, end - started)) for result, end in ended]
-    return ProcessesRun(Run([*results, *reports], 0.0), job.ranks, history, group.lost)
+    trace = _traced(outcomes, coordinator, started) if plan.trace else None
+    return ProcessesRun(Run([*results, *reports], 0.0, trace), job.ranks, history, group.lost)
+
+
+def _traced(outcomes: list[Success], coordinator: Coordinator, started: float) -> Trace:
+    """All processes of a machine have one clock; time begins with the workers, though servers were there before them."""
+    logs = [log for node in coordinator.serving for log in node.logs]
+    for log in logs:
+        log.started = started
+    return Trace([*(log for outcome in outcomes for log in outcome.logs), *logs], len(outcomes) + len(coordinator.serving))
 
 
 def _watched(

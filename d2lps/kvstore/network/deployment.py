@@ -34,7 +34,7 @@ class Deployment:
     on_loss: when a worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with
     kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host". secret: what workers and
     servers prove to know before they are heard, 16 characters or more; over tcp, by default, a random one for each run.
-    limit: bytes of one part of a tensor.
+    limit: bytes of one part of a tensor. trace: record every message, and what servers add up.
     """
 
     workers: int
@@ -53,6 +53,7 @@ class Deployment:
     address: str = "ipc"
     secret: str | None = None
     limit: int = 1 << 30
+    trace: bool = False
     # What a run adds.
     room: str = ""  # a folder of its own, which nobody else can enter
     memory: str = ""  # the path of the file that workers and servers share, if they do

@@ -28,12 +28,14 @@ from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
+from d2lps.kvstore.network.notes import ServerNotes
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
 from d2lps.kvstore.storage.durable import Durable, load_state, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.kvstore.storage.tiers import Tiers
+from d2lps.trace import Recorder
 
 EDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # seconds; the last bucket has what took longer
 BATCH = 64  # requests, at most, between two syncs of the log
@@ -93,7 +95,7 @@ class Meter:
 
 def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> ServerReport | None:
     """The life of a node; None from one that lost its place to its backup."""
-    with serving(plan, node, endpoint) as server:
+    with serving(plan, node, endpoint, comm.recorder) as server:
         try:
             return server.serve()
         except Deposed as reason:
@@ -102,12 +104,12 @@ def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str) -> Ser
 
 
 @contextmanager
-def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
+def serving(plan: Deployment, node: int, endpoint: str, recorder: Recorder | None = None) -> Iterator[Serving]:
     """A node that listens, as long as the context lasts."""
     keep_freed_memory()
     OPTIMIZERS.update(plan.optimizers)
     CODECS.update(plan.codecs)
-    server = Serving(plan, node, endpoint)
+    server = Serving(plan, node, endpoint, recorder)
     try:
         yield server
     finally:
@@ -117,12 +119,13 @@ def serving(plan: Deployment, node: int, endpoint: str) -> Iterator[Serving]:
 class Serving:
     """One node's sockets around its Server."""
 
-    def __init__(self, plan: Deployment, node: int, endpoint: str) -> None:
+    def __init__(self, plan: Deployment, node: int, endpoint: str, recorder: Recorder | None = None) -> None:
         self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
         self.serves = node < plan.servers  # a backup answers nobody but its primary
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
+        self.notes = ServerNotes(self.server, recorder, plan.workers + node % plan.servers) if recorder else None
         if plan.replicated:
             load_state(self.server, self._handed(node))
         on_disk = plan.durability in ("log", "fsync")
@@ -207,7 +210,10 @@ class Serving:
                 self.report.received += 0 if event.value is None else event.value.nbytes
                 self.report.requests[event.op] += 1
                 self.meter.arrived(event.retry_key)
-                replies += self._step(self._owned(event))
+                owned = self._owned(event)
+                if self.notes is not None:
+                    self.notes.heard(owned)
+                replies += self._step(owned)
             elif self.serves:
                 self.report.requests["not a request"] += 1
         self._commit(replies)
@@ -240,6 +246,8 @@ class Serving:
                 self.backup.send(effect)
             elif isinstance(effect, Append) and self.durable is not None:
                 self.durable.append(effect.event)
+        if self.notes is not None:
+            self.notes.stepped(event)
         return replies
 
     def _commit(self, replies: list[Reply]) -> None:
@@ -253,6 +261,8 @@ class Serving:
         for reply in replies:
             self.report.sent += 0 if reply.value is None else reply.value.nbytes
             self.meter.answered((reply.client, reply.epoch, reply.sequence))
+            if self.notes is not None:
+                self.notes.says(reply)
             name = f"{reply.client}.{reply.epoch}".encode()
             self.requests.send_multipart([name, *self.wire.pack(reply)], copy=False)
 

@@ -13,14 +13,12 @@ import torch
 
 from d2lps.kvstore.core.client import Client, order
 from d2lps.kvstore.core.events import Append, Event, Reply, Request, replace
+from d2lps.kvstore.core.notes import GROUP, NOTHING, Notes, carried, named
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
-from d2lps.kvstore.simulation.notes import Notes
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.lines import Line
-
-NOTHING = torch.empty(0)  # what a message without a tensor carries
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class _End:
         comm.mailbox.ends[comm.rank] = self
 
     def post(
-        self, dst: int, label: str, order: Any, record: Request | Reply, departs: Callable[[], Any], there: Callable[[Any], Any]
+        self, dst: int, order: Any, record: Request | Reply, departs: Callable[[], Any], there: Callable[[Any], Any]
     ) -> None:
         """Send what a record carries to another rank; `there` is called with a copy of the tensor, once it has arrived."""
         comm = self.comm
@@ -58,7 +56,7 @@ class _End:
         with torch.inference_mode(False):  # of a worker that evaluates, it may be
             landing = NOTHING if value is None else torch.empty_like(value)
         nbytes = landing.nbytes + (0 if rows is None else rows.nbytes)
-        sent, received = self._noted(dst, label, record, landing)
+        sent, received = self._noted(dst, record, landing)
 
         def arrived() -> None:
             if value is not None:
@@ -71,18 +69,16 @@ class _End:
 
     def _source(self, record: Request | Reply) -> torch.Tensor:
         """The memory that a message is read from, as the trace has it."""
-        return NOTHING if record.value is None else record.value
+        return carried(record)
 
-    def _noted(self, dst: int, label: str, record: Request | Reply, landing: torch.Tensor) -> tuple[Callable[[], Any], ...]:
+    def _noted(self, dst: int, record: Request | Reply, landing: torch.Tensor) -> tuple[Callable[[], Any], ...]:
         """A message in the trace: a send here, a receive there; call both when it has arrived. Goodbyes are none of the run's."""
         mine, theirs = self.comm.recorder, self.comm.mailbox.ends[dst].comm.recorder
         if mine is None or theirs is None or record.op == "leave":
             return (lambda: None,) * 2
-        given, mine.step = mine.step, mine.step or (label,)
-        sent = mine.message("send", self._source(record), "kvstore", dst, 0)
-        noted = sent, theirs.message("recv", landing, "kvstore", self.comm.rank, 0)
-        mine.step = given
-        return noted
+        with named(mine, record):
+            sent = mine.message("send", self._source(record), GROUP, dst, 0)
+        return sent, theirs.message("recv", landing, GROUP, self.comm.rank, 0)
 
 
 class SimulatedAnswer:
@@ -130,7 +126,7 @@ class SimulatedTransport(_End):
         def there(value: torch.Tensor | None) -> None:
             self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value, out=None))
 
-        self.post(dst, f"{request.op} {request.key}".strip(), order(request), request, departs, there)
+        self.post(dst, order(request), request, departs, there)
         return answer
 
     def answered(self, server: int, reply: Reply) -> None:
@@ -147,7 +143,8 @@ class ServerNode(_End):
         self.setup = setup
         members = [worker for worker in range(setup.workers) if worker not in setup.absent]
         self.server = Server(members, **setup.server)
-        self.notes, self.report = Notes(self.server, comm.recorder), ServerReport(comm.node)
+        self.notes = Notes(self.server, comm.recorder) if comm.recorder else None
+        self.report = ServerReport(comm.node)
         self.busy_until = 0.0
         self.left: set[int] = set()
         for time, event in setup.events:
@@ -167,7 +164,8 @@ class ServerNode(_End):
 
     def step(self, event: Event) -> None:
         effects = self.server.step(event)
-        self.notes.stepped(event)
+        if self.notes is not None:
+            self.notes.stepped(event)
         for effect in effects:
             if isinstance(effect, Append) and self.setup.log:
                 self.report.log.append((self.network.now, effect.event))
@@ -177,20 +175,17 @@ class ServerNode(_End):
     def reply(self, reply: Reply) -> None:
         self.report.sent += 0 if reply.value is None else reply.value.nbytes
         worker, index = self.comm.mailbox.ends[reply.client], self.comm.rank - self.setup.workers
-        label = f"{reply.key or reply.op}: {'ok' if reply.value is None else 'value'}"
 
         def there(value: torch.Tensor | None) -> None:
             worker.answered(index, replace(reply, value=value))
             if reply.op == "leave":
                 self.goodbye(reply.client)
 
-        self.post(reply.client, label, -reply.priority, reply, lambda: None, there)
+        self.post(reply.client, -reply.priority, reply, lambda: None, there)
 
     def _source(self, record: Request | Reply) -> torch.Tensor:
-        """Not the copy that is sent, but the value itself."""
-        entry = self.server.entries.get(record.key)
-        whole = entry is not None and record.value is not None and entry.value.shape == record.value.shape
-        return entry.value if entry is not None and whole else super()._source(record)
+        assert isinstance(record, Reply) and self.notes is not None
+        return self.notes.source(record)
 
     def goodbye(self, worker: int) -> None:
         self.left.add(worker)
