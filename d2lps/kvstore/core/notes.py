@@ -34,7 +34,7 @@ def named(recorder: Recorder, record: Request | Reply) -> Iterator[None]:
 
 
 class Notes:
-    """Looks at a server before and after each step; the server itself knows of no trace."""
+    """Looks at a server after each step; the server itself knows of no trace."""
 
     def __init__(self, server: Server, recorder: Recorder) -> None:
         self.server, self.recorder = server, recorder

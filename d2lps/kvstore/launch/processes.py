@@ -130,9 +130,8 @@ def run(
         rules = {"consistency": consistency, "staleness": staleness, "durability": durability}
         own = {"saboteur": saboteur, "monitor": monitor}
         return join(worker, workers, servers, args, backend, timeout, own, **rules, **options)
-    job = Job(workers, *resolve(backend, workers), timeout)
     plan = deploy(workers, servers, consistency=consistency, staleness=staleness, durability=durability, **options)
-    job.trace = plan.trace
+    job = Job(workers, *resolve(backend, workers), timeout, plan.trace)
     with _prepared(plan, job) as (plan, memory):
         return _run(plan, job, live, memory, saboteur, monitor, worker, args)
 

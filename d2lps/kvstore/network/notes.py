@@ -7,21 +7,13 @@ twice, or whose other end has died with its process, confuses no other.
 from __future__ import annotations
 
 from math import nan
-from typing import Protocol
+from typing import Any
 
-from d2lps.kvstore.core.events import Reply, Request
+from d2lps.kvstore.core.events import Effect, Event, Reply, Request
 from d2lps.kvstore.core.notes import GROUP, Notes, carried, named
 from d2lps.kvstore.core.server import Server
 from d2lps.trace import Recorder
 from d2lps.trace.recorder import DONE, POSTED, SEQ, STREAM
-
-
-class Answer(Protocol):
-    """What a worker's notes know of a request under way."""
-
-    reply: Reply | None
-    left: float  # when the request was sent, first
-    came: float  # when its answer did
 
 
 class WorkerNotes:
@@ -30,9 +22,9 @@ class WorkerNotes:
 
     def __init__(self, recorder: Recorder, workers: int) -> None:
         self.recorder, self.workers = recorder, workers
-        self.open: list[tuple[int, int, Answer]] = []  # where the row of a request begins, the server's rank, what will come
+        self.open: list[tuple[int, int, Any]] = []  # where a request's row begins, the server's rank, its SocketAnswer
 
-    def asked(self, server: int, request: Request, answer: Answer) -> None:
+    def asked(self, server: int, request: Request, answer: Any) -> None:
         """The tensor has its name, and the message its place in the program; when it leaves is not known yet."""
         self.look()
         if request.op == "leave":  # the goodbye is none of the run's
@@ -61,22 +53,25 @@ class WorkerNotes:
 
 
 class ServerNotes(Notes):
-    """A server's messages, and what it adds up."""
+    """A server's messages, and what it adds up. An answer is on its way when the server has it: the time until the log is safe
+    is the message's."""
 
     def __init__(self, server: Server, recorder: Recorder, rank: int) -> None:
         super().__init__(server, recorder)
         self.ready, recorder.rank = recorder.now(), rank
 
-    def heard(self, request: Request) -> None:
-        """It listens all the time, so a message begins when it is sent."""
-        if request.op != "leave":
-            stream = self.recorder.vocabulary.stream[GROUP, request.client, self.recorder.rank, request.sequence]
-            row = self.recorder.end(carried(request), stream, self.ready)
+    def step(self, event: Event) -> list[Effect]:
+        """The server's, and a note of it."""
+        if isinstance(event, Request) and event.op != "leave":
+            stream = self.recorder.vocabulary.stream[GROUP, event.client, self.recorder.rank, event.sequence]
+            row = self.recorder.end(carried(event), stream, self.ready)
             self.recorder.done(row)
-            self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()
-
-    def says(self, reply: Reply) -> None:
-        if reply.op != "leave":
-            stream = self.recorder.vocabulary.stream[GROUP, self.recorder.rank, reply.client, reply.sequence]
-            with named(self.recorder, reply):
-                self.recorder.end(self.source(reply), stream, self.recorder.now())
+            self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()  # it listens all the time
+        effects = self.server.step(event)
+        self.stepped(event)
+        for reply in effects:
+            if isinstance(reply, Reply) and reply.op not in ("leave", "send"):
+                stream = self.recorder.vocabulary.stream[GROUP, self.recorder.rank, reply.client, reply.sequence]
+                with named(self.recorder, reply):
+                    self.recorder.end(self.source(reply), stream, self.recorder.now())
+        return effects

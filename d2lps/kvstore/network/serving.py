@@ -119,13 +119,13 @@ def serving(plan: Deployment, node: int, endpoint: str, recorder: Recorder | Non
 class Serving:
     """One node's sockets around its Server."""
 
-    def __init__(self, plan: Deployment, node: int, endpoint: str, recorder: Recorder | None = None) -> None:
+    def __init__(self, plan: Deployment, node: int, endpoint: str, recorder: Recorder | None) -> None:
         self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
         self.serves = node < plan.servers  # a backup answers nobody but its primary
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server([w for w in range(plan.workers) if w not in plan.absent], **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
-        self.notes = ServerNotes(self.server, recorder, plan.workers + node % plan.servers) if recorder else None
+        self.step = ServerNotes(self.server, recorder, plan.workers + node % plan.servers).step if recorder else self.server.step
         if plan.replicated:
             load_state(self.server, self._handed(node))
         on_disk = plan.durability in ("log", "fsync")
@@ -210,10 +210,7 @@ class Serving:
                 self.report.received += 0 if event.value is None else event.value.nbytes
                 self.report.requests[event.op] += 1
                 self.meter.arrived(event.retry_key)
-                owned = self._owned(event)
-                if self.notes is not None:
-                    self.notes.heard(owned)
-                replies += self._step(owned)
+                replies += self._step(self._owned(event))
             elif self.serves:
                 self.report.requests["not a request"] += 1
         self._commit(replies)
@@ -239,15 +236,13 @@ class Serving:
     def _step(self, event: Event) -> list[Reply]:
         """Let something happen; the answers, which must wait for `_commit`."""
         replies = []
-        for effect in self.server.step(event):
+        for effect in self.step(event):
             if isinstance(effect, Reply):
                 replies.append(effect)
             elif isinstance(effect, Send) and self.backup is not None:
                 self.backup.send(effect)
             elif isinstance(effect, Append) and self.durable is not None:
                 self.durable.append(effect.event)
-        if self.notes is not None:
-            self.notes.stepped(event)
         return replies
 
     def _commit(self, replies: list[Reply]) -> None:
@@ -261,8 +256,6 @@ class Serving:
         for reply in replies:
             self.report.sent += 0 if reply.value is None else reply.value.nbytes
             self.meter.answered((reply.client, reply.epoch, reply.sequence))
-            if self.notes is not None:
-                self.notes.says(reply)
             name = f"{reply.client}.{reply.epoch}".encode()
             self.requests.send_multipart([name, *self.wire.pack(reply)], copy=False)
 
