@@ -23,12 +23,12 @@ import zmq
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.compression import CODECS
 from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Request, Send, replace
+from d2lps.kvstore.core.notes import ServerNotes
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
-from d2lps.kvstore.network.notes import ServerNotes
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory

@@ -19,8 +19,8 @@ from d2lps.comm import Communicator, RankHung
 from d2lps.comm.status import Status, readers_line
 from d2lps.kvstore.core.client import Client, Session
 from d2lps.kvstore.core.events import READS, Membership, Reply, Request, replace
+from d2lps.kvstore.core.notes import WorkerNotes
 from d2lps.kvstore.network.deployment import Deployment
-from d2lps.kvstore.network.notes import WorkerNotes
 from d2lps.kvstore.network.sockets import BIG, NOWHERE, Slots, Wire, connect, readable, subscribe, writable
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.sharedmemory import SharedMemoryCommunicator
