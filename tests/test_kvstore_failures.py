@@ -468,7 +468,10 @@ def test_a_backup_that_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_a_backup_that_fails_ends_nothing(tmp_path: Path) -> None:
-    class Failing(SGD):
+    class Failing(TorchOptimizer):
+        def __init__(self, lr: float) -> None:
+            super().__init__(torch.optim.SGD, lr=lr)
+
         def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
             super().step(value, gradient, state)
             if (tmp_path / f"{os.getpid()} fails").exists():

@@ -27,7 +27,7 @@ _TABLES = {  # columns of whole numbers, and behind them the others
     "spans": ("seq kind label", "flops nbytes start end"),
 }
 _OF_BYTES = ("nbytes", "offset", "length")  # may be beyond 2**31
-_DONE_SEQ, POSTED, WAITED, DONE, _END = 1, 8, 9, 10, 11  # where they stand in a row of "ends", and its length
+SEQ, _DONE_SEQ, STREAM, POSTED, WAITED, DONE, _END = 0, 1, 2, 8, 9, 10, 11  # where they stand in a row of "ends", and its length
 _pack = Struct("11d").pack
 
 

@@ -51,7 +51,7 @@ def join(
         raise ValueError(f"address={options['address']!r}: under a launcher each server listens where its machine is reached")
     plan = deploy(workers, servers, **options | {"address": own_address()})
     agree = options.get("secret") is None
-    found = run(_role, workers + servers, worker, plan, agree, args, timeout, backend=backend, timeout=timeout)
+    found = run(_role, workers + servers, worker, plan, agree, args, timeout, backend=backend, timeout=timeout, trace=plan.trace)
     return StoreRun(found, workers)
 
 
@@ -75,7 +75,9 @@ def _role(
     assert group is not None
     if number >= 0:
         pages = passing_folder() if plan.memory_budget else nullcontext("")
-        with pages as folder, serving(replace(plan, folder=folder), number, plan.endpoint(number)) as server:
+        with pages as folder, serving(
+            replace(plan, folder=folder), number, plan.endpoint(number), recorder=comm.recorder
+        ) as server:
             _exchange(comm, server.endpoint)
             return server.serve(timeout)
     endpoints = _exchange(comm, "")[plan.workers :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -19,6 +20,7 @@ from d2lps.launch.group import Group, how_it_ended
 from d2lps.launch.rank import Failure, Job, Success
 from d2lps.launch.runs import packed
 from d2lps.sharedmemory.linux import is_stopped
+from d2lps.trace import Recorder
 
 
 class Victim:
@@ -55,13 +57,14 @@ class Node(Victim):
     def __init__(self, plan: Deployment, number: int, live: bool, needed: bool = True) -> None:
         super().__init__()
         self.plan, self.number, self.live, self.needed = plan, number, live, needed
-        self.server = number % plan.servers if plan.replicated else number
+        self.server = plan.server(number)
         self.endpoint = plan.endpoint(number)
         self.group: Group | None = None
         self.ready = threading.Event()
         self.starts = self.failed = 0  # how often it was started, and since it was last ready
         self.heard = 0.0  # when it last said something
         self.report: ServerReport | None = None
+        self.logs: Sequence[Recorder] = ()  # of its trace
         self.over = False  # it has said its last word
 
     @property
@@ -80,7 +83,7 @@ class Node(Victim):
         self.starts += 1
         self.failed += 1
         backend = "gloo" if sharedmemory.missing() else "shm"
-        self.group = Group(Job(1, backend, "cpu", 1e6), self.live, labels=[f"server {self.number}"])
+        self.group = Group(Job(1, backend, "cpu", 1e6, self.plan.trace), self.live, labels=[f"server {self.number}"])
         self.group.start(packed(serve, self.plan, self.number, self.endpoint, self.starts == self.failed))
 
     def lines(self) -> list[Connection]:
@@ -94,7 +97,7 @@ class Node(Victim):
         self.group.collect(0)
         outcome, death = self.group.outcomes.get(0), ""
         if isinstance(outcome, Success) and self.report is None:
-            self.report = cloudpickle.loads(outcome.result)
+            self.report, self.logs = cloudpickle.loads(outcome.result), outcome.logs
         elif isinstance(outcome, Failure) and self.needed:
             raise_in_caller(outcome, f"server {self.server}")
         elif isinstance(outcome, Failure):

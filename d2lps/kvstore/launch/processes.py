@@ -21,13 +21,14 @@ from d2lps.kvstore.launch.chaos import Cluster, Saboteur
 from d2lps.kvstore.launch.coordinator import Coordinator
 from d2lps.kvstore.launch.joined import join
 from d2lps.kvstore.launch.monitor import Monitor
-from d2lps.kvstore.launch.node import Victim
+from d2lps.kvstore.launch.node import Node, Victim
 from d2lps.kvstore.launch.working import begun, work
 from d2lps.kvstore.network.deployment import Deployment, deploy
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
 from d2lps.launch.runs import check, packed, resolve, under_launcher
 from d2lps.result import Run
+from d2lps.trace import Trace
 
 
 class Workers(Group):
@@ -55,7 +56,9 @@ class Workers(Group):
                 outcomes = self.watch()
             finally:
                 resizing.stop()
-        return ProcessesRun(outcomes, coordinator.finish(), coordinator.history, self.lost)
+        reports = coordinator.finish()
+        trace = _traced(outcomes, [*coordinator.serving, *coordinator.resizing.left]) if coordinator.plan.trace else None
+        return ProcessesRun(outcomes, reports, coordinator.history, self.lost, trace)
 
     def collect(self, patience: float) -> None:
         """Wait for words of workers or servers; take in both, and what the saboteur raises."""
@@ -95,16 +98,30 @@ class Workers(Group):
             raise
 
 
+def _traced(outcomes: Sequence[Success], nodes: Sequence[Node]) -> Trace:
+    """All processes of a machine have one clock; time begins with the workers, though servers were there before them."""
+    logs = [log for node in nodes for log in node.logs]
+    for log in logs:
+        log.started = min(outcome.started for outcome in outcomes)
+    ranks = len(outcomes) + 1 + max(node.server for node in nodes)
+    return Trace([*(log for outcome in outcomes for log in outcome.logs), *logs], ranks)
+
+
 class ProcessesRun(StoreRun):
     """A StoreRun, with what has happened to the processes."""
 
     def __init__(
-        self, outcomes: Sequence[Success], reports: Sequence[ServerReport], history: list[str], lost: dict[int, str]
+        self,
+        outcomes: Sequence[Success],
+        reports: Sequence[ServerReport],
+        history: list[str],
+        lost: dict[int, str],
+        trace: Trace | None,
     ) -> None:
         started = min(outcome.started for outcome in outcomes)
         ended = [cloudpickle.loads(outcome.result) for outcome in outcomes]
         results = [(result, max(0.0, end - started)) for result, end in ended]
-        super().__init__(Run([*results, *reports], 0.0), len(outcomes))
+        super().__init__(Run([*results, *reports], 0.0, trace), len(outcomes))
         self.history, self.lost = history, lost  # lost: {worker: how it died}
 
 
@@ -135,7 +152,7 @@ def run(
     consistency, staleness: see `consistency`. durability, options: see `Deployment`. saboteur: see `Cluster`. monitor: see
     `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
-    of what; but no trace.
+    of what.
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind (but
     a temporary folder, if the caller is killed while it starts its servers). Cost: a byte of a big tensor is copied once into
@@ -147,8 +164,9 @@ def run(
     options |= {"consistency": consistency, "staleness": staleness, "durability": durability}
     if under_launcher():
         return join(worker, workers, servers, args, backend, timeout, saboteur=saboteur, monitor=monitor, **options)
-    job = Job(workers, *resolve(backend, workers), timeout)
-    with _prepared(job, deploy(workers, servers, **options), live, monitor) as group:
+    plan = deploy(workers, servers, **options)
+    job = Job(workers, *resolve(backend, workers), timeout, plan.trace)
+    with _prepared(job, plan, live, monitor) as group:
         return group.run(saboteur, worker, args)
 
 

@@ -36,7 +36,7 @@ class Deployment:
     on_loss: when a worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with
     kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host". secret: what workers and
     servers prove to know before they are heard, 16 characters or more; over tcp, by default, a random one for each run.
-    limit: bytes of one part of a tensor.
+    limit: bytes of one part of a tensor. trace: record every message, and what servers add up.
     """
 
     workers: int
@@ -55,6 +55,7 @@ class Deployment:
     address: str = "ipc"
     secret: str | None = None
     limit: int = 1 << 30
+    trace: bool = False
     # What a run adds.
     room: str = ""  # a folder of its own, which nobody else can enter
     memory: str = ""  # the path of the file that workers and servers share, if they do
@@ -95,6 +96,10 @@ class Deployment:
     def endpoint(self, node: int) -> str:
         """Where a node listens when it first starts: a port of its own choice, unless it has a file."""
         return f"ipc://{self.room}/{node}" if self.address == "ipc" else f"{self.address}:*"
+
+    def server(self, node: int) -> int:
+        """Which server a node is, or a backup of."""
+        return node % self.servers if self.replicated else node
 
     def disk(self, node: int) -> Path:
         return Path(self.folder) / f"server-{node}"

@@ -17,6 +17,7 @@ import zmq
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.compression import CODECS
 from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Request, Send, replace
+from d2lps.kvstore.core.notes import ServerNotes
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
@@ -31,13 +32,14 @@ from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.kvstore.storage.log import LogDamaged
 from d2lps.kvstore.storage.tiers import Tiers
+from d2lps.trace import Recorder
 
 BATCH = 64  # requests, at most, between two syncs of the log
 
 
 def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str, first: bool) -> ServerReport | None:
     """The life of a node, perhaps its first; None from one that lost its place to its backup."""
-    with serving(plan, node, endpoint, first) as server:
+    with serving(plan, node, endpoint, first, comm.recorder) as server:
         try:
             return server.serve()
         except Deposed as reason:
@@ -46,12 +48,14 @@ def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str, first:
 
 
 @contextmanager
-def serving(plan: Deployment, node: int, endpoint: str, first: bool = True) -> Iterator[Serving]:
+def serving(
+    plan: Deployment, node: int, endpoint: str, first: bool = True, recorder: Recorder | None = None
+) -> Iterator[Serving]:
     """A node that listens, as long as the context lasts."""
     keep_freed_memory()
     OPTIMIZERS.update(plan.optimizers)
     CODECS.update(plan.codecs)
-    server = Serving(plan, node, endpoint, first)
+    server = Serving(plan, node, endpoint, first, recorder)
     try:
         yield server
     finally:
@@ -61,13 +65,14 @@ def serving(plan: Deployment, node: int, endpoint: str, first: bool = True) -> I
 class Serving:
     """One node's sockets around its Server."""
 
-    def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool) -> None:
+    def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool, recorder: Recorder | None) -> None:
         self.plan, self.report = plan, ServerReport(node)
         self.serves = node < plan.servers or not plan.replicated  # a backup answers nobody but its primary
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
         self.meter = Meter(self.report, self.server)
+        self.step = ServerNotes(self.server, recorder, plan.workers + plan.server(node)).step if recorder else self.server.step
         if plan.replicated:
             load_state(self.server, self._handed(node))
         on_disk = plan.durability in ("log", "fsync")
@@ -185,7 +190,7 @@ class Serving:
     def _step(self, event: Event) -> list[Reply]:
         """Let something happen; the answers, which must wait for `_commit`."""
         replies = []
-        for effect in self.server.step(event):
+        for effect in self.step(event):
             if isinstance(effect, Reply):
                 replies.append(effect)
             elif isinstance(effect, Send) and self.backup is not None:

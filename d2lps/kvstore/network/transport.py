@@ -21,6 +21,7 @@ from d2lps.comm.status import Status, readers_line
 from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, Session
 from d2lps.kvstore.core.events import READS, Membership, Reply, Request, replace
+from d2lps.kvstore.core.notes import WorkerNotes
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.sockets import BIG, NOWHERE, Slots, Wire, connect, readable, subscribe, writable
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
@@ -39,10 +40,12 @@ class SocketAnswer:
         self.out, self.place = out, out  # where the caller wants it, and where the server puts it
         self.brief = False  # whether it holds one of MOST_LENT
         self.reply: Reply | None = None
+        self.left = self.came = 0.0  # when the request did, first, and when the answer
+        self.notes: WorkerNotes | None = None
         self.failure: BaseException | None = None
 
     def arrived(self, reply: Reply) -> None:
-        self.reply = reply
+        self.came, self.reply = time.monotonic(), reply
         self.there.set()
 
     def failed(self, error: BaseException) -> None:
@@ -55,6 +58,8 @@ class SocketAnswer:
         if self.failure is not None:
             raise RuntimeError(f"the thread that sends this worker's requests has ended: {self.failure!r}") from self.failure
         assert self.reply is not None
+        if self.notes is not None:
+            self.notes.look()
         return self.reply
 
     def is_done(self) -> bool:
@@ -104,7 +109,7 @@ class Line:
         Only what is answered at once is waited for, never what itself may wait for other workers: these could be waiting for
         what would then not be sent.
         """
-        value, out = request.value, request.out
+        value, out, answer.left = request.value, request.out, time.monotonic()
         copied = self._to_copy(value) or self._to_copy(out)
         if self.slots is None or not (copied or out is not None):
             return request
@@ -176,6 +181,7 @@ class SocketTransport:
         self.rung, self.bell = os.pipe()
         os.set_blocking(self.bell, False)
         self.closing = False
+        self.notes = WorkerNotes(comm.recorder, plan.workers) if comm.recorder else None
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._life, name="requests", daemon=True)
         self.thread.start()
@@ -192,6 +198,9 @@ class SocketTransport:
         frame(request)
         what = f"{f'{request.op} {request.key}'.strip()!r} from server {server}"
         answer = SocketAnswer(self.comm, what, self.patience, request.out)
+        if self.notes is not None:
+            answer.notes = self.notes
+            self.notes.asked(server, request, answer)
         self.inbox.append((server, request, answer))
         self._ring()
         if self.failure is not None:
@@ -207,6 +216,8 @@ class SocketTransport:
         self.closing = True
         self._ring()
         self.thread.join()
+        if self.notes is not None:
+            self.notes.look()
         os.close(self.rung)
         os.close(self.bell)
         self.context.destroy(linger=0)

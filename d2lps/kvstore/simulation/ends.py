@@ -14,14 +14,12 @@ import torch
 from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, order
 from d2lps.kvstore.core.events import Append, Event, Reply, Request, replace
+from d2lps.kvstore.core.notes import ServerNotes, WorkerNotes
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
-from d2lps.kvstore.simulation.notes import Notes
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.lines import Line
-
-NOTHING = torch.empty(0)  # what a message without a tensor carries
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class _End:
         comm.mailbox.ends[comm.rank] = self
 
     def post(
-        self, dst: int, label: str, order: Any, record: Request | Reply, departs: Callable[[], Any], there: Callable[[Any], Any]
+        self, dst: int, order: Any, record: Request | Reply, departs: Callable[[], Any], there: Callable[[Any], Any]
     ) -> None:
         """Send what a record carries to another rank; `there` is called with a copy of the tensor, once it has arrived."""
         comm = self.comm
@@ -57,44 +55,25 @@ class _End:
             self.lines[dst] = Line(comm.mailbox, comm.topology.route(comm.nodes[comm.rank], comm.nodes[dst]))
         value, rows = record.value, getattr(record, "rows", None)
         with torch.inference_mode(False):  # of a worker that evaluates, it may be
-            landing = NOTHING if value is None else torch.empty_like(value)
-        nbytes = landing.nbytes + (0 if rows is None else rows.nbytes)
-        sent, received = self._noted(dst, label, record, landing)
+            landing = None if value is None else torch.empty_like(value)
+        nbytes = sum(tensor.nbytes for tensor in (value, rows) if tensor is not None)
 
         def arrived() -> None:
-            if value is not None:
-                landing.copy_(value)
-            sent()
-            received()
-            there(None if value is None else landing)
+            there(landing if landing is None or value is None else landing.copy_(value))
 
         self.lines[dst].post(order, nbytes, departs, arrived)
-
-    def _source(self, record: Request | Reply) -> torch.Tensor:
-        """The memory that a message is read from, as the trace has it."""
-        return NOTHING if record.value is None else record.value
-
-    def _noted(self, dst: int, label: str, record: Request | Reply, landing: torch.Tensor) -> tuple[Callable[[], Any], ...]:
-        """A message in the trace: a send here, a receive there; call both when it has arrived. Goodbyes are none of the run's."""
-        mine, theirs = self.comm.recorder, self.comm.mailbox.ends[dst].comm.recorder
-        if mine is None or theirs is None or record.op == "leave":
-            return (lambda: None,) * 2
-        given, mine.step = mine.step, mine.step or (label,)
-        sent = mine.message("send", self._source(record), "kvstore", dst, 0)
-        noted = sent, theirs.message("recv", landing, "kvstore", self.comm.rank, 0)
-        mine.step = given
-        return noted
 
 
 class SimulatedAnswer:
     """A reply that is under way to a worker."""
 
-    def __init__(self, comm: SimulatedCommunicator) -> None:
-        self.comm, self.waits = comm, False
+    def __init__(self, comm: SimulatedCommunicator, notes: WorkerNotes | None) -> None:
+        self.comm, self.notes, self.waits = comm, notes, False
+        self.left = self.came = comm.now()  # when the request did, to wait for its turn on the line, and the answer
         self.reply: Reply | None = None
 
     def arrived(self, reply: Reply) -> None:
-        self.reply = reply
+        self.reply, self.came = reply, self.comm.mailbox.network.now
         if self.waits:
             self.comm.world.scheduler.happened(self.comm.task)
 
@@ -107,6 +86,8 @@ class SimulatedAnswer:
             self.waits = True
             self.comm.world.scheduler.block(self.comm.task, "answer")
         assert self.reply is not None
+        if self.notes is not None:
+            self.notes.look()
         return self.reply
 
 
@@ -117,12 +98,13 @@ class SimulatedTransport(_End):
         super().__init__(comm)
         self.setup = setup
         self.client, self.changes = Client(comm.rank, setup.servers), Changes()  # of which there are none here
+        self.notes = WorkerNotes(comm.recorder, setup.workers) if comm.recorder else None
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
     def request(self, server: int, request: Request) -> SimulatedAnswer:
-        answer, dst = SimulatedAnswer(self.comm), self.setup.workers + server
+        answer, dst = SimulatedAnswer(self.comm, self.notes), self.setup.workers + server
         numbered: list[Request] = []
 
         def departs() -> None:
@@ -131,7 +113,9 @@ class SimulatedTransport(_End):
         def there(value: torch.Tensor | None) -> None:
             self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value, out=None))
 
-        self.post(dst, f"{request.op} {request.key}".strip(), order(request), request, departs, there)
+        if self.notes is not None:
+            self.notes.asked(server, request, answer)
+        self.post(dst, order(request), request, departs, there)
         return answer
 
     def answered(self, server: int, reply: Reply) -> None:
@@ -148,7 +132,8 @@ class ServerNode(_End):
         self.setup = setup
         members = [worker for worker in range(setup.workers) if worker not in setup.absent]
         self.server = Server(members, **setup.server)
-        self.notes, self.report = Notes(self.server, comm.recorder), ServerReport(comm.node)
+        self.execute = ServerNotes(self.server, comm.recorder, comm.rank).step if comm.recorder else self.server.step
+        self.report = ServerReport(comm.node)
         self.busy_until = 0.0
         self.left: set[int] = set()
         for time, event in setup.events:
@@ -167,9 +152,7 @@ class ServerNode(_End):
             self.step(request)
 
     def step(self, event: Event) -> None:
-        effects = self.server.step(event)
-        self.notes.stepped(event)
-        for effect in effects:
+        for effect in self.execute(event):
             if isinstance(effect, Append) and self.setup.log:
                 self.report.log.append((self.network.now, effect.event))
             elif isinstance(effect, Reply):
@@ -178,20 +161,13 @@ class ServerNode(_End):
     def reply(self, reply: Reply) -> None:
         self.report.sent += 0 if reply.value is None else reply.value.nbytes
         worker, index = self.comm.mailbox.ends[reply.client], self.comm.rank - self.setup.workers
-        label = f"{reply.key or reply.op}: {'ok' if reply.value is None else 'value'}"
 
         def there(value: torch.Tensor | None) -> None:
             worker.answered(index, replace(reply, value=value))
             if reply.op == "leave":
                 self.goodbye(reply.client)
 
-        self.post(reply.client, label, -reply.priority, reply, lambda: None, there)
-
-    def _source(self, record: Request | Reply) -> torch.Tensor:
-        """Not the copy that is sent, but the value itself."""
-        entry = self.server.entries.get(record.key)
-        whole = entry is not None and record.value is not None and entry.value.shape == record.value.shape
-        return entry.value if entry is not None and whole else super()._source(record)
+        self.post(reply.client, -reply.priority, reply, lambda: None, there)
 
     def goodbye(self, worker: int) -> None:
         self.left.add(worker)

@@ -1,0 +1,141 @@
+"""What workers and servers leave in a trace, simulated or real: their messages, and which pushes are in which value, when.
+
+Each notes its own ends of messages. The two ends find each other by the number of the request, which is their tag: so one that
+was lost, or came twice, or whose other end has died with its process, confuses no other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import nan
+from typing import Any
+
+import torch
+
+from d2lps.kvstore.core.events import Effect, Event, Reply, Request
+from d2lps.kvstore.core.placement import key_of
+from d2lps.kvstore.core.server import Server
+from d2lps.trace import Recorder
+from d2lps.trace.recorder import DONE, POSTED, SEQ, STREAM
+
+GROUP = "kvstore"  # of the messages
+NOTHING = torch.empty(0)  # what a message without a tensor carries
+
+
+def carried(record: Request | Reply) -> torch.Tensor:
+    return NOTHING if record.value is None else record.value
+
+
+@contextmanager
+def named(recorder: Recorder, record: Request | Reply) -> Iterator[None]:
+    """What is noted meanwhile belongs to the step that the worker has named, or else to one named after the record."""
+    given = recorder.step
+    if not given and isinstance(record, Request):
+        recorder.step = (f"{record.op} {record.key}".strip(),)
+    elif not given:
+        recorder.step = (f"{record.key or record.op}: {'ok' if record.value is None else 'value'}",)
+    yield
+    recorder.step = given
+
+
+def _stream(recorder: Recorder, src: int, dst: int, tag: int) -> int:
+    return recorder.vocabulary.stream[GROUP, src, dst, tag]
+
+
+class WorkerNotes:
+    """A worker's messages. A recorder belongs to its worker's thread, which writes down what another thread has sent and
+    received meanwhile whenever it asks again, or has waited."""
+
+    def __init__(self, recorder: Recorder, workers: int) -> None:
+        self.recorder, self.workers = recorder, workers
+        self.open: list[tuple[int, int, Any]] = []  # where a request's row begins, the server's rank, its SocketAnswer
+
+    def asked(self, server: int, request: Request, answer: Any) -> None:
+        """The tensor has its name, and the message its place in the program; when it leaves is not known yet."""
+        self.look()
+        if request.op == "leave":  # the goodbye is none of the run's
+            return
+        rank = self.workers + server
+        with named(self.recorder, request):
+            row = self.recorder.end(carried(request), _stream(self.recorder, self.recorder.rank, rank, 0), nan)
+        self.open.append((row, rank, answer))
+
+    def look(self) -> None:
+        """Write down the answers that have come."""
+        waiting = []
+        for row, rank, answer in self.open:
+            if answer.reply is None:
+                waiting.append((row, rank, answer))
+            else:
+                tag, me, ends = answer.reply.sequence, self.recorder.rank, self.recorder.ends
+                ends[row + STREAM], ends[row + POSTED] = _stream(self.recorder, me, rank, tag), answer.left
+                came = self.recorder.end(carried(answer.reply), _stream(self.recorder, rank, me, tag), answer.left)
+                self.recorder.done(came)
+                ends[came + SEQ], ends[came + DONE] = ends[row + SEQ], answer.came  # it was expected from then on
+        self.open = waiting
+
+
+class ServerNotes:
+    """A server's messages, and what it adds up; the server itself knows of no trace.
+
+    An answer is on its way when the server has it: where a log must be safe first, that time is the message's.
+    """
+
+    def __init__(self, server: Server, recorder: Recorder, rank: int) -> None:
+        self.server, self.recorder, self.ready, recorder.rank = server, recorder, recorder.now(), rank
+        self.pushed: dict[str, list[torch.Tensor]] = defaultdict(list)  # not yet part of the value
+        self.versions: dict[str, int] = {}
+
+    def step(self, event: Event) -> list[Effect]:
+        """The server's, and a note of it."""
+        if isinstance(event, Request) and event.op != "leave":
+            stream = _stream(self.recorder, event.client, self.recorder.rank, event.sequence)
+            row = self.recorder.end(carried(event), stream, self.ready)
+            self.recorder.done(row)
+            self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()  # it listens all the time
+        effects = self.server.step(event)
+        self._stepped(event)
+        for reply in effects:
+            if isinstance(reply, Reply) and reply.op not in ("leave", "send"):
+                stream = _stream(self.recorder, self.recorder.rank, reply.client, reply.sequence)
+                with named(self.recorder, reply):
+                    self.recorder.end(self._source(reply), stream, self.recorder.now())
+        return effects
+
+    def _source(self, reply: Reply) -> torch.Tensor:
+        """What an answer carries: not the copy that is sent, but the value itself, if it is the whole one."""
+        entry = self.server.entries.get(reply.key)
+        whole = entry is not None and reply.value is not None and entry.like.shape == reply.value.shape
+        return entry.value if entry is not None and whole else carried(reply)
+
+    def _stepped(self, event: object) -> None:
+        """After an event."""
+        if isinstance(event, Request) and event.key in self.server.entries:
+            if event.op in ("init", "choose"):
+                self._began(event.key)
+            elif event.value is not None and event.op != "offer" and "codec" not in event.options:  # else it keeps another tensor
+                self.pushed[event.key].append(event.value)
+        for key in [key for key in self.pushed if self.server.entries[key].version != self.versions.get(key, 0)]:
+            self._changed(key)
+
+    def _began(self, key: str) -> None:
+        """The first value, whoever brought it, is the server's own; its buffer is known by the key."""
+        if key not in self.versions:
+            self.versions[key] = 0
+            buffers = self.recorder.vocabulary.buffers
+            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].value)[0]]
+            buffer.name, buffer.scratch = key_of(key)[0], False
+
+    def _changed(self, key: str) -> None:
+        """All that does not wait for the end of its round is now in the value."""
+        entry = self.server.entries[key]
+        waiting = {id(value) for pushes in entry.open.values() for mine in pushes.values() for _, value in mine}
+        op, now = str(self.server.options.get("name", "sum")).upper(), self.recorder.now()
+        for value in self.pushed.pop(key):
+            if id(value) in waiting:
+                self.pushed[key].append(value)
+            else:
+                self.recorder.local(op, entry.value, value, now, now)
+        self.versions[key] = entry.version
