@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 
 import torch
 
@@ -52,6 +53,7 @@ class Entry:
         self.like = torch.empty_like(value, device="meta")  # its shape and dtype
         self.version = version  # how often the value has changed
         self.open: Rounds = {} if open is None else open
+        self._lent: Callable[[], torch.Tensor | None] = lambda: None  # the value as readers have it, while they do
         self._pages: dict[str, int] = {}  # of the optimizer's tensors: their bytes
         self.store[self._page()] = value
         self.moments = moments or {}
@@ -102,7 +104,9 @@ class Entry:
         self, contributions: list[Contribution], workers: int, optimizer: Optimizer | None = None, mean: bool = True
     ) -> None:
         """Change the value by the sum of contributions, or let the optimizer do it; what it gets may be the mean over workers."""
-        value = self.value
+        value, lent = self.value, self._lent()
+        if lent is not None and lent.data_ptr() == value.data_ptr():
+            value = value.clone()
         rows, total = add_up(value, contributions)
         if optimizer is None:
             add_to(value, rows, total)
@@ -113,14 +117,17 @@ class Entry:
         self.store[self._page()] = value
         self.version += 1
 
-    def read(self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None, only_look: bool = False) -> torch.Tensor:
-        """A copy, of the whole value or of some rows; the whole one in `out`, if that has as many bytes."""
+    def read(self, rows: torch.Tensor | None = None, only_look: bool = False, lend: bool = False) -> torch.Tensor:
+        """A copy of the whole value or of some rows. lend: the value itself, which is not changed while somebody has it."""
         value = self.store.peek(self._page()) if only_look else self.value
         if rows is not None:
             return value[rows]
-        if out is None or out.nbytes != value.nbytes:
+        if not lend:
             return value.clone()
-        return out.flatten().view(value.dtype).view(value.shape).copy_(value)
+        lent = self._lent()
+        if lent is None or lent.data_ptr() != value.data_ptr():
+            self._lent = weakref.ref(lent := value.detach())
+        return lent
 
 
 # ---- rows: of an embedding of millions a batch touches hundreds, and only those travel and change ---------------------------

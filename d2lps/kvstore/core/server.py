@@ -11,7 +11,7 @@ from typing import Any
 
 from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
-from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send, replace
+from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send
 from d2lps.kvstore.core.operations import OPERATIONS, check_key, place
 from d2lps.kvstore.core.state import BARRIER, State
 
@@ -42,6 +42,8 @@ class Server(State):
     Memory: the values, the optimizer's state, and under bsp the pushes of open rounds, up to m n bytes.
     """
 
+    lends = False  # whether its answers may hold values themselves, for a driver that sees to it that nobody changes them
+
     def step(self, event: Event) -> list[Effect]:
         """Let something happen; what is now to be done, in order."""
         effects: list[Effect] = _STEPS[type(event)](self, event)
@@ -66,16 +68,13 @@ class Server(State):
         return effects
 
     def _again(self, request: Request) -> list[Effect]:
-        """It was executed: only the answer is due once more. A read is read anew; its worker has seen no answer to it.
-
-        Or it has, and this request is a late one: then its place may have been given to another, so nothing goes there.
-        """
+        """It was executed: only the answer is due once more, if it has not arrived. A read is read anew."""
         client, waiting = self.filter.clients[request.client], self.waiting.get(place(request), ())
         if request.sequence < client.answered or any(request.retry_key == other.retry_key for other in waiting):
             return []
         error = client.errors.get(request.sequence, "")
         try:
-            return [self._reply(replace(request, out=None), error)]
+            return [self._reply(request, error)]
         except Refused as reason:
             return [self._reply(request, str(reason))]
 
@@ -181,10 +180,10 @@ class Server(State):
         return self._reply(request)
 
     def _reply(self, request: Request, error: str = "") -> Reply:
-        """An answer; a read's carries a copy of the value."""
+        """An answer; a read's carries a copy of the value, or the value itself, lent (see `Entry.read`)."""
         value = None
         if request.op in READS and not error:
-            value = check_key(self, request).read(request.rows, request.out, only_look=request.op == "peek")
+            value = check_key(self, request).read(request.rows, only_look=request.op == "peek", lend=self.lends)
         return Reply(
             *request.retry_key,
             op=request.op,

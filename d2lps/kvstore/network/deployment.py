@@ -70,14 +70,9 @@ class Deployment:
         return self.durability == "replica"
 
     @property
-    def waits(self) -> bool:
-        """Whether a read may have to wait for other workers."""
-        return self.consistency != "asp"
-
-    @property
     def near(self) -> bool:
-        """Whether servers may reach into the workers' memory. A deposed primary must not: it might do so at any time later."""
-        return self.address == "ipc" and not self.replicated
+        """Whether workers and servers may read one another's memory."""
+        return self.address == "ipc"
 
     @property
     def coordinator(self) -> str:
