@@ -123,8 +123,8 @@ class Wire:
         lead = bytes(parts[0]) if parts else b""
         if lead == UNREADABLE:
             raise PermissionError("the other end may not read this process")
-        if len(lead) < CARD.size:
-            wrong("card", lead, f"it has {CARD.size} bytes")
+        if len(lead) <= CARD.size or sum(lead[CARD.size :]) != len(parts) - 1:
+            wrong("card", lead, f"after {CARD.size} bytes come counts, and there are {len(parts) - 1} parts")
         begin, card = 1, CARD.unpack_from(lead)
         for count in lead[CARD.size :]:
             far = list[Far]()
