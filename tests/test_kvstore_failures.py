@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import struct
 import subprocess
@@ -334,36 +333,6 @@ def test_a_backup_that_sleeps_is_named_and_another_takes_its_place(tmp_path: Pat
         "node 4 serves as server 0 in view 1",
     ]
     check(tmp_path, run, 2)
-
-
-class Full:
-    """An optimizer's place in a plan: a server that unpacks it finds no room on its disk for anything of 50 KB."""
-
-    def __reduce__(self) -> Any:
-        return resource.setrlimit, (resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-
-
-def test_a_full_disk_costs_the_next_backup_but_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def saboteur(cluster: Cluster) -> None:
-        assert until(lambda: (tmp_path / "began").exists(), 60)
-        cluster.servers[0].kill()
-        assert until(lambda: any("goes on without a backup" in line for line in cluster.history), 60)
-        (tmp_path / "stop").touch()
-
-    def worker(kv: Any) -> list[float]:
-        out = torch.zeros(25_000)
-        kv.init("w", out)
-        kv.push("w", torch.ones(25_000)).wait()
-        (tmp_path / "began").touch()
-        while not (tmp_path / "stop").exists():
-            kv.comm.sleep(0.01)
-        kv.pushpull("w", torch.ones(25_000), out).wait()
-        return out.unique().tolist()
-
-    monkeypatch.setitem(OPTIMIZERS, "none of the test", Full())
-    run = kvstore.run(worker, 1, 1, durability="replica", consistency="asp", saboteur=saboteur)
-    assert run == [[2.0]]
-    assert [line for line in run.history if "goes on without a backup" in line and "File too large" in line], run.history
 
 
 def test_a_server_that_is_busy_for_longer_than_patience_is_not_given_up() -> None:

@@ -45,8 +45,7 @@ class _Record:
 class Request(_Record):
     """One client asks one server for something.
 
-    The server owns `value` and `rows` from now on: who gives them keeps no tensor that shares their memory. `out` is written
-    to, if it has room, when the request is executed, and never again; it is in no log and no state.
+    The server owns `value` and `rows` from now on: who gives them keeps no tensor that shares their memory.
     """
 
     op: str  # one of OPS
@@ -61,7 +60,7 @@ class Request(_Record):
     sequence: int = 0  # 1, 2, 3 ... in the order in which this life sends requests to this server; retries keep theirs
     acknowledged: int = 0  # the client has the answers to all sequences below this one
     view: int = 0  # the number of the membership that the client knows
-    out: torch.Tensor | None = None  # where the answer is wanted: on its way to the server only if both share its memory
+    out: torch.Tensor | None = None  # where the client wants the value: never leaves it
 
     @property
     def retry_key(self) -> tuple[int, int, int]:
@@ -113,7 +112,7 @@ class Reply(_Record):
     sequence: int
     op: str = ""
     key: str = ""
-    value: torch.Tensor | None = None  # pull, pushpull: a copy of the tensor, or of the rows asked for; it may be in `out`
+    value: torch.Tensor | None = None  # pull, pushpull: the tensor as it is now, or the rows asked for; never changed
     error: str = ""  # not empty: the request was refused, for this reason
     clock: int = 0  # join: the clock to begin at
     priority: int = 0  # of the request

@@ -118,9 +118,6 @@ class Coordinator:
             self._renew(node.server)
         elif word == b"handed" and not self.finishing:
             self.nodes[int(text)].start()
-        elif word == b"unhanded":
-            self.backups[node.server] = None
-            self.say(f"server {node.server} goes on without a backup: {text}")
         elif word == b"measured" and self.monitor is not None and node in self.serving:
             self.monitor.heard(self.serving.index(node), text)
         elif word == b"over":

@@ -243,18 +243,11 @@ class Serving:
                 self.server.replicate, backup, self.backup = False, self.backup, None
                 self._send(backup.released())
             elif word == b"handover":
-                self._hand_over(int(parts[0]))
+                save_state(self.server, self._handed(int(parts[0])), self.server.number)
+                self.server.replicate, self.backup = True, self._backup(int(parts[0]))
+                self.tell(b"handed", parts[0])
             elif word == b"event":
                 self._told(parse(parts, self.plan.limit))
-
-    def _hand_over(self, node: int) -> None:
-        """Write down all that is here for a new backup, and from now on give it every event; or say what stands in the way."""
-        try:
-            save_state(self.server, self._handed(node), self.server.number)
-        except OSError as error:
-            return self.tell(b"unhanded", str(error).encode())
-        self.server.replicate, self.backup = True, self._backup(node)
-        return self.tell(b"handed", str(node).encode())
 
     def _told(self, event: Event | Reply) -> None:
         if isinstance(event, Lost):

@@ -157,7 +157,7 @@ class SocketTransport:
         self.inbox: deque[tuple[int, Request, SocketAnswer]] = deque()
         self.rung, self.bell = os.pipe()
         os.set_blocking(self.bell, False)
-        self.closing = False
+        self.closing = self.awake = False
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._life, name="requests", daemon=True)
         self.thread.start()
@@ -191,6 +191,8 @@ class SocketTransport:
         self.context.destroy(linger=0)
 
     def _ring(self) -> None:
+        if self.awake:  # and will look before it sleeps
+            return
         with suppress(BlockingIOError):  # it has been rung often enough
             os.write(self.bell, b"!")
 
@@ -223,7 +225,10 @@ class SocketTransport:
         if self.news is not None:
             poller.register(self.news, zmq.POLLIN)
         due = self.client.due
-        ready = dict(poller.poll(None if math.isinf(due) else max(0, math.ceil(1e3 * (due - time.monotonic())))))
+        patience = None if math.isinf(due) else max(0, math.ceil(1e3 * (due - time.monotonic())))
+        self.awake = False
+        ready = dict(poller.poll(0 if self.inbox or self.closing else patience))
+        self.awake = True
         if self.rung in ready:
             os.read(self.rung, 4096)
         for line in self.lines:
