@@ -33,6 +33,7 @@ from d2lps.kvstore import Cluster, Lost, Membership, Request, register_optimizer
 from d2lps.kvstore.core.events import Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS, TorchOptimizer
 from d2lps.kvstore.network.sockets import connect, derive_keys
+from d2lps.kvstore.network.wire import NOBODY
 from d2lps.kvstore.storage.frame import frame
 from d2lps.kvstore.storage.log import Log, LogDamaged, header
 
@@ -373,8 +374,8 @@ def test_a_primary_that_wakes_up_in_an_old_view_writes_nothing(tmp_path: Path) -
         cluster.servers[0].pause()
         with zmq.Context[zmq.Socket[bytes]]() as context:
             stranger = connect(context, cluster.addresses[0], b"7.0", 1 << 20, None)
-            stranger.send_multipart(frame(Request("join", client=7, sequence=1)))
-            stranger.send_multipart(frame(Request("push", "sums[0:4]", torch.full((4,), 10**9), client=7, sequence=2)))
+            stranger.send_multipart(message(Request("join", client=7, sequence=1)))
+            stranger.send_multipart(message(Request("push", "sums[0:4]", torch.full((4,), 10**9), client=7, sequence=2)))
             cluster.sleep(1.0)
             cluster.servers[0].resume()
             heard.append(stranger.poll(500))
@@ -579,6 +580,12 @@ def steady(kv: Any, folder: str) -> list[float]:
     return out.tolist()
 
 
+def message(record: Any) -> list[Any]:
+    """As a worker on another machine sends it."""
+    parts = frame(record, checked=True)
+    return [NOBODY + bytes([len(parts)]), *parts]
+
+
 FORGED = Request("push", "w", torch.full((4,), 1000.0), client=0, sequence=3, acknowledged=2)
 
 
@@ -597,7 +604,7 @@ def test_who_does_not_know_the_secret_never_gets_in(tmp_path: Path, how: str) ->
                 monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
                 stranger.disconnect(nowhere)
                 stranger.connect(cluster.addresses[0])
-                stranger.send_multipart(frame(FORGED if name == b"x" else Lost(0), checked=True))
+                stranger.send_multipart(message(FORGED if name == b"x" else Lost(0)))
                 heard.append(bool(monitor.poll(500 if name == b"x" else 10_000)))
                 stranger.disable_monitor()
                 stranger.close()
@@ -618,8 +625,8 @@ def test_another_user_of_the_machine_gets_nothing_done(tmp_path: Path, keys: Any
         until(lambda: all((tmp_path / f"began {rank}").exists() for rank in range(2)))
         with zmq.Context[zmq.Socket[bytes]]() as context:
             stranger = connect(context, cluster.addresses[0], b"0.0", 1 << 20, keys)
-            stranger.send_multipart(frame(FORGED, checked=True))
-            stranger.send_multipart(frame(Request("join", client=0, epoch=1, sequence=1), checked=True))
+            stranger.send_multipart(message(FORGED))
+            stranger.send_multipart(message(Request("join", client=0, epoch=1, sequence=1)))
             heard.append(stranger.poll(500))
             stranger.close()
         (tmp_path / "stop").touch()
@@ -632,7 +639,7 @@ def test_another_user_of_the_machine_gets_nothing_done(tmp_path: Path, keys: Any
 def test_bad_frames_change_nothing(tmp_path: Path) -> None:
     chance = random.Random(3)
     frames = 20_000 if SOAK else 2_000
-    good = [bytes(part) for part in frame(FORGED, checked=True)]
+    card, *good = map(bytes, message(FORGED))
     sends = [Lost(0), Membership(5, {}, (0,)), Send(1, Lost(1)), kvstore.Reply(0, 0, 3)]
 
     def bad() -> list[bytes]:
@@ -640,15 +647,15 @@ def test_bad_frames_change_nothing(tmp_path: Path) -> None:
         if kind == 0:
             return [chance.randbytes(chance.randrange(300)) for _ in range(chance.randrange(4))]
         if kind == 1:
-            return [bytes(part) for part in frame(chance.choice(sends))]
+            return message(chance.choice(sends))
         if kind == 2:
-            return parts[: chance.randrange(2)] + parts[chance.randrange(2) + 1 :] + [b"x"]
+            return [card] * chance.randrange(2) + parts[: chance.randrange(2)] + parts[chance.randrange(2) + 1 :] + [b"x"]
         part, at = chance.randrange(2), 0
         whole = bytearray(parts[part])
         at = chance.randrange(len(whole))
         whole[at] ^= 1 << chance.randrange(8)
         parts[part] = bytes(whole)
-        return parts
+        return [card, *parts]
 
     def saboteur(cluster: Cluster) -> None:
         until(lambda: all((tmp_path / f"began {rank}").exists() for rank in range(2)))
@@ -657,7 +664,7 @@ def test_bad_frames_change_nothing(tmp_path: Path) -> None:
             for _ in range(frames):
                 stranger.send_multipart(bad() or [b""])
             huge = connect(context, cluster.addresses[0], b"huge", 1 << 20, None)
-            huge.send_multipart([good[0], bytes(4 << 20)])  # more than the server takes: it hangs up
+            huge.send_multipart([card, good[0], bytes(4 << 20)])  # more than the server takes: it hangs up
             until(lambda: not stranger.poll(200), 1)
             stranger.close(linger=2000)
             huge.close(linger=200)

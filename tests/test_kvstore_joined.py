@@ -21,7 +21,7 @@ from d2lps.kvstore import Request
 from d2lps.kvstore.network.deployment import deploy
 from d2lps.kvstore.network.serving import serving
 from d2lps.kvstore.network.sockets import connect
-from d2lps.kvstore.storage.frame import frame
+from d2lps.kvstore.network.wire import Wire
 
 SCRIPT = """
 import json, os, sys
@@ -82,7 +82,7 @@ def served(patience: float, living: float) -> kvstore.ServerReport:
             socket = connect(context, endpoint, b"0.0", plan.largest, plan.keys)
             for sequence, op in ((1, "barrier"), *([(2, "leave")] if living else [])):
                 sleep(living if op == "leave" else 0)
-                socket.send_multipart(frame(Request(op, sequence=sequence)))
+                socket.send_multipart(next(Wire(plan.limit).packed([Request(op, sequence=sequence)])))
                 while socket.recv_multipart() == [b""]:  # is anybody there?
                     pass
             socket.close()

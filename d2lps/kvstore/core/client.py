@@ -10,14 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from d2lps.kvstore.core.events import Membership, Reply, Request, replace
 
 RETRY, RETRY_MOST = 1.0, 16.0  # seconds of silence after which all is sent again: at first, and at most (it doubles)
 SOON = 0.01  # seconds: the server knows less than we do, for a moment
-Stage = Callable[[Request, Any], Request | None]
 
 
 def order(request: Request) -> tuple[int, bool, int]:
@@ -55,18 +53,13 @@ class Session:
         self.posted += 1
         heapq.heappush(self.queue, (order(request), self.posted, request, waiter))
 
-    def next(self, now: float = 0.0, stage: Stage = lambda request, waiter: request) -> Request | None:
-        """What is to be sent now, if anything is; None also if `stage`, which may put tensors elsewhere, gives None: not yet."""
-        sequence = self.again.popleft() if self.again else 0
-        while sequence and sequence not in self.open:  # answered meanwhile
-            sequence = self.again.popleft() if self.again else 0
-        if not sequence:
-            staged = stage(*self.queue[0][2:]) if self.queue else None
-            if staged is None:
-                return None
-            return self.number(staged, heapq.heappop(self.queue)[3], now)
-        self.due = min(self.due, now + self.patience)
-        return self._stamped(sequence)
+    def next(self, now: float = 0.0) -> Request | None:
+        """What is to be sent now, if anything is."""
+        while self.again:
+            if (sequence := self.again.popleft()) in self.open:  # else it was answered meanwhile
+                self.due = min(self.due, now + self.patience)
+                return self._stamped(sequence)
+        return self.number(*heapq.heappop(self.queue)[2:], now) if self.queue else None
 
     def number(self, request: Request, waiter: Any = None, now: float = 0.0) -> Request:
         """The request as it leaves; remembered, with whoever waits for it, until it is answered."""

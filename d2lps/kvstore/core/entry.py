@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping
+import weakref
+from collections.abc import Callable, Hashable, MutableMapping
 
 import torch
 
@@ -52,6 +53,7 @@ class Entry:
         self.like = torch.empty_like(value, device="meta")  # its shape and dtype
         self.version = version  # how often the value has changed
         self.open: Rounds = {} if open is None else open
+        self._lent: Callable[[], torch.Tensor | None] = lambda: None  # the value as readers have it, while they do
         self._pages: dict[str, int] = {}  # of the optimizer's tensors: their bytes
         self.store[self._page()] = value
         self.moments = moments or {}
@@ -113,7 +115,9 @@ class Entry:
 
     def apply(self, pushes: Pushes, workers: int, optimizer: Optimizer | None = None, rule: Rule = total) -> None:
         """Change the value by what the rule makes of the pushes, or let the optimizer do it."""
-        value = self.value
+        value, lent = self.value, self._lent()
+        if lent is not None and lent.data_ptr() == value.data_ptr():
+            value = value.clone()
         if not value.is_floating_point():  # pushed before an optimizer was set; afterwards it is refused
             optimizer, rule = None, total
         rows, change = rule(value, pushes, workers)
@@ -130,11 +134,14 @@ class Entry:
         self.store[self._page()] = value
         self.version += 1
 
-    def read(self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None, only_look: bool = False) -> torch.Tensor:
-        """A copy, of the whole value or of some rows; the whole one in `out`, if that has as many bytes."""
+    def read(self, rows: torch.Tensor | None = None, only_look: bool = False, lend: bool = False) -> torch.Tensor:
+        """A copy of the whole value or of some rows. lend: the value itself, which is not changed while somebody has it."""
         value = self.peek() if only_look else self.value
         if rows is not None:
             return value[rows]
-        if out is None or out.nbytes != value.nbytes:
+        if not lend:
             return value.clone()
-        return out.flatten().view(value.dtype).view(value.shape).copy_(value)
+        lent = self._lent()
+        if lent is None or lent.data_ptr() != value.data_ptr():
+            self._lent = weakref.ref(lent := value.detach())
+        return lent

@@ -57,8 +57,7 @@ class _Record(Struct, frozen=True, eq=False, tag=True, forbid_unknown_fields=Tru
 class Request(_Record, frozen=True):
     """One client asks one server for something.
 
-    The server owns `value` and `rows` from now on: who gives them keeps no tensor that shares their memory. `out` is written
-    to, if it has room, when the request is executed, and never again; it is in no log and no state.
+    The server owns `value` and `rows` from now on: who gives them keeps no tensor that shares their memory.
     """
 
     op: Op
@@ -73,7 +72,7 @@ class Request(_Record, frozen=True):
     sequence: Count = 0  # 1, 2, 3 ... in the order in which this life sends requests to this server; retries keep theirs
     acknowledged: Count = 0  # the client has the answers to all sequences below this one
     view: Count = 0  # the number of the membership that the client knows
-    out: torch.Tensor | None = None  # where the answer is wanted: on its way to the server only if both share its memory
+    out: torch.Tensor | None = None  # where the client wants the value: never leaves it
 
     @property
     def retry_key(self) -> tuple[int, int, int]:
@@ -120,7 +119,7 @@ class Reply(_Record, frozen=True):
     sequence: Count
     op: Literal["", Op, "send"] = ""
     key: str = ""
-    value: torch.Tensor | None = None  # pull, pushpull: a copy of the tensor, or of the rows asked for; it may be in `out`
+    value: torch.Tensor | None = None  # pull, pushpull: the tensor as it is now, or the rows asked for; never changed
     error: str = ""  # not empty: the request was refused, for this reason
     clock: Count = 0  # join: the clock to begin at
     priority: int = 0  # of the request

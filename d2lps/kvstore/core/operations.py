@@ -176,7 +176,7 @@ def answer(state: State, request: Request) -> torch.Tensor | None:
         return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
     if request.op not in READS:
         return None
-    return check_key(state, request).read(request.rows, request.out, only_look=request.op == "peek")
+    return check_key(state, request).read(request.rows, only_look=request.op == "peek", lend=state.lends)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
 from d2lps.kvstore.core.entry import Entry
-from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send, replace
+from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send
 from d2lps.kvstore.core.operations import OPERATIONS, answer, place
 from d2lps.kvstore.core.pieces import Plain
 from d2lps.kvstore.core.state import BARRIER, State
@@ -67,16 +67,13 @@ class Server(State):
         return effects
 
     def _again(self, request: Request) -> list[Effect]:
-        """It was executed: only the answer is due once more. A read is read anew; its worker has seen no answer to it.
-
-        Or it has, and this request is a late one: then its place may have been given to another, so nothing goes there.
-        """
+        """It was executed: only the answer is due once more, if it has not arrived. A read is read anew."""
         client, waiting = self.filter.clients[request.client], self.waiting.get(place(request), ())
         if request.sequence < client.answered or any(request.retry_key == other.retry_key for other in waiting):
             return []
         error = client.errors.get(request.sequence, "")
         try:
-            return [self._reply(replace(request, out=None), error)]
+            return [self._reply(request, error)]
         except Refused as reason:
             return [self._reply(request, str(reason))]
 
@@ -195,7 +192,7 @@ class Server(State):
         return self._reply(request)
 
     def _reply(self, request: Request, error: str = "") -> Reply:
-        """An answer; a read's carries a copy of the value."""
+        """An answer; a read's carries a copy of the value, or the value itself, lent (see `Entry.read`)."""
         return Reply(
             *request.retry_key,
             op=request.op,

@@ -107,6 +107,8 @@ class Filter:
 class State:
     """The state of a `Server`, which see; what it is made with (consistency, on_loss ...) is not in `state()`."""
 
+    lends = False  # whether its answers may hold values themselves, for a driver that sees to it that nobody changes them
+
     def __init__(
         self,
         workers: Iterable[int],

@@ -41,11 +41,11 @@ class KVWorker(Asking):
     """
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor that need not be copied to be pushed, nor after it was pulled, where workers and servers share memory.
+        """A tensor that need not be copied to be added up, where workers and servers share memory.
 
         >>> gradient = kv.empty((1000, 1000))       # doctest: +SKIP
 
-        They do on one machine (Linux, on CPUs), but for durability "replica" and address "tcp". Raises MemoryError.
+        They do on one machine (Linux, on CPUs), but for address "tcp"; under bsp it is copied all the same. Raises MemoryError.
         """
         return self.transport.empty(shape, dtype)
 

@@ -155,9 +155,9 @@ def run(
     of what.
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind (but
-    a temporary folder, if the caller is killed while it starts its servers). Cost: a byte of a big tensor is copied once into
-    memory that worker and server share, and read there; a pulled one comes by two copies; those of `kv.empty` save one each.
-    Where no memory is shared (see there) a pushed byte is copied into a socket and out of it, a pulled one four times.
+    a temporary folder, if the caller is killed while it starts its servers). Cost: on one machine a byte of a big tensor is
+    copied once, from where one process has it to where the other wants it (see `wire`); one of `kv.empty` is added up where it
+    is. Over tcp, and where the kernel refuses, it is copied into a socket and out of it.
     """
     check(worker, "kv", backend, timeout, 256, workers=workers, servers=servers)
     _check_own(saboteur, monitor)

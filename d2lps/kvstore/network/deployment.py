@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,9 @@ class Deployment:
         return self.durability == "replica"
 
     @property
-    def waits(self) -> bool:
-        """Whether a read may have to wait for other workers."""
-        return self.consistency != "asp"
-
-    @property
     def near(self) -> bool:
-        """Whether servers may reach into the workers' memory. A deposed primary must not: it might do so at any time later."""
-        return self.address == "ipc" and not self.replicated
+        """Whether workers and servers may read one another's memory."""
+        return self.address == "ipc"
 
     @property
     def coordinator(self) -> str:
@@ -138,16 +133,23 @@ def deploy(workers: int, servers: int, **options: Any) -> Deployment:
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"options {sorted(unknown)} are unknown: choose {', '.join(sorted(OPTIONS))}")
     plan = Deployment(workers, servers, **options)
+    for name in ("durability", "consistency", "on_loss", "placement", "address"):
+        if not isinstance(given := getattr(plan, name), str):
+            raise ValueError(f"{name}={given!r} is not a text")
+    if not isinstance(plan.folder, str | Path):
+        raise ValueError(f"folder={plan.folder!r} is not a path")
     if plan.durability not in LEVELS:
         raise ValueError(f"durability={plan.durability!r} is unknown: choose {', '.join(map(repr, LEVELS))}")
     _check_bytes(31, limit=plan.limit, log_bytes=plan.log_bytes)
     if plan.memory_budget is not None:
         _check_bytes(63, memory_budget=plan.memory_budget)
-    patience, absent, secret = plan.patience, plan.absent, plan.secret
+    patience, secret = plan.patience, plan.secret
     if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < math.inf:
         raise ValueError(f"patience={patience!r} is not a number of seconds")
-    if not set(absent) < set(range(workers)) and absent:
-        raise ValueError(f"absent={list(absent)} are not all ranks from 0 to {workers - 1}, or nobody else is there")
+    absent, everyone = plan.absent, {*range(workers)}
+    listed = isinstance(absent, Sequence | Set) and all(type(rank) is int for rank in absent)
+    if not listed or ({*absent} and not {*absent} < everyone):
+        raise ValueError(f"absent={absent!r} are not ranks from 0 to {workers - 1}, or nobody else is there")
     plan.placed(), Server((), **plan.rules)  # to hear what is wrong with them
     where = check_address(plan.address)
     keys = None if where == "ipc" and secret is None else derive_keys(new_secret() if secret is None else secret)

@@ -9,32 +9,31 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import zmq
 
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.compression import CODECS
-from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Request, Send, replace
+from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Send, replace
 from d2lps.kvstore.core.notes import ServerNotes
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.network.clients import Clients, received
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.meter import Meter
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
-from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
+from d2lps.kvstore.network.sockets import connect, listen, readable
 from d2lps.kvstore.storage import parcels
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
-from d2lps.kvstore.storage.frame import FrameError, frame, parse
+from d2lps.kvstore.storage.frame import frame, parse
 from d2lps.kvstore.storage.log import LogDamaged
 from d2lps.kvstore.storage.tiers import Tiers
 from d2lps.trace import Recorder
-
-BATCH = 64  # requests, at most, between two syncs of the log
 
 
 def serve(comm: Communicator, plan: Deployment, node: int, endpoint: str, first: bool) -> ServerReport | None:
@@ -71,6 +70,7 @@ class Serving:
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
+        self.server.lends = plan.memory_budget is None  # else what is lent would take more
         self.meter = Meter(self.report, self.server)
         self.step = ServerNotes(self.server, recorder, plan.workers + plan.server(node)).step if recorder else self.server.step
         if plan.replicated:
@@ -87,15 +87,13 @@ class Serving:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
             cut += self.durable.cut
         self.context = zmq.Context[zmq.Socket[bytes]]()
-        self.doorkeeper = guard(self.context, plan.keys)
-        self.requests = listen(self.context, endpoint, plan.largest, plan.keys)
-        self.endpoint = self.requests.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.workers = Clients(plan, self.context, endpoint, keeps=self.server.consistency.rounds)
         self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None) if plan.room else None
         self.copies = listen(self.context, f"ipc://{plan.room}/b{node}", plan.largest, None) if plan.replicated else None
         self.backup = self._backup(node + plan.servers) if self.server.replicate else None
-        self.wire = Wire(plan.limit, shared_memory(plan.memory, plan.workers))
         self.over = False
         self.pulse = Pulse(self.context, plan.coordinator, node) if plan.replicated else None
+        self.endpoint = self.workers.endpoint
         self.tell(b"ready", self.endpoint.encode(), str(cut).encode())
 
     def _handed(self, node: int) -> Path:
@@ -106,14 +104,13 @@ class Serving:
         return Backup(self.context, f"ipc://{self.plan.room}/b{node}", self.plan.largest)
 
     def close(self) -> None:
-        for helper in (self.pulse, self.doorkeeper):
-            if helper is not None:
-                helper.stop()
+        if self.pulse is not None:
+            self.pulse.stop()
         if self.durable is not None:
             self.durable.close()
-        for socket in (self.control, self.requests):
-            if socket is not None:
-                socket.close(linger=1000)  # milliseconds: a last word may still be under way
+        self.workers.close()
+        if self.control is not None:
+            self.control.close(linger=1000)  # milliseconds: as above
         self.context.destroy(linger=0)
         if isinstance(self.server.store, Tiers):
             self.server.store.close()
@@ -128,7 +125,7 @@ class Serving:
 
         RankHung when nothing has come for `patience` seconds, and no worker can be reached: a cable may be cut.
         """
-        sockets = [socket for socket in (self.control, self.requests, self.copies) if socket is not None]
+        sockets = [socket for socket in (self.control, self.workers.socket, self.copies) if socket is not None]
         while not self.over:
             heard = [*sockets, self.backup.socket] if self.backup is not None else sockets
             if not zmq.select(heard, [], [], patience)[0]:
@@ -144,48 +141,24 @@ class Serving:
     # ---- workers ----------------------------------------------------------------------------------------------------------
 
     def _look_for_workers(self, patience: float | None) -> None:
-        """A message without content, which they ignore, to everybody: the socket knows who is connected."""
-        reached, members = 0, list(self.server.clocks.at)
-        self.requests.set(zmq.ROUTER_MANDATORY, 1)
-        for worker in members:
-            with suppress(zmq.ZMQError):  # it is not
-                self.requests.send_multipart([f"{worker}.{self.server.filter.clients[worker].epoch}".encode(), b""], zmq.NOBLOCK)
-                reached += 1
-        self.requests.set(zmq.ROUTER_MANDATORY, 0)
-        if not reached:
+        """Is anybody there?"""
+        lives = [(worker, self.server.filter.clients[worker].epoch) for worker in self.server.clocks.at]
+        if not self.workers.reached(lives):
             silent = f"server {self.report.node}: nothing has come for {patience:g} s"
-            raise RankHung(f"{silent}, and workers {members} are out of reach")
+            raise RankHung(f"{silent}, and workers {[worker for worker, _ in lives]} are out of reach")
 
     def _answer_all(self) -> None:
         """One batch."""
         replies: list[Reply] = []
-        for event in self._arrived(self.requests):
-            if isinstance(event, Request) and self.serves:
-                self.report.received += 0 if event.value is None else event.value.nbytes
-                self.report.requests[event.op] += 1
-                self.meter.arrived(event.retry_key)
-                replies += self._step(self._owned(event))
-            elif self.serves:
-                self.report.requests["not a request"] += 1
+        for request in self.workers.asked():
+            if self.serves:
+                self.report.received += 0 if request.value is None else request.value.nbytes
+                self.report.requests[request.op] += 1
+                self.meter.arrived(request.retry_key)
+                replies += self._step(request)
+        if self.workers.wrong:
+            self.report.requests["not a request"] = self.workers.wrong
         self._commit(replies)
-
-    def _arrived(self, socket: zmq.Socket[bytes]) -> list[Event | Reply]:
-        """What is there, of a batch at most; tensors lie where the socket has put them."""
-        found: list[Event | Reply] = []
-        for _ in range(BATCH):
-            try:
-                _, *parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                found.append(self.wire.unpack([part.buffer for part in parts]))
-            except zmq.Again:
-                break
-            except FrameError:
-                self.report.requests["not a request"] += 1
-        return found
-
-    def _owned(self, request: Request) -> Request:
-        """The server's own copy of a tensor that it will keep beyond its answer: one that waits for its round to end."""
-        keeps = self.server.consistency.rounds and self.wire.where(request.value) != NOWHERE
-        return replace(request, value=request.value.clone()) if keeps and request.value is not None else request
 
     def _step(self, event: Event) -> list[Reply]:
         """Let something happen; the answers, which must wait for `_commit`."""
@@ -206,12 +179,11 @@ class Serving:
         self._send(self.backup.hold(replies) if self.backup is not None else replies)
 
     def _send(self, replies: list[Reply]) -> None:
-        """To workers by name; an answer to somebody who is not there is dropped, and will be asked for again."""
+        """To the workers."""
         for reply in replies:
             self.report.sent += 0 if reply.value is None else reply.value.nbytes
             self.meter.answered((reply.client, reply.epoch, reply.sequence))
-            name = f"{reply.client}.{reply.epoch}".encode()
-            self.requests.send_multipart([name, *self.wire.pack(reply)], copy=False)
+        self.workers.answer(replies)
 
     # ---- the coordinator, and the primary ---------------------------------------------------------------------------------
 
@@ -249,6 +221,7 @@ class Serving:
     def _told(self, event: Event | Reply) -> None:
         if isinstance(event, Lost):
             self.meter.forget(event.worker)
+            self.workers.forget(event.worker)
             self._commit(self._step(event))
         elif isinstance(event, Membership):  # of workers we know better: some have left, which nobody else can date
             alive = {worker: self.server.filter.clients[worker].epoch for worker in self.server.clocks.at}
@@ -260,7 +233,8 @@ class Serving:
         """A backup: do what the primary did, in its order, and say so."""
         if self.copies is None:
             return
-        for send in self._arrived(self.copies):
-            replies = self._step(send) if isinstance(send, Send) else []
-            for reply in replies:
-                self.copies.send_multipart([b"primary", *frame(reply)])
+        for name, parts in received(self.copies):
+            send = parse(parts, self.plan.limit)
+            for reply in self._step(send) if isinstance(send, Send) else []:
+                self.copies.send_multipart([name, *frame(reply)])
+

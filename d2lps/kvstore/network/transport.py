@@ -20,16 +20,16 @@ from d2lps.comm import Communicator, RankHung
 from d2lps.comm.status import Status, readers_line
 from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, Session
-from d2lps.kvstore.core.events import READS, Membership, Reply, Request, replace
+from d2lps.kvstore.core.events import Membership, Reply, Request, replace
 from d2lps.kvstore.core.notes import WorkerNotes
 from d2lps.kvstore.network.deployment import Deployment
-from d2lps.kvstore.network.sockets import BIG, NOWHERE, Slots, Wire, connect, readable, subscribe, writable
+from d2lps.kvstore.network.sockets import connect, readable, subscribe, writable
+from d2lps.kvstore.network.wire import NOBODY, Far, Wire, in_one_piece
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 from d2lps.sharedmemory import SharedMemoryCommunicator
 from d2lps.sharedmemory.arena import Arena
 
 _SOON = 0.02  # seconds: a wait that lasts longer leaves a note of where this worker stands
-MOST_LENT = 4  # slots in use for what a server answers at once: few, so that they stay in the processor's cache
 
 
 class SocketAnswer:
@@ -37,8 +37,7 @@ class SocketAnswer:
 
     def __init__(self, comm: Communicator, what: str, patience: float | None, out: torch.Tensor | None) -> None:
         self.comm, self.what, self.patience, self.there = comm, what, patience, threading.Event()
-        self.out, self.place = out, out  # where the caller wants it, and where the server puts it
-        self.brief = False  # whether it holds one of MOST_LENT
+        self.out = out  # where the caller wants the value
         self.reply: Reply | None = None
         self.left = self.came = 0.0  # when the request did, first, and when the answer
         self.notes: WorkerNotes | None = None
@@ -65,6 +64,18 @@ class SocketAnswer:
     def is_done(self) -> bool:
         return self.there.is_set()
 
+    def fetched(self, reply: Reply, far: Far) -> Reply:
+        """The reply with its value, read to where the caller wants it; if it does not fit, the caller's own copy will say so."""
+        value, out = reply.value, self.out
+        assert value is not None
+        if out is None or (out.dtype, out.numel()) != (value.dtype, value.numel()) or not in_one_piece(out):
+            far.read(value)
+            return reply
+        far.read(out)
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)  # what autograd has kept of it is spoiled
+        return replace(reply, value=out)
+
     def _long_wait(self) -> None:
         comm = self.comm
         me, line = comm.members[comm.rank], readers_line(sys._getframe())
@@ -80,9 +91,7 @@ class Line:
 
     def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], session: Session, arena: Arena | None) -> None:
         self.plan, self.context, self.session = plan, context, session
-        self.wire = Wire(plan.limit, arena)
-        self.slots = Slots(arena) if arena is not None else None
-        self.lent = 0  # requests under way that are answered at once, and have a slot
+        self.wire = Wire(plan.limit, plan.near, arena)
         self.lost = False
 
     def open(self, endpoint: str) -> None:
@@ -96,69 +105,52 @@ class Line:
 
     def flush(self) -> int:
         """Send as much as the socket takes; the events to wait for."""
+        messages = self.wire.packed(iter(self._leaving, None))
         while writable(self.socket):
-            request = self.session.next(time.monotonic(), self._staged)
-            if request is None:
+            message = next(messages, None)
+            if message is None:
                 return zmq.POLLIN
-            self.socket.send_multipart(self.wire.pack(request), zmq.NOBLOCK, copy=False)
+            self.socket.send_multipart(message, zmq.NOBLOCK, copy=False)
         return zmq.POLLIN | zmq.POLLOUT
 
-    def _staged(self, request: Request, answer: SocketAnswer) -> Request | None:
-        """The request with its big tensors where the server can reach them; None if it must wait for another's slot.
-
-        Only what is answered at once is waited for, never what itself may wait for other workers: these could be waiting for
-        what would then not be sent.
-        """
-        value, out, answer.left = request.value, request.out, time.monotonic()
-        copied = self._to_copy(value) or self._to_copy(out)
-        if self.slots is None or not (copied or out is not None):
-            return request
-        answer.brief = copied and not (request.op in READS and self.plan.waits)
-        if answer.brief and self.lent >= MOST_LENT:
-            return None
-        self.lent += answer.brief
-        if value is not None and self._to_copy(value):
-            value = self.slots.copy(value)
-        if out is not None and (self._to_copy(out) or self.wire.where(out) == self.wire.where(value) != NOWHERE):
-            out = self.slots.like(out)  # never where the value lies: should the server die, that is sent again
-        answer.place = out
-        return replace(request, value=value, out=out)
-
-    def _to_copy(self, tensor: torch.Tensor | None) -> bool:
-        return tensor is not None and tensor.nbytes >= BIG and self.wire.where(tensor) == NOWHERE
+    def _leaving(self) -> Request | None:
+        request = self.session.next(time.monotonic())
+        if request is not None:
+            answer = self.session.open[request.sequence][1]
+            answer.left = answer.left or time.monotonic()
+        return request
 
     def look(self) -> None:
         """Take in answers, and news of the connection: one that was lost and is there again is to a server that was restarted."""
         while readable(self.socket):
-            try:
-                reply = self.wire.unpack([part.buffer for part in self.socket.recv_multipart(copy=False)])
-            except FrameError:
-                continue  # it will be asked for again
-            answer = self.session.answered(reply, time.monotonic()) if isinstance(reply, Reply) else None
-            if answer is not None and isinstance(reply, Reply):
-                self.lent -= answer.brief
-                answer.arrived(self._fetched(reply, answer))
+            self._open([part.buffer for part in self.socket.recv_multipart(copy=False)])
         while readable(self.monitor):
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self.lost:
                 self.session.repeat(time.monotonic())
             self.lost = event == zmq.EVENT_DISCONNECTED
 
-    def _fetched(self, reply: Reply, answer: SocketAnswer) -> Reply:
-        """The reply, with a value that the server has put into our place where the caller wants it; so the place is free."""
-        place, answer.place = answer.place, None
-        if place is None or answer.out is None or self.wire.where(reply.value) == NOWHERE:
-            return reply
-        value, out = reply.value, answer.out
-        if value is None or (value.dtype, value.numel()) != (out.dtype, out.numel()):
-            return reply  # the caller's own copy will say so
-        if place is not out:
-            try:
-                with torch.inference_mode(out.is_inference()):  # the caller's mode, which this thread does not know
-                    out.copy_(place)
-            except RuntimeError:  # expanded, say: the same, where the caller hears it
-                return reply
-        return replace(reply, value=out)
+    def _open(self, message: list[memoryview]) -> None:
+        """The answers of a message. What is no answer, or is nowhere any more, will be asked for again."""
+        self.wire.meet(message)
+        try:
+            for reply, far in self.wire.unpack(message):
+                if isinstance(reply, Reply):
+                    self._answered(reply, far)
+        except (FrameError, ProcessLookupError):
+            return
+        except OSError:  # the server may not read this process: from now on everything travels, what is under way too
+            if self.wire.card != NOBODY:
+                self.wire.card = NOBODY
+                self.session.repeat(time.monotonic())
+
+    def _answered(self, reply: Reply, far: Far | None) -> None:
+        """Only what was read to its end counts as answered: from then on the server may change it."""
+        _, answer = self.session.open.get(reply.sequence, (None, None))
+        if answer is not None and far is not None:
+            reply = answer.fetched(reply, far)
+        if (answer := self.session.answered(reply, time.monotonic())) is not None:
+            answer.arrived(reply)
 
 
 class SocketTransport:
@@ -180,7 +172,7 @@ class SocketTransport:
         self.inbox: deque[tuple[int, Request, SocketAnswer]] = deque()
         self.rung, self.bell = os.pipe()
         os.set_blocking(self.bell, False)
-        self.closing = False
+        self.closing = self.awake = False
         self.notes = WorkerNotes(comm.recorder, plan.workers) if comm.recorder else None
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._life, name="requests", daemon=True)
@@ -195,9 +187,10 @@ class SocketTransport:
         nbytes = sum(tensor.nbytes for tensor in (request.value, request.rows) if tensor is not None)
         if nbytes > self.plan.limit:
             raise ValueError(f"{request.op} of {request.key!r}: {nbytes:,} bytes are more than limit={self.plan.limit:,}")
+        out, request = request.out, replace(request, out=None)
         frame(request)
         what = f"{f'{request.op} {request.key}'.strip()!r} from server {server}"
-        answer = SocketAnswer(self.comm, what, self.patience, request.out)
+        answer = SocketAnswer(self.comm, what, self.patience, out)
         if self.notes is not None:
             answer.notes = self.notes
             self.notes.asked(server, request, answer)
@@ -223,6 +216,8 @@ class SocketTransport:
         self.context.destroy(linger=0)
 
     def _ring(self) -> None:
+        if self.awake:  # and will look before it sleeps
+            return
         with suppress(BlockingIOError):  # it has been rung often enough
             os.write(self.bell, b"!")
 
@@ -256,7 +251,10 @@ class SocketTransport:
         if self.news is not None:
             poller.register(self.news, zmq.POLLIN)
         due = self.client.due
-        ready = dict(poller.poll(None if math.isinf(due) else max(0, math.ceil(1e3 * (due - time.monotonic())))))
+        patience = None if math.isinf(due) else max(0, math.ceil(1e3 * (due - time.monotonic())))
+        self.awake = False
+        ready = dict(poller.poll(0 if self.inbox or self.closing else patience))
+        self.awake = True
         if self.rung in ready:
             os.read(self.rung, 4096)
         for line in self.lines.values():

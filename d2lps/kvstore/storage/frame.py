@@ -94,7 +94,7 @@ def _without_out(record: Event | Reply, where: Where) -> Event | Reply:
     """A record without the place for its answer, where the other end does not see that."""
     if isinstance(record, Send):
         return replace(record, event=_without_out(record.event, where))
-    unseen = isinstance(record, Request) and record.out is not None and where(record.out) == NOWHERE
+    unseen = isinstance(record, Request) and record.out is not None
     return replace(record, out=None) if unseen else record
 
 
