@@ -200,14 +200,14 @@ def test_a_value_is_not_changed_while_somebody_reads_it() -> None:
     entry = Entry("w", torch.zeros(4))
     first = entry.read(lend=True)
     assert entry.read(lend=True) is first and first.data_ptr() == entry.value.data_ptr()
-    entry.apply([(None, torch.ones(4))], 1)
+    entry.apply({0: [(None, torch.ones(4))]}, 1)
     place = entry.value.data_ptr()
     assert first.tolist() == [0.0] * 4 and entry.value.tolist() == [1.0] * 4 and place != first.data_ptr()
-    entry.apply([(None, torch.ones(4))], 1)  # which nobody reads
+    entry.apply({0: [(None, torch.ones(4))]}, 1)  # which nobody reads
     assert entry.value.data_ptr() == place
     second = entry.read(lend=True)
     del second
-    entry.apply([(None, torch.ones(4))], 1)
+    entry.apply({0: [(None, torch.ones(4))]}, 1)
     assert entry.value.data_ptr() == place and entry.value.tolist() == [3.0] * 4 and first.tolist() == [0.0] * 4
 
 

@@ -67,21 +67,21 @@ def frame(record: Event | Reply, checked: bool = False, where: Where = lambda te
     >>> parse(buffers, limit=1000).value
     tensor([1., 1.])
 
-    checked: with a checksum of the tensors, for the disk; 0.25 s per GB at either end. where: the offset and the bytes of a
-    tensor in memory that both ends see. FrameError for what does not fit.
+    checked: with a checksum of the tensors, for the disk; 0.25 s per GB at either end. where: the address and the bytes of a
+    value that the other end can read where it lies. FrameError for what does not fit.
     """
-    payload: list[Bytes] = []
+    payload, value = list[Bytes](), getattr(record, "value", None)
 
     def said(tensor: Any) -> list[Any]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{tensor!r:.200} is no tensor")
-        offset = where(tensor)[0]
+        offset = where(tensor)[0] if tensor is value else -1  # rows always travel
         if offset < 0 and tensor.numel():
             payload.insert(0, bytes_of(tensor))
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *([offset] if offset >= 0 else [])]
 
     try:
-        head = msgspec.json.encode(_without_out(record, where), enc_hook=said)
+        head = msgspec.json.encode(_without_out(record), enc_hook=said)
         if len(head) > MAX_HEAD:
             wrong("head", head, f"{len(head)} bytes, and at most {MAX_HEAD} can be sent beside the tensors")
         _HEAD.decode(head)  # as it will be held against the types where it arrives
@@ -90,12 +90,11 @@ def frame(record: Event | Reply, checked: bool = False, where: Where = lambda te
     return [seal(head, payload, checked), *payload]
 
 
-def _without_out(record: Event | Reply, where: Where) -> Event | Reply:
-    """A record without the place for its answer, where the other end does not see that."""
+def _without_out(record: Event | Reply) -> Event | Reply:
+    """A record without the place for its answer, which is nobody else's affair."""
     if isinstance(record, Send):
-        return replace(record, event=_without_out(record.event, where))
-    unseen = isinstance(record, Request) and record.out is not None
-    return replace(record, out=None) if unseen else record
+        return replace(record, event=_without_out(record.event))
+    return replace(record, out=None) if isinstance(record, Request) and record.out is not None else record
 
 
 def seal(head: bytes, payload: Sequence[Bytes] = (), checked: bool = False) -> bytes:
