@@ -393,7 +393,7 @@ def test_every_server_is_killed_at_every_stage(
             cluster.remove_server(cluster.add_server() - 2)
 
     def kill(resizing: Resizing, number: int) -> None:
-        os.kill(resizing.coordinator.nodes[number].pid(), signal.SIGKILL)
+        resizing.coordinator.nodes[number].kill()
 
     log = kill_at(monkeypatch, [point for point in POINTS for _ in "+-"], kill)
     run = run_and_change(change, tmp_path, workers=2, consistency=consistency, durability=durability, timeout=120)
@@ -406,7 +406,7 @@ def test_every_server_is_killed_at_every_stage(
 
 def test_in_memory_the_death_of_a_server_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(resizing: Resizing, number: int) -> None:
-        os.kill(resizing.coordinator.nodes[number].pid(), signal.SIGKILL)
+        resizing.coordinator.nodes[number].kill()
 
     kill_at(monkeypatch, [("give", "before")], kill)
     with pytest.raises(RankDied, match="server 0 was killed by SIGKILL, and what it had is lost"):

@@ -142,6 +142,7 @@ def test_tensors_in_one_buffer_are_aligned() -> None:
         (Request("set_optimizer", options={"lr": float("nan")}), "nan"),
         (Request("set_optimizer", options={"lr": torch.ones(1)}), r"got `array` .* tensor\(\[1.\]\)"),
         (Request("set_optimizer", options={"lr": print}), "print"),
+        (Request("set_optimizer", options={"lr": None}), "lr.: None"),
         (Request("init", "half a pair: \ud800"), "surrogates not allowed: .*half a pair"),
         (Reply(0, 0, 0, error="e" * 70_000), "head: .*eee"),
         (Membership(1, {-1: 0}, ()), "-1"),

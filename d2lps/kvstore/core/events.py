@@ -31,7 +31,7 @@ READS = ("pull", "pushpull", "peek")  # what is answered with a value
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Plain = None | bool | int | float | str
+Plain = bool | int | float | str
 Options = Mapping[str, Plain | Sequence[Plain]]
 
 LOSS = "acknowledged requests are lost"  # what an answer begins with that names such a loss

@@ -117,7 +117,9 @@ def settle(state: State, request: Request) -> Moved:
 
 def set_optimizer(state: State, request: Request) -> Moved:
     """Done when it is answered: under bsp, after the rounds before it."""
-    _check_options(state, {"name": ""} | dict(request.options))
+    if not request.options:
+        raise Refused("set_optimizer names no optimizer, nor a reduction")
+    _check_options(state, request.options)
     return set()
 
 
