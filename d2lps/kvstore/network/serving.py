@@ -33,6 +33,7 @@ from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import NOWHERE, Wire, connect, guard, listen, readable, shared_memory
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
+from d2lps.kvstore.storage.log import lock
 from d2lps.kvstore.storage.tiers import Tiers
 
 EDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # seconds; the last bucket has what took longer
@@ -120,12 +121,13 @@ class Serving:
     def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool) -> None:
         self.plan, self.report, self.meter = plan, ServerReport(node), Meter()
         self.serves = node < plan.servers  # a backup answers nobody but its primary
+        on_disk = plan.durability in ("log", "fsync")
+        self.lock = lock(plan.disk(node)) if on_disk else -1  # until the process ends
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
         if plan.replicated:
             load_state(self.server, self._handed(node))
-        on_disk = plan.durability in ("log", "fsync")
         self.durable = None
         if on_disk and plan.earlier and first:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
