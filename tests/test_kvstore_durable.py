@@ -61,9 +61,14 @@ def after(requests: list[Request]) -> Server:
     return server
 
 
+def made(folder: Path, level: str = "log", **options: Any) -> Durable:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Durable(new_server(), folder, level, **options)
+
+
 def reopened(folder: Path, level: str = "log", **options: Any) -> Server:
     """The server that a folder makes."""
-    durable = Durable(new_server(), folder, level, **options)
+    durable = made(folder, level, **options)
     assert durable.number == durable.server.number
     durable.close()
     return durable.server
@@ -81,18 +86,18 @@ def test_a_server_goes_on_from_its_checkpoint_and_its_log(tmp_path: Path, level:
     """Between two rounds of Adam, with a push put aside and a pull that waits: nothing is lost, to the bit."""
     requests = story()
     for stop in range(len(requests) + 1):
-        durable = Durable(new_server(), tmp_path / str(stop), level)
+        durable = made(tmp_path / str(stop), level)
         told(durable, requests[:stop])
         durable.checkpoint()
         told(durable, requests[stop:])
         durable.close()
-        again = Durable(new_server(), tmp_path / str(stop), level)
+        again = made(tmp_path / str(stop), level)
         assert alike(again.server.state(), after(requests).state()) and again.number == len(requests) and again.cut == 0
         again.close()
 
 
 def test_logs_are_written_over_in_turn(tmp_path: Path) -> None:
-    durable, files = Durable(new_server(), tmp_path, "log", log_bytes=1), []
+    durable, files = made(tmp_path, "log", log_bytes=1), []
     for request in story():
         told(durable, [request])
         files.append((tmp_path / f"log-{durable.number:012d}").stat().st_ino)
@@ -103,14 +108,12 @@ def test_logs_are_written_over_in_turn(tmp_path: Path) -> None:
     assert alike(reopened(tmp_path).state(), after(story()).state())
 
 
-def test_a_change_of_size_or_a_second_process_is_harmless(tmp_path: Path) -> None:
-    durable = Durable(new_server(), tmp_path, "log")
-    told(durable, story()[:4])
-    with pytest.raises(BlockingIOError):
-        Durable(new_server(), tmp_path, "log")
-    told(durable, story()[4:])
+def test_another_level_and_another_size_read_the_same(tmp_path: Path) -> None:
+    durable = made(tmp_path, "log")
+    told(durable, story())
     durable.close()
-    assert alike(reopened(tmp_path, "fsync", log_bytes=1).state(), after(story()).state())
+    for level, log_bytes in (("fsync", 1), ("log", 1000)):
+        assert alike(reopened(tmp_path, level, log_bytes=log_bytes).state(), after(story()).state())
 
 
 # ---- stopped anywhere -----------------------------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ def test_a_checkpoint_stopped_at_any_system_call_loses_nothing(tmp_path: Path, l
     while True:
         count += 1
         folder = tmp_path / str(count)
-        durable = Durable(new_server(), folder, level)
+        durable = made(folder, level)
         for request in requests[:6]:  # an older state, and a spare that is longer than the log will be
             told(durable, [request])
         durable.checkpoint()
@@ -160,7 +163,7 @@ def test_a_checkpoint_stopped_at_any_system_call_loses_nothing(tmp_path: Path, l
         call = stopped(durable.checkpoint, count, late)
         durable.close()
         assert alike(reopened(folder, level, promised=8).state(), after(requests[:8]).state()), (count, call)
-        durable = Durable(new_server(), folder, level)
+        durable = made(folder, level)
         told(durable, requests[8:])
         durable.checkpoint()
         durable.close()
@@ -181,13 +184,13 @@ def test_a_start_stopped_at_any_system_call_loses_nothing(tmp_path: Path, level:
     while call:
         count += 1
         folder = tmp_path / str(count)
-        durable = Durable(new_server(), folder, level)
+        durable = made(folder, level)
         told(durable, requests)
         log = (folder / "log-000000000000").read_bytes()
         durable.checkpoint()
         durable.close()
         (folder / "log-000000000000").write_bytes(log)
-        call = stopped(lambda folder=folder: Durable(new_server(), folder, level).close(), count, late)  # type: ignore[misc]
+        call = stopped(lambda folder=folder: made(folder, level).close(), count, late)  # type: ignore[misc]
         assert alike(reopened(folder, level).state(), after(requests).state()), (count, call)
         assert names(folder) == [f"log-{len(requests):012d}", "spare", f"step-{len(requests):012d}.safetensors"]
     assert count > 2
@@ -196,12 +199,12 @@ def test_a_start_stopped_at_any_system_call_loses_nothing(tmp_path: Path, level:
 @LEVELS
 def test_a_change_without_an_event_is_kept_by_a_checkpoint(tmp_path: Path, level: str) -> None:
     """As of keys that come from another server: to an empty log, or to one that is not."""
-    durable = Durable(new_server(), tmp_path, level)
+    durable = made(tmp_path, level)
     durable.server.options = {"reduction": "sum"}
     durable.checkpoint()
     durable.close()
     assert reopened(tmp_path, level).options == {"reduction": "sum"} and durable.number == 0
-    durable = Durable(new_server(), tmp_path, level)
+    durable = made(tmp_path, level)
     told(durable, story()[:1])
     for reduction in ("mean", "sum"):
         durable.server.options = {"reduction": reduction}
@@ -218,7 +221,7 @@ def test_a_change_without_an_event_is_kept_by_a_checkpoint(tmp_path: Path, level
 def test_a_checkpoint_that_fails_leaves_a_server_that_goes_on(
     tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    durable = Durable(new_server(), tmp_path, level)
+    durable = made(tmp_path, level)
     told(durable, story()[:5])
 
     def full(*_: object) -> None:
@@ -239,7 +242,7 @@ def test_a_checkpoint_that_fails_leaves_a_server_that_goes_on(
 
 def kept(folder: Path, level: str = "log") -> None:
     """Eight events: a state after five, and three in the log."""
-    durable = Durable(new_server(), folder, level)
+    durable = made(folder, level)
     told(durable, story()[:5])
     durable.checkpoint()
     told(durable, story()[5:8])
@@ -274,13 +277,13 @@ def test_a_log_that_lost_its_tail_is_named_though_nobody_asks(tmp_path: Path, le
 
 
 def test_what_was_written_and_not_promised_is_no_loss(tmp_path: Path) -> None:
-    durable = Durable(new_server(), tmp_path, "log")
+    durable = made(tmp_path, "log")
     told(durable, story()[:4])
     durable.append(story()[4])
     durable.close()
     log = tmp_path / "log-000000000000"
     os.truncate(log, log.stat().st_size - 1)
-    durable = Durable(new_server(), tmp_path, "log")
+    durable = made(tmp_path, "log")
     assert durable.number == 4 and durable.cut > 50 and alike(durable.server.state(), after(story()[:4]).state())
     durable.close()
 
@@ -290,7 +293,7 @@ def test_what_was_written_and_not_promised_is_no_loss(tmp_path: Path) -> None:
 
 def test_a_new_run_has_what_the_last_one_taught_and_nothing_else(tmp_path: Path) -> None:
     """Other workers, other rules: the old log is read by the old ones."""
-    durable = Durable(new_server(), tmp_path, "log")
+    durable = made(tmp_path, "log")
     told(durable, story())
     durable.close()
     for turn in range(2):
@@ -384,6 +387,37 @@ if __name__ == "__main__":
     assert parts <= {acknowledged, acknowledged + 1}
     run = kvstore.run(count_up, 2, 2, tmp_path, 1, **options)
     assert {part[0].item() for report in run.servers for part in report.values.values()} == {part + 2 for part in parts}
+
+
+def wait_and_push(kv: Any, tried: Path) -> None:
+    """Of three keys, two lie on the disk while somebody else tries to use the folder."""
+    value = torch.zeros(100)
+    for key in ("a", "b", "c"):
+        kv.init(key, value)
+    while not tried.exists():
+        kv.comm.sleep(0.01)
+    for key in ("a", "b", "c"):
+        kv.push(key, torch.ones(100)).wait()
+        kv.pull(key, value).wait()
+        assert value.unique().tolist() == [1.0]
+
+
+def test_two_runs_at_the_same_time_do_not_share_a_folder(tmp_path: Path) -> None:
+    options = {"durability": "log", "folder": tmp_path / "store", "memory_budget": 500, "consistency": "asp"}
+    said = []
+
+    def saboteur(cluster: Any) -> None:
+        while not any((tmp_path / "store").glob("pages-0/*.page")):
+            cluster.sleep(0.01)
+        try:
+            kvstore.run(count_up, 1, 1, tmp_path, 1, **options)
+        except BlockingIOError as error:
+            said.append(str(error))
+        (tmp_path / "tried").touch()
+
+    kvstore.run(wait_and_push, 1, 1, tmp_path / "tried", saboteur=saboteur, **options)
+    assert len(said) == 1 and said[0].endswith("store/server-0'")
+    assert kvstore.run(count_up, 1, 1, tmp_path, 1, **options | {"memory_budget": 2000}) == [[1.0]]
 
 
 def test_another_folder_is_refused_in_words(tmp_path: Path) -> None:

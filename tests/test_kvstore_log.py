@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from d2lps.kvstore.core.events import Request
 from d2lps.kvstore.storage import log as logs
 from d2lps.kvstore.storage.frame import frame, parse
-from d2lps.kvstore.storage.log import HEADER, Log, LogDamaged
+from d2lps.kvstore.storage.log import HEADER, Log, LogDamaged, lock
 
 BEGIN = 42  # the number of the first record, in most tests
 
@@ -148,11 +148,16 @@ def test_events_are_logged_as_frames_and_played_again(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
+    first = lock(tmp_path / "new" / "folder")
+    with pytest.raises(BlockingIOError, match="new/folder"):
+        lock(tmp_path / "new" / "folder")
+    os.close(first)
+    os.close(lock(tmp_path / "new" / "folder"))
+
+
+def test_nothing_is_written_to_a_log_that_is_closed(tmp_path: Path) -> None:
     log = Log(tmp_path / "log")
-    with pytest.raises(BlockingIOError):
-        Log(tmp_path / "log")
     log.close()
-    Log(tmp_path / "log").close()
     with pytest.raises(ValueError, match="closed"):
         log.append(b"late")
 

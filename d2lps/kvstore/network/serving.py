@@ -31,7 +31,7 @@ from d2lps.kvstore.network.sockets import connect, listen, readable
 from d2lps.kvstore.storage import parcels
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import frame, parse
-from d2lps.kvstore.storage.log import LogDamaged
+from d2lps.kvstore.storage.log import LogDamaged, lock
 from d2lps.kvstore.storage.tiers import Tiers
 from d2lps.trace import Recorder
 
@@ -67,6 +67,8 @@ class Serving:
     def __init__(self, plan: Deployment, node: int, endpoint: str, first: bool, recorder: Recorder | None) -> None:
         self.plan, self.report = plan, ServerReport(node)
         self.serves = node < plan.servers or not plan.replicated  # a backup answers nobody but its primary
+        on_disk = plan.durability in ("log", "fsync")
+        self.lock = lock(plan.disk(node)) if on_disk else -1  # until the process ends
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
@@ -75,7 +77,6 @@ class Serving:
         self.step = ServerNotes(self.server, recorder, plan.workers + plan.server(node)).step if recorder else self.server.step
         if plan.replicated:
             load_state(self.server, self._handed(node))
-        on_disk = plan.durability in ("log", "fsync")
         self.durable, cut = None, 0
         if on_disk and plan.earlier and first:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)

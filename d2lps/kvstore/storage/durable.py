@@ -27,7 +27,7 @@ from d2lps.kvstore.storage import checkpoint
 from d2lps.kvstore.storage.frame import frame, parse
 from d2lps.kvstore.storage.log import Level, Log, LogDamaged, settle
 
-LASTING = ("values", "moments", "versions", "options")  # what of a server's state is not about its run
+LASTING = {"values", "moments", "versions", "options", "wholes"}  # what of a server's state is not about its run
 
 
 class Durable:
@@ -45,17 +45,16 @@ class Durable:
     tensor([1., 1.])
 
     Made with a new server, it brings that to where the last one was: from the checkpoint, by what the log has after it, through
-    the same `step`. level: see `Log`. limit: bytes of the tensors of an event. log_bytes: when a log is longer, a checkpoint
-    comes. promised: how many events somebody knows to have been executed. LogDamaged where fewer are found, or files are
-    missing. Cost of a restart: all that is read once; of a checkpoint, the server's state written once, to the disk itself,
-    while nobody is answered; on disk, the state and twice `log_bytes`.
+    the same `step`. folder: there, and nobody else uses it (see `lock`). level: see `Log`. limit: bytes of the tensors of an
+    event. log_bytes: when a log is longer, a checkpoint comes. promised: how many events somebody knows to have been executed.
+    LogDamaged where fewer are found, or files are missing. Cost of a restart: all that is read once; of a checkpoint, the
+    server's state written once, to the disk itself, while nobody is answered; on disk, the state and twice `log_bytes`.
     """
 
     def __init__(
         self, server: Server, folder: Path, level: str, limit: int = 1 << 30, log_bytes: int = 1 << 30, promised: int = 0
     ) -> None:
         self.server, self.folder, self.log_bytes = server, folder, log_bytes
-        folder.mkdir(parents=True, exist_ok=True)
         begin = load_state(server, folder)
         logs = {int(path.name.removeprefix("log-")): path for path in folder.glob("log-*")}
         if begin not in logs and (logs or checkpoint.steps(folder)):
@@ -126,8 +125,9 @@ def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int 
     last = Durable(earlier, folder, level, limit, promised=promised)
     try:
         state = earlier.state()
-        lasting = {name: state[name] for name in LASTING} | {"open": {key: {} for key in state["values"]}}
-        server.restore(server.state() | lasting | {"number": last.number})
+        lasting = {name: found for name, found in state.items() if name in LASTING}
+        begun = {"open": {key: {} for key in state["values"]}, "number": last.number}
+        server.restore(server.state() | lasting | begun)
         last.server = server
         last.checkpoint()
         return last.cut

@@ -40,7 +40,7 @@ class LogDamaged(RuntimeError):
 
 
 class Log:
-    """A log in a file, opened by one process at a time.
+    """A log in a file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log"
@@ -54,8 +54,8 @@ class Log:
     [(0, b'push w 1'), (1, b'push w 2')]
 
     begin: the number of its first record. Opening it reads and checks all of it. `number`: of the next record. `cut`: bytes of
-    an unfinished record that were cut off. LogDamaged where a promised record is broken; BlockingIOError where another process
-    has it open. An error of the disk, such as a full one, names the file, and what was appended before it stays.
+    an unfinished record that were cut off. LogDamaged where a promised record is broken. An error of the disk, such as a full
+    one, names the file, and what was appended before it stays. Two processes must not have it open: see `lock`.
     """
 
     def __init__(self, path: str | Path, level: Level = "log", begin: int = 0) -> None:
@@ -66,7 +66,6 @@ class Log:
             make(self.path, level, begin)
         self._file = self.path.open("r+b", buffering=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
             self.number = self._promised()
             lengths = [len(data) for _, data in self.read()]
             self.number, self.end = begin + len(lengths), HEADER.size * (1 + len(lengths)) + sum(lengths)
@@ -185,6 +184,22 @@ def write_at(file: int, offset: int, views: list[memoryview]) -> None:
     written, length = os.pwritev(file, views, offset), sum(view.nbytes for view in views)
     while written < length:
         written += os.pwrite(file, b"".join(views)[written:], offset + written)
+
+
+def lock(folder: Path) -> int:
+    """A descriptor that keeps other processes out until it is closed, or this one ends, however that may be.
+
+    The folder is made if need be. BlockingIOError, which names it, if somebody else is in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        error.filename = str(folder)
+        raise
+    return file
 
 
 def settle(draft: Path, final: Path) -> None:
