@@ -144,8 +144,9 @@ def run(
     options |= {"consistency": consistency, "staleness": staleness, "durability": durability}
     if under_launcher():
         return join(worker, workers, servers, args, backend, timeout, saboteur=saboteur, monitor=monitor, **options)
+    plan = deploy(workers, servers, **options)
     job = Job(workers, *resolve(backend, workers), timeout)
-    with _prepared(job, deploy(workers, servers, **options), live, monitor) as group:
+    with _prepared(job, plan, live, monitor) as group:
         return group.run(saboteur, worker, args)
 
 
