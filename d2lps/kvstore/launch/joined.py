@@ -35,13 +35,7 @@ ONLY: dict[str, Any] = {"saboteur": None, "monitor": None, "durability": "memory
 
 
 def join(
-    worker: Callable[..., Any],
-    workers: int,
-    servers: int,
-    args: tuple[Any, ...],
-    backend: str,
-    timeout: float,
-    **options: Any,
+    worker: Callable[..., Any], workers: int, servers: int, args: tuple[Any, ...], backend: str, timeout: float, **options: Any
 ) -> StoreRun:
     """Take this rank's part of the job; every rank returns the whole StoreRun."""
     for name, only in ONLY.items():
