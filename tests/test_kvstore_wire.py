@@ -6,10 +6,12 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from d2lps import kvstore, sharedmemory
 from d2lps.kvstore.core.client import Session
@@ -17,6 +19,9 @@ from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import Event, Reply, Request
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network import wire as module
+from d2lps.kvstore.network.clients import Clients
+from d2lps.kvstore.network.deployment import deploy
+from d2lps.kvstore.network.sockets import connect
 from d2lps.kvstore.network.transport import SocketAnswer
 from d2lps.kvstore.network.wire import BIG, CARD, MOST, NOBODY, Far, Wire
 from d2lps.kvstore.storage.frame import NOWHERE, FrameError
@@ -218,6 +223,48 @@ def test_a_server_lends_only_if_it_is_told_to() -> None:
         server.step(Request("init", "w", torch.zeros(4), sequence=1))
         value = server.step(Request("pull", "w", sequence=2))[-1].value  # type: ignore[union-attr]
         assert value is not None and (value.data_ptr() == server.entries["w"].value.data_ptr()) == lends
+
+
+def test_a_value_stays_as_it_is_until_its_reader_has_acknowledged_it(tmp_path: Path) -> None:
+    server, size = Server([0], "asp"), BIG
+    server.lends = True
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        clients = Clients(deploy(1, 1), context, f"ipc://{tmp_path}/s", keeps=False)
+        socket, worker = connect(context, clients.endpoint, b"0.0", 1 << 20, None), Wire(1 << 20, True)
+
+        def ask(*requests: Request) -> list[Any]:
+            """What comes back, before any of it is read."""
+            for message in worker.packed(requests):
+                socket.send_multipart(message)
+            done, answers = 0, list[Any]()
+            while done < len(requests):
+                for request in clients.asked():
+                    clients.answer([effect for effect in server.step(request) if isinstance(effect, Reply)])
+                    done += 1
+            while len(answers) < len(requests):
+                message = socket.recv_multipart()
+                worker.meet(message)
+                answers += worker.unpack(message)
+            return answers
+
+        ask(Request("init", "w", torch.zeros(size), sequence=1))
+        [(reply, far)] = ask(Request("pull", "w", sequence=2, acknowledged=2))
+        ask(Request("push", "w", torch.ones(size), sequence=3, acknowledged=2))
+        assert far is not None
+        far.read(reply.value)
+        assert reply.value.unique().tolist() == [0.0] and server.entries["w"].value.unique().tolist() == [1.0]
+        [(reply, far)] = ask(Request("pull", "w", sequence=4, acknowledged=4))
+        place = server.entries["w"].value.data_ptr()
+        far.read(reply.value)
+        ask(Request("push", "w", torch.ones(size), sequence=5, acknowledged=5))
+        assert reply.value.unique().tolist() == [1.0] and server.entries["w"].value.unique().tolist() == [2.0]
+        assert server.entries["w"].value.data_ptr() == place  # nobody reads it any more: there is no need for a new one
+        ask(Request("pull", "w", sequence=6, acknowledged=6))
+        clients.forget(0)
+        ask(Request("push", "w", torch.ones(size), sequence=7, acknowledged=6))
+        assert server.entries["w"].value.data_ptr() == place
+        socket.close()
+        clients.close()
 
 
 # ---- real runs ------------------------------------------------------------------------------------------------------------
