@@ -133,19 +133,6 @@ def table() -> tuple[str, list[Row]]:
     return f"{first}\n\n{text('ours', ALONE, alone, *notes)}", [*rivals, *alone]
 
 
-def plot(axes: Sequence[Any]) -> None:
-    """Wall clock for each message, against ranks on the first of two axes, against links on the second."""
-    both = with_ranks(), with_links()
-    top = max(each["cost"] for rows in both for each in rows)
-    for ax, rows, x in zip(axes, both, ("ranks", "links"), strict=True):
-        numbers = [each[x] for each in rows]
-        ax.plot(numbers, [each["cost"] for each in rows], "o-", color="#0072b2")
-        ax.set(xlabel=f"{x} of the network", ylabel="wall clock per message (µs)", ylim=(0, 1.1 * top), xscale="log")
-        ax.set_xticks(numbers, [f"{number:,}" for number in numbers])
-        ax.set_xticks([], minor=True)
-        ax.grid(alpha=0.3)
-
-
 def _memory() -> float:
     """GB; Linux counts in KiB, macOS in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9

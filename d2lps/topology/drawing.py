@@ -107,13 +107,11 @@ class _Picture:
         pad = 0.5 * self.size
         below: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8}
         for name, nodes in self.layout.boxes.items():
-            corners = [self.at[node] + side * self._half(node) for node in nodes if node in self.at for side in (-1, 1)]
-            if not corners:
-                continue
-            xs, ys = [corner.real for corner in corners], [corner.imag for corner in corners]
-            low, high = complex(min(xs) - pad, min(ys) - 3 * pad), complex(max(xs) + pad, max(ys) + 3 * pad)
-            self.ax.add_patch(_rounded(low, high, pad, facecolor=BOX, edgecolor="#cccccc", linewidth=0.6, zorder=0))
-            self.ax.annotate(name, ((low + high).real / 2, low.imag), (0, -3), **below)
+            if sides := [self.at[node] + side * self._half(node) for node in nodes if node in self.at for side in (-1, 1)]:
+                xs, ys = np.real(sides), np.imag(sides)
+                low, high = complex(xs.min() - pad, ys.min() - 3 * pad), complex(xs.max() + pad, ys.max() + 3 * pad)
+                self.ax.add_patch(_rounded(low, high, pad, facecolor=BOX, edgecolor="#cccccc", linewidth=0.6, zorder=0))
+                self.ax.annotate(name, ((low + high).real / 2, low.imag), (0, -3), **below)
 
     def names(self) -> None:
         for node, at in self.at.items():
@@ -133,12 +131,11 @@ class _Picture:
 
     def links(self) -> None:
         """One line for both directions if they are alike; a doubled link as two lines."""
-        drawn = set()
+        number = {node: number for number, node in enumerate(self.graph)}
         for src, dst, data in self.graph.edges(data=True):
             if self.graph.get_edge_data(dst, src, default={}).get("bandwidth") != data["bandwidth"]:
                 self._line(src, dst, self._width(data["bandwidth"]), LINK, -self.gap / 2, head=True)
-            elif (dst, src) not in drawn:
-                drawn.add((src, dst))
+            elif number[src] <= number[dst]:
                 count = int(data.get("nvlinks", 1))
                 for lane in range(count):
                     self._line(src, dst, self._width(data["bandwidth"] / count), LINK, (lane - (count - 1) / 2) * self.gap)
@@ -149,10 +146,9 @@ class _Picture:
         norm = plt.Normalize(0.0, most)
         edges = self.graph.edges(data="bandwidth")
         for src, dst, bandwidth in sorted(edges, key=lambda edge: values.get(edge[:2], -1.0)):
-            if value := values.get((src, dst)):
-                self._line(src, dst, self._width(bandwidth), COLORS(norm(value)), -self.gap / 2, head=True)
-            else:
-                self._line(src, dst, 0.5, LINK, -self.gap / 2)
+            value = values.get((src, dst))
+            width, color = (self._width(bandwidth), COLORS(norm(value))) if value else (0.5, LINK)
+            self._line(src, dst, width, color, -self.gap / 2, head=bool(value))
         look: dict[str, Any] = {"shrink": 0.7, "pad": 0.02, "format": EngFormatter() if most >= 1000 else None}
         bar = self.ax.figure.colorbar(plt.cm.ScalarMappable(norm, COLORS), ax=self.ax, label=label, **look)
         bar.outline.set_visible(False)
@@ -183,17 +179,15 @@ class _Picture:
 
     def legend(self) -> None:
         """The shapes that there are, and the widths of up to five bandwidths."""
-        markers: dict[str, Any] = {"device": ("s", 9), "host": ("h", 9)}
-        markers["switch"] = _rounded(-1 - 0.45j, 1 + 0.45j, 0.45).get_path(), 13
+        bar = _rounded(-1 - 0.45j, 1 + 0.45j, 0.45).get_path()
         handles = [
             plt.Line2D([], [], linestyle="", label=kind, marker=marker, ms=size, mfc=FILL[kind], mec=EDGE[kind])
-            for kind, (marker, size) in markers.items()
+            for kind, marker, size in (("device", "s", 9), ("host", "h", 9), ("switch", bar, 13))
             if kind in self.kind.values()
         ]
         single = sorted({data["bandwidth"] / data.get("nvlinks", 1) for *_, data in self.graph.edges(data=True)}, reverse=True)
         for bandwidth in dict.fromkeys(single[k * (len(single) - 1) // 4] for k in range(5) if single):
-            line: dict[str, Any] = {"color": LINK, "lw": self._width(bandwidth), "label": f"{bandwidth / 1e9:.3g} GB/s"}
-            handles.append(plt.Line2D([], [], **line))
+            handles.append(plt.Line2D([], [], color=LINK, lw=self._width(bandwidth), label=f"{bandwidth / 1e9:.3g} GB/s"))
         below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 2.0}
         self.ax.legend(handles=handles, ncols=min(len(handles), 6), frameon=False, fontsize=8, handlelength=2.2, **below)
 

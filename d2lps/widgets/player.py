@@ -38,8 +38,7 @@ class Player(still.Still):
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
-    _esm = still.source("player.js")
-    _css = still.source("player.css")
+    _esm, _css = still.source("player.js"), still.source("player.css")
     scene = traitlets.Dict().tag(sync=True)
     t = traitlets.Float(0.0).tag(sync=True)
 

@@ -29,8 +29,7 @@ class Sweep(still.Still):
     the simulator refuses.
     """
 
-    _esm = still.source("sweep.js")
-    _css = still.source("sweep.css")
+    _esm, _css = still.source("sweep.js"), still.source("sweep.css")
     data = traitlets.Dict().tag(sync=True)
     ranks = traitlets.Int(0).tag(sync=True)
     cursor = traitlets.Int(0).tag(sync=True)
