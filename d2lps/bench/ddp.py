@@ -25,9 +25,8 @@ def measure(rounds: int = 11) -> list[Row]:
     rows = []
     for ranks in RANKS:
         rivals = {way: Rival(f"{way}:{ranks}", __name__, ranks) for way in (*OURS, GLOO)}
-        sizes = {width: 4 * 4 * (width * width + width) for width in WIDTHS}
-        cases = [{"ranks": ranks, "bytes": sizes[width], "width": width, "repeats": WIDTHS[width]} for width in WIDTHS]
-        rows += compare(rivals, GLOO, cases, rounds, 1e-3)
+        models = [{"width": width, "bytes": 4 * 4 * (width * width + width), "repeats": steps} for width, steps in WIDTHS.items()]
+        rows += compare(rivals, GLOO, [{"ranks": ranks, **model} for model in models], rounds, 1e-3)
     return rows
 
 

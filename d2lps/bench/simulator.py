@@ -15,7 +15,6 @@ import torch
 
 from d2lps.bench.turns import Row, in_turn, row, text
 from d2lps.collectives import all_reduce
-from d2lps.comm import Communicator
 from d2lps.simulator import simulate
 from d2lps.topology import Topology, fat_tree, star
 
@@ -46,12 +45,9 @@ def measure(name: str, topology: Topology, floats: int, ranks: int | None = None
 
     "links" are those of the whole network, each direction counted.
     """
-
-    def work(comm: Communicator) -> None:
-        all_reduce(comm, torch.empty(floats, device=comm.device), algorithm="ring")
-
+    ring, blank = partial(all_reduce, algorithm="ring"), torch.empty(floats, device="meta")
     start = time.perf_counter()
-    run = simulate(work, topology, ranks=ranks, device="meta", trace=trace)
+    run = simulate(ring, topology, blank, ranks=ranks, device="meta", trace=trace)
     return _figures(name, len(run), floats, run.time, time.perf_counter() - start) | {"links": len(topology.links)}
 
 

@@ -129,11 +129,8 @@ def compare(rivals: Mapping[str, Rival], peer: str, cases: Iterable[Row], rounds
 
 def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
     """What each way says, by name and round; a round before the first is not counted."""
-    said: dict[str, list[Any]] = {name: [] for name in ways}
-    for _ in range(min(rounds, MOST_ROUNDS or rounds) + 1):
-        for name, act in ways.items():
-            said[name].append(act())
-    return {name: each[1:] for name, each in said.items()}
+    said = [{name: act() for name, act in ways.items()} for _ in range(min(rounds, MOST_ROUNDS or rounds) + 1)]
+    return {name: [each[name] for each in said[1:]] for name in ways}
 
 
 def row(way: str, seconds: Sequence[float], peer: Sequence[float], unit: float = 1.0, **more: Any) -> Row:

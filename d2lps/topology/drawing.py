@@ -8,17 +8,14 @@ from typing import Any
 import matplotlib.pyplot as plt
 import networkx as nx
 import numpy as np
-from matplotlib import patches
-from matplotlib.colors import ListedColormap
-from matplotlib.path import Path
-from matplotlib.ticker import EngFormatter
+from matplotlib import colors, patches, path, ticker
 
 from d2lps.topology.layout import MOST, layout
 
 FILL = {"device": "#cfe3f3", "host": "#fbe3b5", "switch": "#dddddd"}
 EDGE = {"device": "#0072b2", "host": "#b97a00", "switch": "#555555"}
 LINK, BOX, WIDEST = "#8a8a8a", "#f4f4f4", 5.0
-COLORS = ListedColormap(plt.get_cmap("YlOrRd")(np.linspace(0.12, 1.0, 256)))  # paler is invisible on white
+COLORS = colors.ListedColormap(plt.get_cmap("YlOrRd")(np.linspace(0.12, 1.0, 256)))  # paler is invisible on white
 
 
 def draw(
@@ -149,7 +146,7 @@ class _Picture:
             value = values.get((src, dst))
             width, color = (self._width(bandwidth), COLORS(norm(value))) if value else (0.5, LINK)
             self._line(src, dst, width, color, -self.gap / 2, head=bool(value))
-        look: dict[str, Any] = {"shrink": 0.7, "pad": 0.02, "format": EngFormatter() if most >= 1000 else None}
+        look: dict[str, Any] = {"shrink": 0.7, "pad": 0.02, "format": ticker.EngFormatter() if most >= 1000 else None}
         bar = self.ax.figure.colorbar(plt.cm.ScalarMappable(norm, COLORS), ax=self.ax, label=label, **look)
         bar.outline.set_visible(False)
 
@@ -161,7 +158,7 @@ class _Picture:
         start, end = self._end(src, dst), self._end(dst, src)
         way = (end - start) / (abs(end - start) or 1.0)
         start, end = start + 1j * way * shift, end + 1j * way * shift
-        self.ax.add_patch(patches.PathPatch(Path(_pairs(start, end)), edgecolor=color, linewidth=width, zorder=1))
+        self.ax.add_patch(patches.PathPatch(path.Path(_pairs(start, end)), edgecolor=color, linewidth=width, zorder=1))
         if head:
             middle, long = 0.4 * start + 0.6 * end, 0.3 * self.size * way
             corners = _pairs(middle + long, middle - (1 - 0.6j) * long, middle - (1 + 0.6j) * long)
