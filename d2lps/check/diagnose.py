@@ -20,7 +20,11 @@ class Left(NamedTuple):
 
 
 def wrong(rank: int, left: Left, ranks: int, trace: Trace) -> str:
-    """What is wrong with what a rank has left of `ranks`, and how it came about."""
+    """What is wrong with what a rank has left of `ranks`, and how it came about; empty if it is as it should be."""
+    if (left.got.shape, left.got.dtype) != (left.wanted.shape, left.wanted.dtype):
+        return f"rank {rank}'s {left.name} has become {left.got.numel()} elements of {left.got.dtype}; write into it instead"
+    if torch.equal(left.got, left.wanted):
+        return ""
     if left.only:
         return f"rank {rank}'s {left.name} was changed; only {left.only} should be"
     first, last = _wrong_run(left, ranks)
