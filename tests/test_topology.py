@@ -377,6 +377,7 @@ def graph_of(**link: Any) -> nx.DiGraph:
         (lambda: Topology(graph_of(bandwidth=1, latency=0)).route("b", "a"), "topology has no route from 'b' to 'a'"),
         (lambda: star(2, 1.0).without("switch").route("gpu0", "gpu1"), "star(2) has no route from 'gpu0' to 'gpu1'"),
         (lambda: star(2, 1.0).draw(links={("gpu0", "gpu1"): 1.0}), "('gpu0', 'gpu1'), which is no link of star(2)"),
+        (lambda: star(2, 1.0).draw(hide=["gpu0", "gpu7"]), "hide has ['gpu7'], which star(2) has not"),
         (lambda: fat_tree(8).draw(), "fat_tree(8) has 208 nodes, and a picture has room for 80: draw a smaller one of its kind"),
         (lambda: star(1, 1.0).draw(hide=["gpu0", "switch"]), "nothing of star(1) is left to draw"),
     ],

@@ -31,8 +31,10 @@ def draw(
     >>> trace = simulate(all_reduce_once, cluster).trace                            # doctest: +SKIP
     >>> cluster.draw(links=trace.utilization(), label="utilization")                # doctest: +SKIP
     """
+    if strangers := [node for node in hide if node not in graph]:
+        raise ValueError(f"hide has {strangers}, which {title} has not")
     shown = graph.copy()
-    shown.remove_nodes_from(list(hide))
+    shown.remove_nodes_from(hide)
     if len(shown) > MOST:
         raise ValueError(f"{title} has {len(shown)} nodes, and a picture has room for {MOST}: draw a smaller one of its kind")
     if not shown:
@@ -41,10 +43,7 @@ def draw(
         if link not in graph.edges:
             raise ValueError(f"links has a value for {link!r}, which is no link of {title}")
     picture = _Picture(graph, shown, title, ax)
-    if links is None:
-        picture.links()
-    else:
-        picture.lanes(links, label)
+    picture.links() if links is None else picture.lanes(links, label)
     if names:
         picture.names()
     if legend:
