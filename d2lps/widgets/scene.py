@@ -31,7 +31,8 @@ class Scene:
         self.cells = Cells(trace, self.origins, rows, once=once)
         m, rounds = trace.messages, trace.replay.round_of
         self.rounds = rounds
-        self.starts, self.ends = (m["start"], m["end"]) if self.timed else (rounds - 1, rounds)
+        self.starts: np.ndarray = m["start"] if self.timed else rounds - 1
+        self.ends: np.ndarray = m["end"] if self.timed else rounds
         # Whole rounds are drawn, from the first on, as many as a browser can hold.
         totals = np.cumsum(np.bincount(rounds, minlength=1))
         self.last_round = max(1, int(np.searchsorted(totals, _MOST_MESSAGES, side="right")) - 1)
