@@ -13,7 +13,7 @@ from d2lps.bench import all_reduce, kvstore, simulator, turns
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
 
-def start(door: str, how: str) -> None:
+def failing(door: str, how: str) -> None:
     """A program that fails, before or after it has come to the door."""
     if how == "fails at once":
         raise SystemExit("on purpose")
@@ -72,4 +72,4 @@ def test_a_rival_that_fails_is_named_and_not_waited_for(how: str, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
     monkeypatch.setattr(turns, "PATIENCE", 1e6)
     with pytest.raises(RuntimeError, match=f"{how}: "):
-        turns.compare({how: turns.Rival(how, "test_bench", 1)}, how, [{}], 1)
+        turns.compare({how: turns.Rival(how, failing, 1, (how,))}, how, [{}], 1)

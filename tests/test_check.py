@@ -303,6 +303,39 @@ def test_what_is_not_where_it_belongs_is_named(exercise: str, function: Function
     assert verdict.text == f"with 2 ranks and 8 elements, {said}"
 
 
+def puts_tensors_of_its_own_into_the_list(comm: Communicator, tensor_list: list[torch.Tensor], tensor: torch.Tensor) -> None:
+    tensor_list[:] = [torch.empty_like(part) for part in tensor_list]
+    collectives.all_gather(comm, tensor_list, tensor)
+
+
+def empties_the_list(comm: Communicator, tensor_list: list[torch.Tensor], tensor: torch.Tensor) -> None:
+    tensor_list.clear()
+
+
+@pytest.mark.parametrize("function", [puts_tensors_of_its_own_into_the_list, empties_the_list])
+def test_a_list_must_keep_its_tensors(function: Function) -> None:
+    """They may be parts of another tensor, as the caller's: what is put in their place never gets there."""
+    said = "rank 0, tensor_list[0], elements 0 to 7: never written; should be element 0 of rank 0"
+    assert check.all_gather(function).text == f"with 1 rank and 8 elements, {said}"
+
+
+def shrinks(comm: Communicator, tensor: torch.Tensor) -> None:
+    tensor.resize_(len(tensor) // 2)
+
+
+def makes_it_another_dtype(comm: Communicator, tensor: torch.Tensor) -> None:
+    right(comm, tensor)
+    tensor.data = tensor.double()
+
+
+@pytest.mark.parametrize(
+    ("function", "what"), [(shrinks, "4 elements of torch.int64"), (makes_it_another_dtype, "8 elements of torch.float64")]
+)
+def test_a_tensor_must_stay_what_it_is(function: Function, what: str) -> None:
+    said = f"rank 0's tensor has become {what}; write into it instead"
+    assert check.all_reduce(function).text == f"with 1 rank and 8 elements, {said}"
+
+
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_who_does_nothing_does_not_pass(exercise: str) -> None:
     assert not getattr(check, exercise)(lambda comm, *arguments: None)

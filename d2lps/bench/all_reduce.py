@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from d2lps import sharedmemory
 from d2lps.bench.turns import Operation, Rival, Row, answer, compare, text
@@ -52,10 +51,10 @@ def left_out() -> str:
 
 def _rivals() -> dict[str, Rival]:
     """By way; all of ours are the same processes."""
-    rivals = {} if sharedmemory.missing() else dict.fromkeys(OURS, Rival("ours", __name__, RANKS))
-    rivals[GLOO] = Rival(GLOO, __name__, RANKS)
+    rivals = {} if sharedmemory.missing() else dict.fromkeys(OURS, Rival("ours", _ours, RANKS))
+    rivals[GLOO] = Rival(GLOO, _gloo, RANKS, spawn=RANKS)
     if _has_mpi():
-        rivals[MPI] = Rival(MPI, __name__, RANKS, ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS)))
+        rivals[MPI] = Rival(MPI, _mpi, RANKS, launcher=("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS)))
     return rivals
 
 
@@ -63,20 +62,14 @@ def _has_mpi() -> bool:
     return bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))
 
 
-def start(door: str, name: str) -> None:
-    """Gloo as in PyTorch's tutorial "Writing Distributed Applications"; one of mpirun's ranks as in mpi4py's."""
-    if name == GLOO:
-        mp.spawn(_gloo, (door,), RANKS)
-    elif name == MPI:
-        _mpi(door)
-    else:
-        run(_ours, RANKS, door, timeout=600.0)
-
-
 # Of each size a process makes its tensors once, and lets go of the last size's.
 
 
-def _ours(comm: Communicator, door: str) -> None:
+def _ours(door: str) -> None:
+    run(_our_rank, RANKS, door, timeout=600.0)
+
+
+def _our_rank(comm: Communicator, door: str) -> None:
     @lru_cache(1)
     def ways(nbytes: int) -> dict[str, Operation]:
         shared, mine, other = comm.empty(nbytes // 4).fill_(0), _ordinary(nbytes), _ordinary(nbytes)
@@ -87,6 +80,7 @@ def _ours(comm: Communicator, door: str) -> None:
 
 
 def _gloo(rank: int, door: str) -> None:
+    """As in PyTorch's tutorial "Writing Distributed Applications"."""
     dist.init_process_group("gloo", init_method=f"file://{door}.store", rank=rank, world_size=RANKS)
     tensor = lru_cache(1)(_ordinary)
     answer(door, lambda way, case: (partial(dist.all_reduce, tensor(case["bytes"])), dist.barrier))
@@ -94,6 +88,7 @@ def _gloo(rank: int, door: str) -> None:
 
 
 def _mpi(door: str) -> None:
+    """One of mpirun's ranks, as in mpi4py's tutorial."""
     from mpi4py.MPI import COMM_WORLD, IN_PLACE
 
     array = lru_cache(1)(lambda nbytes: np.full(nbytes // 4, 0, np.float32))

@@ -4,7 +4,6 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,10 +23,9 @@ def measure(rounds: int = 11) -> list[Row]:
     """A row for each way, number of ranks and model (see `turns.row`), in milliseconds; the peer is gloo."""
     rows = []
     for ranks in RANKS:
-        rivals = {way: Rival(f"{way}:{ranks}", __name__, ranks) for way in (*OURS, GLOO)}
-        sizes = {width: 4 * 4 * (width * width + width) for width in WIDTHS}
-        cases = [{"ranks": ranks, "bytes": sizes[width], "width": width, "repeats": WIDTHS[width]} for width in WIDTHS]
-        rows += compare(rivals, GLOO, cases, rounds, 1e-3)
+        rivals = {way: Rival(way, _rank, ranks, (way, str(ranks)), spawn=ranks) for way in (*OURS, GLOO)}
+        models = [{"width": width, "bytes": 4 * 4 * (width * width + width), "repeats": steps} for width, steps in WIDTHS.items()]
+        rows += compare(rivals, GLOO, [{"ranks": ranks, **model} for model in models], rounds, 1e-3)
     return rows
 
 
@@ -37,17 +35,13 @@ def table(rounds: int = 11) -> tuple[str, list[Row]]:
     return text("a step of DDP", COLUMNS, rows, note), rows
 
 
-def start(door: str, how: str) -> None:
-    """A program as in PyTorch's tutorial on DDP; `how`: the way and the number of ranks."""
-    way, _, ranks = how.partition(":")
-    mp.spawn(_rank, (door, way, int(ranks)), int(ranks))
-
-
-def _rank(rank: int, door: str, way: str, ranks: int) -> None:
+def _rank(rank: int, door: str, way: str, ranks: str) -> None:
+    """A process as in PyTorch's tutorial on DDP."""
     if way in OURS:
         transport, algorithm = OURS[way]
         backend.use(transport=transport, all_reduce=algorithm)
-    dist.init_process_group(GLOO if way == GLOO else "d2lps", init_method=f"file://{door}.store", rank=rank, world_size=ranks)
+    name = GLOO if way == GLOO else "d2lps"
+    dist.init_process_group(name, init_method=f"file://{door}.store", rank=rank, world_size=int(ranks))
     step = cache(_step)
     answer(door, lambda way, case: (step(case["width"]), dist.barrier))
     dist.destroy_process_group()

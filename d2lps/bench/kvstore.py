@@ -1,6 +1,5 @@
 """Push and pull between two workers and two servers of this machine: ours beside torch RPC, all in one run and in turn."""
 
-import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-import torch.multiprocessing as mp
 
 from d2lps import kvstore
 from d2lps.bench.turns import Operation, Rival, Row, answer, compare, text
@@ -30,7 +28,8 @@ def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[Row]:
     ways: those of ours that RPC is to be measured beside. "bytes": of a key. "speed", "slowest", "fastest": GB/s, both
     directions counted. "messages": in a second.
     """
-    rivals = {way: Rival(way, __name__, WORKERS) for way in ways} | {RPC: Rival(RPC, __name__, WORKERS, sleepless=True)}
+    rivals = {way: Rival(way, _ours, WORKERS, (way,)) for way in ways}
+    rivals[RPC] = Rival(RPC, _rank, WORKERS, spawn=WORKERS + SERVERS, sleepless=True)
     rows = compare(rivals, RPC, [{"bytes": nbytes} for nbytes in SIZES], rounds)
     for row in rows:
         messages = 2 * WORKERS * SIZES[row["bytes"]]
@@ -42,24 +41,19 @@ def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[Row]:
 def table(rounds: int = 9) -> tuple[str, list[Row]]:
     """Bytes both ways in a second, messages in a second, and their ratio to RPC's."""
     rows, note = measure(rounds), f"medians of {rounds} rounds, in which all ways take turns; both directions counted"
-    ray = "Ray (not measured here)" if importlib.util.find_spec("ray") else "Ray (not installed)"
     heading = f"push and pull, {WORKERS} workers, {SERVERS} servers"
-    return text(heading, COLUMNS, rows, note, f"left out: {ray}, ps-lite, BytePS"), rows
+    return text(heading, COLUMNS, rows, note, "left out: Ray, ps-lite, BytePS"), rows
 
 
 # ---- the workers ----------------------------------------------------------------------------------------------------------
 
 
-def start(door: str, way: str) -> None:
-    """RPC as in PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework"."""
-    if way == RPC:
-        mp.spawn(_rank, (door,), WORKERS + SERVERS)
-    else:
-        durability, shared = OURS[way]
-        kvstore.run(_ours, WORKERS, SERVERS, door, shared, consistency="asp", durability=durability, timeout=600.0)
+def _ours(door: str, way: str) -> None:
+    durability, shared = OURS[way]
+    kvstore.run(_our_worker, WORKERS, SERVERS, door, shared, consistency="asp", durability=durability, timeout=600.0)
 
 
-def _ours(kv: kvstore.KVWorker, door: str, shared: bool) -> None:
+def _our_worker(kv: kvstore.KVWorker, door: str, shared: bool) -> None:
     _work(door, kv, kv.comm.barrier, kv.empty if shared else torch.empty)
 
 
@@ -117,6 +111,7 @@ class _Remote:
 
 
 def _rank(rank: int, door: str) -> None:
+    """As in PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework"."""
     warnings.simplefilter("ignore")
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{door}.store", rpc_timeout=600)
     rpc.init_rpc(str(rank), rank=rank, world_size=WORKERS + SERVERS, rpc_backend_options=options)

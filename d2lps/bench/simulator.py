@@ -15,7 +15,6 @@ import torch
 
 from d2lps.bench.turns import Row, in_turn, row, text
 from d2lps.collectives import all_reduce
-from d2lps.comm import Communicator
 from d2lps.simulator import simulate
 from d2lps.topology import Topology, fat_tree, star
 
@@ -46,12 +45,9 @@ def measure(name: str, topology: Topology, floats: int, ranks: int | None = None
 
     "links" are those of the whole network, each direction counted.
     """
-
-    def work(comm: Communicator) -> None:
-        all_reduce(comm, torch.empty(floats, device=comm.device), algorithm="ring")
-
+    ring, blank = partial(all_reduce, algorithm="ring"), torch.empty(floats, device="meta")
     start = time.perf_counter()
-    run = simulate(work, topology, ranks=ranks, device="meta", trace=trace)
+    run = simulate(ring, topology, blank, ranks=ranks, device="meta", trace=trace)
     return _figures(name, len(run), floats, run.time, time.perf_counter() - start) | {"links": len(topology.links)}
 
 
@@ -131,19 +127,6 @@ def table() -> tuple[str, list[Row]]:
     first = text("ring all-reduce, 128 ranks", BESIDE, rivals, "medians of 5 rounds, in turn; no contents", missing)
     notes = "no contents; no trace unless it says so; up to 256 ranks the least of three", f"largest memory {_memory():.2f} GB"
     return f"{first}\n\n{text('ours', ALONE, alone, *notes)}", [*rivals, *alone]
-
-
-def plot(axes: Sequence[Any]) -> None:
-    """Wall clock for each message, against ranks on the first of two axes, against links on the second."""
-    both = with_ranks(), with_links()
-    top = max(each["cost"] for rows in both for each in rows)
-    for ax, rows, x in zip(axes, both, ("ranks", "links"), strict=True):
-        numbers = [each[x] for each in rows]
-        ax.plot(numbers, [each["cost"] for each in rows], "o-", color="#0072b2")
-        ax.set(xlabel=f"{x} of the network", ylabel="wall clock per message (µs)", ylim=(0, 1.1 * top), xscale="log")
-        ax.set_xticks(numbers, [f"{number:,}" for number in numbers])
-        ax.set_xticks([], minor=True)
-        ax.grid(alpha=0.3)
 
 
 def _memory() -> float:

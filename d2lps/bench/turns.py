@@ -1,12 +1,12 @@
 """Rivals in turn: each waits in a program of its own until it is called, practises, and is timed.
 
-A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns MODULE NAME DOOR` calls
-`start` of a table's module, which spawns its processes itself (or is one of mpirun's). Nothing of ours works in them: no
-launcher, no communicator, no fork server. Each process goes to the door, a socket, and does what it is told there.
+A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns FUNCTION SPAWN DOOR ...`
+has PyTorch spawn the processes, or is one of mpirun's. Nothing of ours works in them: no launcher, no communicator, no fork
+server. Each process goes to the door, a socket, and does what it is told there.
 """
 
-import importlib
 import os
+import pkgutil
 import signal
 import socket
 import statistics
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Client, Connection
 from typing import Any
+
+import torch.multiprocessing as mp
 
 Operation = Callable[[], object]
 Row = dict[str, Any]
@@ -53,15 +55,18 @@ class Rival:
     """A program, and its processes' lines to the one who calls them in turn."""
 
     name: str
-    module: str
-    processes: int
+    function: Callable[..., object]  # of a module, where the program finds it; called with the door and the arguments
+    processes: int  # that come to the door
+    arguments: Sequence[str] = ()
+    spawn: int = 0  # how many processes call the function, with their rank before the rest; 0: the program itself does
     launcher: Sequence[str] = ()  # as mpirun, which starts several Pythons
     sleepless: bool = False  # its processes look for messages all the time, and are stopped while it is not their turn
 
     @contextmanager
     def present(self, door: str) -> Iterator[None]:
         """Its processes have come to the door, and at the end are sent home."""
-        command = [*self.launcher, sys.executable, "-m", __name__, self.module, self.name, door]
+        function = f"{self.function.__module__}:{self.function.__name__}"
+        command = [*self.launcher, sys.executable, "-m", __name__, function, str(self.spawn), door, *self.arguments]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(door)
             listener.listen(64)
@@ -129,11 +134,8 @@ def compare(rivals: Mapping[str, Rival], peer: str, cases: Iterable[Row], rounds
 
 def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
     """What each way says, by name and round; a round before the first is not counted."""
-    said: dict[str, list[Any]] = {name: [] for name in ways}
-    for _ in range(min(rounds, MOST_ROUNDS or rounds) + 1):
-        for name, act in ways.items():
-            said[name].append(act())
-    return {name: each[1:] for name, each in said.items()}
+    said = [{name: act() for name, act in ways.items()} for _ in range(min(rounds, MOST_ROUNDS or rounds) + 1)]
+    return {name: [each[name] for each in said[1:]] for name in ways}
 
 
 def row(way: str, seconds: Sequence[float], peer: Sequence[float], unit: float = 1.0, **more: Any) -> Row:
@@ -159,5 +161,5 @@ def text(heading: str, columns: dict[str, str], rows: Sequence[Row], *notes: str
 
 
 if __name__ == "__main__":
-    module, how, door = sys.argv[1:]
-    importlib.import_module(module).start(door, how)
+    function, spawn, arguments = pkgutil.resolve_name(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])
+    mp.spawn(function, arguments, spawn) if spawn else function(*arguments)

@@ -20,7 +20,11 @@ class Left(NamedTuple):
 
 
 def wrong(rank: int, left: Left, ranks: int, trace: Trace) -> str:
-    """What is wrong with what a rank has left of `ranks`, and how it came about."""
+    """What is wrong with what a rank has left of `ranks`, and how it came about; empty if it is as it should be."""
+    if (left.got.shape, left.got.dtype) != (left.wanted.shape, left.wanted.dtype):
+        return f"rank {rank}'s {left.name} has become {left.got.numel()} elements of {left.got.dtype}; write into it instead"
+    if torch.equal(left.got, left.wanted):
+        return ""
     if left.only:
         return f"rank {rank}'s {left.name} was changed; only {left.only} should be"
     first, last = _wrong_run(left, ranks)
@@ -46,16 +50,16 @@ def _wrong_run(left: Left, ranks: int) -> tuple[int, int]:
 def _wrong_sum(rank: int, left: Left, first: int, last: int, ranks: int, trace: Trace) -> str:
     """What is wrong with a sum from element `first` to `last`, and how it came about."""
     value = int(left.got[first])
-    counted, should = counts(value, ranks), counts(int(left.wanted[first]), ranks) or []
+    counted = counts(value, ranks)
     if counted is None:
         return f"{value} is no sum of the ranks' values; was the tensor written before its message was complete?"
-    if counted == should:  # every rank has been added as often as it should, but not with this element
+    if counted == [1] * ranks:  # every rank has been added once, as it should, but not with this element
         if not (found := common_element(value, left.parts, len(left.got))):
             return "every rank is in the sum, but not with the same element"
         of_part = f" of part {found[0]}" if left.parts > 1 else ""
         return f"the sum of all ranks, but of {_elements(found[1], found[1] + last - first)}{of_part}"
-    missing = [r for r in range(ranks) if counted[r] < should[r]]
-    extra = [f"rank {r} counted {counted[r]} times" for r in range(ranks) if counted[r] > should[r]]
+    missing = [r for r, times in enumerate(counted) if times < 1]
+    extra = [f"rank {r} counted {times} times" for r, times in enumerate(counted) if times > 1]
     says = "; ".join(filter(None, [f"{_ranks(missing)} missing" if missing else "", ", ".join(extra)]))
     return says + (_history(trace, rank, first, missing[0]) if missing and left.parts == 1 else "")
 

@@ -31,8 +31,7 @@ class Verdict(NamedTuple):
         return f"{'passed' if self.passed else 'not yet'}: {self.text}"
 
 
-# What one rank gets, after comm, and a function that tells afterwards what it has left.
-Case = tuple[list[Any], Callable[[], list[Left]]]
+Case = tuple[list[Any], list[Left]]  # what one rank gets, after comm, and the tensors of it to look at afterwards
 Cases = Callable[[int, int, int], Case]  # the case of (rank, ranks, size)
 Function = Callable[..., Any]  # a reader's, to be checked
 
@@ -60,12 +59,12 @@ def exercise(least: float) -> Callable[[Cases], Callable[[Function], Verdict]]:
 
 
 def _run(case: Cases, function: Function, p: int, size: int) -> Run:
-    """Each rank's result tells what it has left."""
+    """Each rank's result is what it has left."""
 
-    def work(comm: Any) -> Callable[[], list[Left]]:
-        arguments, tell = case(comm.rank, comm.size, size)
+    def work(comm: Any) -> list[Left]:
+        arguments, left = case(comm.rank, comm.size, size)
         function(comm, *arguments)
-        return tell
+        return left
 
     return simulate(work, star(p, _BANDWIDTH, _LATENCY))
 
@@ -78,10 +77,10 @@ def _trouble(case: Cases, function: Function, p: int, size: int) -> str:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
-    for rank, tell in enumerate(run):
-        for left in tell():
-            if not torch.equal(left.got, left.wanted):
-                return wrong(rank, left, p, run.trace)
+    for rank, tensors in enumerate(run):
+        for left in tensors:
+            if said := wrong(rank, left, p, run.trace):
+                return said
     if run.trace.unmatched:
         return f"{run.trace.unmatched} messages were sent and never received, or awaited and never sent"
     return ""

@@ -8,17 +8,14 @@ from typing import Any
 import matplotlib.pyplot as plt
 import networkx as nx
 import numpy as np
-from matplotlib import patches
-from matplotlib.colors import ListedColormap
-from matplotlib.path import Path
-from matplotlib.ticker import EngFormatter
+from matplotlib import colors, patches, path, ticker
 
 from d2lps.topology.layout import MOST, layout
 
 FILL = {"device": "#cfe3f3", "host": "#fbe3b5", "switch": "#dddddd"}
 EDGE = {"device": "#0072b2", "host": "#b97a00", "switch": "#555555"}
 LINK, BOX, WIDEST = "#8a8a8a", "#f4f4f4", 5.0
-COLORS = ListedColormap(plt.get_cmap("YlOrRd")(np.linspace(0.12, 1.0, 256)))  # paler is invisible on white
+COLORS = colors.ListedColormap(plt.get_cmap("YlOrRd")(np.linspace(0.12, 1.0, 256)))  # paler is invisible on white
 
 
 def draw(
@@ -34,8 +31,10 @@ def draw(
     >>> trace = simulate(all_reduce_once, cluster).trace                            # doctest: +SKIP
     >>> cluster.draw(links=trace.utilization(), label="utilization")                # doctest: +SKIP
     """
+    if strangers := [node for node in hide if node not in graph]:
+        raise ValueError(f"hide has {strangers}, which {title} has not")
     shown = graph.copy()
-    shown.remove_nodes_from(list(hide))
+    shown.remove_nodes_from(hide)
     if len(shown) > MOST:
         raise ValueError(f"{title} has {len(shown)} nodes, and a picture has room for {MOST}: draw a smaller one of its kind")
     if not shown:
@@ -44,10 +43,7 @@ def draw(
         if link not in graph.edges:
             raise ValueError(f"links has a value for {link!r}, which is no link of {title}")
     picture = _Picture(graph, shown, title, ax)
-    if links is None:
-        picture.links()
-    else:
-        picture.lanes(links, label)
+    picture.links() if links is None else picture.lanes(links, label)
     if names:
         picture.names()
     if legend:
@@ -107,13 +103,11 @@ class _Picture:
         pad = 0.5 * self.size
         below: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8}
         for name, nodes in self.layout.boxes.items():
-            corners = [self.at[node] + side * self._half(node) for node in nodes if node in self.at for side in (-1, 1)]
-            if not corners:
-                continue
-            xs, ys = [corner.real for corner in corners], [corner.imag for corner in corners]
-            low, high = complex(min(xs) - pad, min(ys) - 3 * pad), complex(max(xs) + pad, max(ys) + 3 * pad)
-            self.ax.add_patch(_rounded(low, high, pad, facecolor=BOX, edgecolor="#cccccc", linewidth=0.6, zorder=0))
-            self.ax.annotate(name, ((low + high).real / 2, low.imag), (0, -3), **below)
+            if sides := [self.at[node] + side * self._half(node) for node in nodes if node in self.at for side in (-1, 1)]:
+                xs, ys = np.real(sides), np.imag(sides)
+                low, high = complex(xs.min() - pad, ys.min() - 3 * pad), complex(xs.max() + pad, ys.max() + 3 * pad)
+                self.ax.add_patch(_rounded(low, high, pad, facecolor=BOX, edgecolor="#cccccc", linewidth=0.6, zorder=0))
+                self.ax.annotate(name, ((low + high).real / 2, low.imag), (0, -3), **below)
 
     def names(self) -> None:
         for node, at in self.at.items():
@@ -133,12 +127,11 @@ class _Picture:
 
     def links(self) -> None:
         """One line for both directions if they are alike; a doubled link as two lines."""
-        drawn = set()
+        number = {node: number for number, node in enumerate(self.graph)}
         for src, dst, data in self.graph.edges(data=True):
             if self.graph.get_edge_data(dst, src, default={}).get("bandwidth") != data["bandwidth"]:
                 self._line(src, dst, self._width(data["bandwidth"]), LINK, -self.gap / 2, head=True)
-            elif (dst, src) not in drawn:
-                drawn.add((src, dst))
+            elif number[src] <= number[dst]:
                 count = int(data.get("nvlinks", 1))
                 for lane in range(count):
                     self._line(src, dst, self._width(data["bandwidth"] / count), LINK, (lane - (count - 1) / 2) * self.gap)
@@ -149,11 +142,10 @@ class _Picture:
         norm = plt.Normalize(0.0, most)
         edges = self.graph.edges(data="bandwidth")
         for src, dst, bandwidth in sorted(edges, key=lambda edge: values.get(edge[:2], -1.0)):
-            if value := values.get((src, dst)):
-                self._line(src, dst, self._width(bandwidth), COLORS(norm(value)), -self.gap / 2, head=True)
-            else:
-                self._line(src, dst, 0.5, LINK, -self.gap / 2)
-        look: dict[str, Any] = {"shrink": 0.7, "pad": 0.02, "format": EngFormatter() if most >= 1000 else None}
+            value = values.get((src, dst))
+            width, color = (self._width(bandwidth), COLORS(norm(value))) if value else (0.5, LINK)
+            self._line(src, dst, width, color, -self.gap / 2, head=bool(value))
+        look: dict[str, Any] = {"shrink": 0.7, "pad": 0.02, "format": ticker.EngFormatter() if most >= 1000 else None}
         bar = self.ax.figure.colorbar(plt.cm.ScalarMappable(norm, COLORS), ax=self.ax, label=label, **look)
         bar.outline.set_visible(False)
 
@@ -165,7 +157,7 @@ class _Picture:
         start, end = self._end(src, dst), self._end(dst, src)
         way = (end - start) / (abs(end - start) or 1.0)
         start, end = start + 1j * way * shift, end + 1j * way * shift
-        self.ax.add_patch(patches.PathPatch(Path(_pairs(start, end)), edgecolor=color, linewidth=width, zorder=1))
+        self.ax.add_patch(patches.PathPatch(path.Path(_pairs(start, end)), edgecolor=color, linewidth=width, zorder=1))
         if head:
             middle, long = 0.4 * start + 0.6 * end, 0.3 * self.size * way
             corners = _pairs(middle + long, middle - (1 - 0.6j) * long, middle - (1 + 0.6j) * long)
@@ -183,17 +175,15 @@ class _Picture:
 
     def legend(self) -> None:
         """The shapes that there are, and the widths of up to five bandwidths."""
-        markers: dict[str, Any] = {"device": ("s", 9), "host": ("h", 9)}
-        markers["switch"] = _rounded(-1 - 0.45j, 1 + 0.45j, 0.45).get_path(), 13
+        bar = _rounded(-1 - 0.45j, 1 + 0.45j, 0.45).get_path()
         handles = [
             plt.Line2D([], [], linestyle="", label=kind, marker=marker, ms=size, mfc=FILL[kind], mec=EDGE[kind])
-            for kind, (marker, size) in markers.items()
+            for kind, marker, size in (("device", "s", 9), ("host", "h", 9), ("switch", bar, 13))
             if kind in self.kind.values()
         ]
         single = sorted({data["bandwidth"] / data.get("nvlinks", 1) for *_, data in self.graph.edges(data=True)}, reverse=True)
         for bandwidth in dict.fromkeys(single[k * (len(single) - 1) // 4] for k in range(5) if single):
-            line: dict[str, Any] = {"color": LINK, "lw": self._width(bandwidth), "label": f"{bandwidth / 1e9:.3g} GB/s"}
-            handles.append(plt.Line2D([], [], **line))
+            handles.append(plt.Line2D([], [], color=LINK, lw=self._width(bandwidth), label=f"{bandwidth / 1e9:.3g} GB/s"))
         below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 2.0}
         self.ax.legend(handles=handles, ncols=min(len(handles), 6), frameon=False, fontsize=8, handlelength=2.2, **below)
 

@@ -40,7 +40,7 @@ def layout(graph: nx.DiGraph) -> Layout:
 
 def _free(graph: nx.DiGraph) -> Layout:
     joined = graph.to_undirected()
-    parts = [next(iter(part)) for part in nx.connected_components(joined)]
+    parts = [next(filter(part.__contains__, graph)) for part in nx.connected_components(joined)]  # in the order of its nodes
     joined.add_edges_from(pairwise(parts))  # parts that nothing joins would flee from one another
     placed = nx.spring_layout(joined, seed=0, iterations=200, weight=None, **_SQUARE)
     return Layout({node: (float(x), float(y)) for node, (x, y) in placed.items()}, 0.8)
@@ -56,7 +56,7 @@ def _circle(graph: nx.DiGraph) -> Layout:
 # ---- a network in tiers -----------------------------------------------------------------------------------------------
 
 # How high a picture is, and what the parts are called that only the top tier joins.
-_TIERS = {"pcie_tree": (0.35, ""), "nvswitch": (0.3, ""), "spine_leaf": (0.5, "rack"), "fat_tree": (0.55, "pod")}
+_TIERS = {"pcie": (0.35, ""), "nvswitch": (0.3, ""), "spine_leaf": (0.5, "rack"), "fat_tree": (0.55, "pod")}
 
 
 def _tiers(graph: nx.DiGraph) -> Layout:
@@ -120,5 +120,5 @@ def _multi_node(graph: nx.DiGraph) -> Layout:
 
 
 _PRESETS: dict[str, Callable[[nx.DiGraph], Layout]] = dict.fromkeys(_TIERS, _tiers) | {
-    "star": _circle, "ring": _circle, "dgx1": _dgx1, "multi_node": _multi_node,
+    "switch": _circle, "ring": _circle, "dgx1": _dgx1, "multi_node": _multi_node,
 }  # fmt: skip

@@ -28,19 +28,19 @@ def with_devices(preset: str, count: int, device: Device | None, forwards: bool 
     return graph
 
 
-def _star(preset: str, switch: str, n: int, bandwidth: float, latency: float, device: Device | None, *hosts: str) -> nx.DiGraph:
+def _around(switch: str, n: int, bandwidth: float, latency: float, device: Device | None, name: str, *hosts: str) -> Topology:
     """`n` devices and some hosts around a switch that is never the bottleneck."""
     check_count("n", n)
-    graph = with_devices(preset, n, device)
+    graph = with_devices(switch, n, device)
     graph.add_nodes_from(hosts, kind="host", forwards=False)
     for leaf in list(graph):
         connect(graph, leaf, switch, bandwidth, latency)
-    return graph
+    return Topology(graph, name)
 
 
 def star(n: int, bandwidth: float, latency: float = 0.0, device: Device | None = None) -> Topology:
     """`n` devices around one switch that is never the bottleneck; each link has `bandwidth` and `latency`."""
-    return Topology(_star("star", "switch", n, bandwidth, latency, device), f"star({n})")
+    return _around("switch", n, bandwidth, latency, device, f"star({n})")
 
 
 def pcie_tree(n: int, bandwidth: float = PCIE3_X16, latency: float = PCIE_HOP / 2, device: Device | None = None) -> Topology:
@@ -49,7 +49,7 @@ def pcie_tree(n: int, bandwidth: float = PCIE3_X16, latency: float = PCIE_HOP / 
     A hop of 5.7 us from GPU to GPU passes two links. With bandwidth=16e9 and latency=0 it is the machine of the 60, 80 and
     15 ms in Dive into Deep Learning.
     """
-    return Topology(_star("pcie_tree", "pcie", n, bandwidth, latency, device, "cpu"), f"pcie_tree({n})")
+    return _around("pcie", n, bandwidth, latency, device, f"pcie_tree({n})", "cpu")
 
 
 def ring(n: int, bandwidth: float, latency: float = 0.0, device: Device | None = None) -> Topology:
@@ -90,21 +90,19 @@ def dgx1(
     return Topology(graph, "DGX-1")
 
 
-def _nvswitch(n: int, bandwidth: float, latency: float, device: Device | None, name: str) -> Topology:
-    """Every device has a link to a switch (in truth several in parallel), so that any two talk at full speed."""
-    return Topology(_star("nvswitch", "nvswitch", n, bandwidth, latency / 2, device), name)  # from GPU to GPU are two links
+# Of NVSwitches there are in truth several in parallel. From GPU to GPU are two links, each with half of a hop's latency.
 
 
 def dgx2(bandwidth: float = 6 * NVLINK2, latency: float = NVLINK_HOP, device: Device | None = V100_32GB) -> Topology:
     """NVIDIA's DGX-2: sixteen V100, all six NVLinks of each on NVSwitches, so that any two talk at full speed."""
-    return _nvswitch(16, bandwidth, latency, device, "DGX-2")
+    return _around("nvswitch", 16, bandwidth, latency / 2, device, "DGX-2")
 
 
 def dgx_a100(bandwidth: float = NVLINK3_GPU, latency: float = NVLINK_HOP, device: Device | None = A100) -> Topology:
     """NVIDIA's DGX A100: eight A100 on NVSwitches, 300 GB/s each way for each."""
-    return _nvswitch(8, bandwidth, latency, device, "DGX A100")
+    return _around("nvswitch", 8, bandwidth, latency / 2, device, "DGX A100")
 
 
 def hgx_h100(n: int = 8, bandwidth: float = NVLINK4_GPU, latency: float = NVLINK_HOP, device: Device | None = H100) -> Topology:
     """NVIDIA's HGX H100: `n` H100 on NVSwitches, 450 GB/s each way for each."""
-    return _nvswitch(n, bandwidth, latency, device, "HGX H100" if n == 8 else f"HGX H100 ({n} GPUs)")
+    return _around("nvswitch", n, bandwidth, latency / 2, device, "HGX H100" if n == 8 else f"HGX H100 ({n} GPUs)")

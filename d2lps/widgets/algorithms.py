@@ -34,9 +34,5 @@ def simulated(algorithm: Algorithm, topology: Topology, nbytes: float, trace: bo
     """
     if not nbytes >= 4:
         raise ValueError(f"nbytes={nbytes!r} is less than one float32 of 4 bytes")
-    fn = partial(all_reduce, algorithm=algorithm) if isinstance(algorithm, str) else algorithm
-
-    def work(comm: Communicator) -> None:
-        fn(comm, torch.empty(int(nbytes) // 4, device=comm.device))
-
-    return simulate(work, topology, device="meta", trace=trace)
+    function = partial(all_reduce, algorithm=algorithm) if isinstance(algorithm, str) else algorithm
+    return simulate(function, topology, torch.empty(int(nbytes) // 4, device="meta"), device="meta", trace=trace)

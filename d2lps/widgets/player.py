@@ -38,8 +38,7 @@ class Player(still.Still):
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
-    _esm = still.source("player.js")
-    _css = still.source("player.css")
+    _esm, _css = still.source("player.js"), still.source("player.css")
     scene = traitlets.Dict().tag(sync=True)
     t = traitlets.Float(0.0).tag(sync=True)
 
@@ -71,11 +70,10 @@ class Player(still.Still):
         heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
         drawn = still.figure(1.3 * len(chosen) + 0.9, sum(heights))
         grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights)
-        axes = [drawn.add_subplot(grid[0, column]) for column in range(len(chosen))]
-        for ax, step in zip(axes, chosen, strict=True):
-            _column(ax, scene, stops[step])
+        for column, step in enumerate(chosen):
+            _column(drawn.add_subplot(grid[0, column]), scene, stops[step])
         names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
-        axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
+        drawn.axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
         if trace is not None:
             trace.timeline(drawn.add_subplot(grid[1, :]))
         drawn.suptitle(scene["title"], fontsize=9)

@@ -35,8 +35,7 @@ class Race(still.Still):
     seconds. ValueError for what the simulator refuses.
     """
 
-    _esm = still.source("race.js")
-    _css = still.source("race.css")
+    _esm, _css = still.source("race.js"), still.source("race.css")
     data = traitlets.Dict().tag(sync=True)
     t = traitlets.Float(0.0).tag(sync=True)
 

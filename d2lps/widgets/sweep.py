@@ -1,7 +1,7 @@
 """The sweep: how long each algorithm takes, by size and by number of ranks."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import nan
 
 import traitlets
@@ -29,8 +29,7 @@ class Sweep(still.Still):
     the simulator refuses.
     """
 
-    _esm = still.source("sweep.js")
-    _css = still.source("sweep.css")
+    _esm, _css = still.source("sweep.js"), still.source("sweep.css")
     data = traitlets.Dict().tag(sync=True)
     ranks = traitlets.Int(0).tag(sync=True)
     cursor = traitlets.Int(0).tag(sync=True)
@@ -58,8 +57,7 @@ class Sweep(still.Still):
     def _figure(self) -> Figure:
         """The lines for the chosen number of ranks."""
         ranks = SWEEP["ranks_now"].format(n=self.data["ranks"][self.ranks])
-        rows = zip(self.data["algorithms"], self.data["times"][self.ranks], strict=True)
-        curves = ((algorithm, self.data["sizes"], times) for algorithm, times in rows)
+        curves = zip(self.data["algorithms"], repeat(self.data["sizes"]), self.data["times"][self.ranks], strict=False)
         drawn, ax = still.chart(f"{self.data['title']}, {ranks}", f"{SWEEP['bytes']} (B)", f"{SWEEP['seconds']} (s)", curves)
         ax.set(xscale="log", yscale="log")
         for crossing in self.data["reigns"][self.ranks][1:]:

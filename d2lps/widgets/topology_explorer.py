@@ -34,8 +34,7 @@ class TopologyExplorer(still.Still):
     ValueError if there is no machine, if one is too large, or for what the simulator refuses.
     """
 
-    _esm = still.source("topology_explorer.js")
-    _css = still.source("topology_explorer.css")
+    _esm, _css = still.source("topology_explorer.js"), still.source("topology_explorer.css")
     data = traitlets.Dict().tag(sync=True)
     machine = traitlets.Int(0).tag(sync=True)
     algorithm = traitlets.Int(0).tag(sync=True)
