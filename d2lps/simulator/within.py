@@ -87,7 +87,7 @@ class SimulatedRank(Communicator):
                 into.detach().copy_(source) if op is None else ops.apply(op, into.detach(), source)
         cells, start = None, 0
         if self.recorder is not None:
-            cells = self.recorder.tables["locals"].cells
+            cells = self.recorder.tables["locals"]
             start = self.recorder.local("COPY" if op is None else ops.op_name(op), into, other, math.nan, math.nan)
         if cells is not None or seconds:
             self.task.script.write(partial(self._took, cells, (start, start + 1), seconds))
