@@ -4,8 +4,6 @@ gloo carries bytes between CPUs over sockets, NCCL between GPUs over NVLink, PCI
 them the book's vocabulary; every byte is moved by torch's own engine.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The world of ranks that share a machine's memory."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from functools import partial

@@ -4,8 +4,6 @@ For every send they find the receive that it met. The rule is the communicator's
 destination, tag). So the k-th send of such a stream meets its k-th receive, and the whole matching is one sort of each side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import repeat
