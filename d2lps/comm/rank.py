@@ -24,11 +24,14 @@ SEED = 0
 
 
 class _Running(threading.local):
-    """What is known of the calling thread."""
+    """What the calling thread is about.
 
-    lane: int | None = None  # in one of `Communicator.start`,
-    began = "", 0, ""  # and the line that has started it
-    note: Callable[..., bool] | None = None  # in a wait: to leave its note, for who only does so if the wait turns out to be long
+    note: in a wait, what leaves its note, and says whether somebody reads it; `note(IN_VAIN)` if what it waits for cannot come.
+    """
+
+    lane: int | None = None  # which one of its rank, if `Communicator.start` has made the thread
+    began = "", 0, ""  # the reader's line that has started it
+    note: Callable[..., bool] | None = None
 
 
 running = _Running()
@@ -42,7 +45,7 @@ class Rank(ABC):
     topology: Any = None  #: the described cluster, in a simulation
     generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
     debug: bool = False  #: whether ranks compare what they are about to do
-    notes_when_long = False  # whether who waits leaves a note by itself, and only late: most waits are shorter than the writing
+    notes_when_long = False  # whether a wait leaves its note only once it turns out to be long: most are shorter than the writing
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
         self.recorder: Recorder | None = None
