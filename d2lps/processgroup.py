@@ -4,9 +4,6 @@ gloo carries bytes between CPUs over sockets, NCCL between GPUs over NVLink, PCI
 them the book's vocabulary; every byte is moved by torch's own engine.
 """
 
-from __future__ import annotations
-
-import copy
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -96,17 +93,9 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
-    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> ProcessGroupCommunicator:
-        child = copy.copy(self)
-        Communicator.__init__(child, [self.members[rank] for rank in ranks], ranks.index(self.rank), name)
-        child.group = None
-        if beside:
-            child._store = None  # one of its own: while this start waits there for the other ranks, another one may
-        return child
-
-    def connect(self) -> None:
+    def connect(self, beside: bool = False) -> None:
         """Make the engine, as every rank of the group does."""
-        if self._store is None:
+        if beside:  # a connection of its own: while this start waits there for the other ranks, another one may
             try:
                 self._store = self._stores.pop()
             except IndexError:

@@ -1,12 +1,11 @@
 """What a run gives back, in whichever world it ran."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from d2lps.trace import Trace
 
 
-class Run(Sequence[Any]):
+class Run(list[Any]):
     """The results by rank, how long it took, and, on request, what happened.
 
     >>> run = d2lps.run(lambda comm: comm.rank * 2, 4)      # doctest: +SKIP
@@ -15,9 +14,14 @@ class Run(Sequence[Any]):
     """
 
     def __init__(self, results: list[Any], time: float, trace: Trace | None = None) -> None:
-        self.results = results
+        super().__init__(results)
         self.time = time  # seconds, from the start of the function until the last rank returned
         self._trace = trace
+
+    @property
+    def results(self) -> list[Any]:
+        """A plain list of them."""
+        return list(self)
 
     @property
     def trace(self) -> Trace:
@@ -26,16 +30,5 @@ class Run(Sequence[Any]):
             raise ValueError("this run left no trace: start it with trace=True")
         return self._trace
 
-    def __getitem__(self, rank: Any) -> Any:
-        return self.results[rank]
-
-    def __len__(self) -> int:
-        return len(self.results)
-
-    def __eq__(self, other: object) -> bool:
-        return self.results == (other.results if isinstance(other, Run) else other)
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
-        return f"Run({self.results!r})"
+        return f"Run({super().__repr__()})"

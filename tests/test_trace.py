@@ -393,7 +393,7 @@ def ring_log(rank: int, ranks: int, messages: int) -> Recorder:
     for k in range(messages):
         posted = done = k / 1e6
         for end, stream in enumerate((received, sent), 1):
-            recorder.tables["ends"].append(4 * k + end, 4 * k + end + 2, stream, 8, 0, 8 * k, 8, 0, posted, math.nan, done)
+            recorder.ends.extend((4 * k + end, 4 * k + end + 2, stream, 8, 0, 8 * k, 8, 0, posted, math.nan, done))
     return recorder.logs(0.0, 1.0)[0]
 
 

@@ -10,9 +10,10 @@ import torch
 from d2lps import collectives
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator, ReduceOp, flat
+from d2lps.cost.numbers import named
 
 Algorithm = str | Callable[..., object]
-_TRANSPORTS = ("auto", "shm", "gloo")
+_TRANSPORTS = {name: name for name in ("auto", "shm", "gloo")}
 _LIKE = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 _chosen: dict[str, Algorithm | None] = {}  # by collective; and the "transport"
 
@@ -36,18 +37,12 @@ def use(*, transport: str | None = None, **algorithms: Algorithm | None) -> None
             raise TypeError(f"{name}={algorithm!r}: only all_reduce takes a function; name an algorithm")
     _chosen.update(algorithms)
     if transport is not None:
-        _chosen["transport"] = _checked(transport)
+        _chosen["transport"] = named("transport", transport, _TRANSPORTS)
 
 
 def transport() -> str:
     """What new groups shall use."""
-    return str(_chosen.get("transport") or _checked(os.environ.get("D2LPS_TRANSPORT", "auto")))
-
-
-def _checked(transport: str) -> str:
-    if transport not in _TRANSPORTS:
-        raise ValueError(f"transport={transport!r} is unknown: choose one of {', '.join(map(repr, _TRANSPORTS))}")
-    return transport
+    return str(_chosen.get("transport") or named("transport", os.environ.get("D2LPS_TRANSPORT", "auto"), _TRANSPORTS))
 
 
 def call(name: str, comm: Communicator, *arguments: Any) -> None:

@@ -56,7 +56,7 @@ class Transports:
 
     def _make(self, name: str, device: torch.device) -> Any:
         if self.memory and device == CPU:
-            comm: Any = SharedMemoryCommunicator(self.memory, range(len(self.members)), self.memory.arena.layout.meeting, name)
+            comm: Any = SharedMemoryCommunicator(self.memory, name)
         else:
             kind, store = "gloo" if device == CPU else "nccl", dist.PrefixStore(f"{name} {device.type}", self.store)
             engine = connect(kind, store, self.rank, len(self.members), self.timeout)
@@ -70,7 +70,6 @@ class Transports:
         for comm in self._made.values():
             if isinstance(comm, SharedMemoryCommunicator):
                 comm.leave(failed)
-                comm.mailbox.waiting.note.write = None  # it refers to a communicator, and that to the memory
             else:
                 comm.group = None  # gloo closes sockets that nobody knows any more, and others notice
         self._made.clear()

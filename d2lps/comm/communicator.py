@@ -11,6 +11,7 @@ end of the class. The rules are the same in all of them:
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import sys
@@ -18,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -126,7 +127,6 @@ class Communicator(Rank):
                 return None
             ordered = sorted((wish[1], rank) for rank, wish in enumerate(wishes) if wish[0] == color)
             child = self._child([rank for _, rank in ordered], f"{self.name}/{self._splits}.{color}")
-            self._hand_down(child)
             child.connect()
         return child
 
@@ -146,8 +146,7 @@ class Communicator(Rank):
             raise TypeError(f"start needs a function of a communicator, not {function!r}")
         self._check_lane()
         self._starts += 1
-        beside = self._child(range(self.size), f"{self.name}/start{self._starts}", beside=True)
-        self._hand_down(beside)
+        beside = self._child(range(self.size), f"{self.name}/start{self._starts}")
         beside.started = {}
         beside.lane = next(lane for lane in range(1, len(self.lanes) + 2) if lane not in self.lanes)
         self.lanes.add(beside.lane)
@@ -173,7 +172,7 @@ class Communicator(Rank):
         def live() -> None:
             running.lane, running.began = beside.lane, began
             with beside.waiting("start"):
-                beside.connect()
+                beside.connect(beside=True)
             try:
                 function()
             finally:
@@ -194,11 +193,11 @@ class Communicator(Rank):
         while self.started:
             self._join(next(iter(self.started)))
 
-    def _hand_down(self, child: Communicator) -> None:
-        """What a communicator made from this one has from it."""
-        child.recorder, child.board, child.debug, child.lane = self.recorder, self.board, self.debug, self.lane
-        child.device, child.node, child.generator = self.device, self.node, self.generator
-        child.topology, child.started, child.lanes = self.topology, self.started, self.lanes
+    def _child(self, ranks: Sequence[int], name: str) -> Self:
+        """A communicator of some of these ranks, whose messages meet none of this one's once it has been connected."""
+        child = copy.copy(self)
+        child._become([self.members[rank] for rank in ranks], ranks.index(self.rank), name)
+        return child
 
     # ---- checks and glue ------------------------------------------------------------------------------------------
 
@@ -261,15 +260,8 @@ class Communicator(Rank):
     def _barrier(self) -> None:
         self._tell("barrier", None)
 
-    @abstractmethod
-    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> Communicator:
-        """A communicator of some of these ranks whose messages meet none of this one's; must not wait for the others.
-
-        beside: for a function that is started.
-        """
-
-    def connect(self) -> None:
-        """Wait for the other ranks of a child, if messages need that."""
+    def connect(self, beside: bool = False) -> None:
+        """Wait for the other ranks of a child, if messages need that. beside: for a function that is started."""
 
     def disconnect(self) -> None:
         """What a started function leaves when it has ended."""

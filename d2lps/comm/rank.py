@@ -21,7 +21,20 @@ from d2lps.trace.recorder import Recorder
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
 # own numbers come from `comm.generator`.
 SEED = 0
-running = threading.local()  # in a thread of `Communicator.start`: .lane, and .began, the line that has started it
+
+
+class _Running(threading.local):
+    """What the calling thread is about.
+
+    note: in a wait, what leaves its note, and says whether somebody reads it; `note(IN_VAIN)` if what it waits for cannot come.
+    """
+
+    lane: int | None = None  # which one of its rank, if `Communicator.start` has made the thread
+    began = "", 0, ""  # the reader's line that has started it
+    note: Callable[..., bool] | None = None
+
+
+running = _Running()
 
 
 class Rank(ABC):
@@ -32,17 +45,22 @@ class Rank(ABC):
     topology: Any = None  #: the described cluster, in a simulation
     generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
     debug: bool = False  #: whether ranks compare what they are about to do
+    notes_when_long = False  # whether a wait leaves its note only once it turns out to be long: most are shorter than the writing
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
-        self.rank = rank  #: this rank's number in the group, 0 .. size - 1
-        self.size, self.name = len(members), name  #: how many ranks the group has, and what traces call it
-        self.members = list(members)  # members[r] is rank r's number in the whole run
         self.recorder: Recorder | None = None
         self.board = Board()
         self.lane = 0  # 0 is the rank's own thread of control, the others are those of what it has started
         # What any communicator of this lane has started, and perhaps not yet waited for; a Future, or what is like one.
         self.started: dict[Rank, Future[Any]] = {}
         self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
+        self._become(members, rank, name)
+
+    def _become(self, members: Sequence[int], rank: int, name: str) -> None:
+        """All that is a group's own; the rest is the rank's, and the same in each of its groups."""
+        self.rank = rank  #: this rank's number in the group, 0 .. size - 1
+        self.size, self.name = len(members), name  #: how many ranks the group has, and what traces call it
+        self.members = list(members)  # members[r] is rank r's number in the whole run
         self.touched = False  # whether it has begun to talk to others, since somebody has last set this to False
         self._starts = self._splits = 0
         self._collective = ""
@@ -144,24 +162,21 @@ class Rank(ABC):
 
         def note(since: float = start) -> bool:
             line = readers_line(sys._getframe())
-            if not line[1]:
-                line = getattr(running, "began", line)
+            line = line if line[1] else running.began
             self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
             return self.board.watched
 
-        self._begin_wait(note, long=action == "join")
-        yield
-        # Not taken down when the wait fails: the note then says where the rank stood as it failed.
-        self._end_wait()
+        if action == "join" or not self.notes_when_long:
+            note()
+        running.note = note
+        try:
+            yield
+        finally:
+            running.note = None
+        # Not when the wait fails: the note then says where the rank stood as it failed.
+        self.board.write(None, self.lane)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
-
-    def _begin_wait(self, note: Callable[..., bool], long: bool) -> None:
-        """Leave the note; a world whose waits are mostly shorter than the writing may do it later, if this one is not long."""
-        note()
-
-    def _end_wait(self) -> None:
-        self.board.write(None, self.lane)
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[bool]:
@@ -182,7 +197,7 @@ class Rank(ABC):
 
     def _check_lane(self) -> None:
         """Refuse a communicator of another lane in a started function; threads that are nobody's lane may have any."""
-        if getattr(running, "lane", self.lane) != self.lane:
+        if running.lane not in (None, self.lane):
             told = "this communicator belongs to another of its rank's lanes"
             raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
 

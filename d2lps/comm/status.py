@@ -62,10 +62,10 @@ class SharedBoard(Board):
 
     def write(self, status: Status | None, lane: int = 0) -> None:
         """Of several lanes that wait, the board shows the one that has waited longest for another rank."""
-        if status is None:
-            self._lanes.pop(lane, None)
-        else:
+        if status is not None:
             self._lanes[lane] = status
+        elif self._lanes.pop(lane, None) is None:
+            return  # it has left none
         waiting = list(self._lanes.values())  # lanes are threads
         shown = min(waiting, key=lambda note: (note.action == "join", note.since), default=None)
         note = json.dumps(vars(shown)).encode()[: self.SLOT - 1] + b"\0" if shown else b"\0"

@@ -1,9 +1,7 @@
 """The world of ranks that share a machine's memory."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 
@@ -18,19 +16,20 @@ from d2lps.sharedmemory.meeting import Meeting, new_place
 
 
 class SharedMemoryCommunicator(Communicator):
-    """A communicator of ranks on one machine; `d2lps.run(..., backend="shm")` makes it.
+    """A communicator of all ranks on one machine; `d2lps.run(..., backend="shm")` makes it."""
 
-    place: where the ranks meet; None, and they will when they `connect`.
-    """
+    notes_when_long = True
 
-    def __init__(self, mailbox: Mailbox, members: Sequence[int], place: int | None, name: str = "world") -> None:
-        super().__init__(members, list(members).index(mailbox.rank), name)
+    def __init__(self, mailbox: Mailbox, name: str = "world") -> None:
+        super().__init__(range(mailbox.arena.ranks), mailbox.rank, name)
         self.mailbox, self.arena = mailbox, mailbox.arena
         allow_siblings()
-        if place is not None:
-            self.meeting = Meeting(mailbox, members, self.rank, place)
+        self.meeting = Meeting(mailbox, self.members, self.rank, self.arena.layout.meeting)
         self.device, self.node = torch.device("cpu"), socket.gethostname()
         self.generator = torch.Generator().manual_seed(self.rank)
+
+    def _become(self, members: Sequence[int], rank: int, name: str) -> None:
+        super()._become(members, rank, name)
         self._number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")  # alike in all members
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -68,10 +67,7 @@ class SharedMemoryCommunicator(Communicator):
     def _exchange_statements(self, call: str, mine: bytes) -> list[bytes]:
         return self.meeting.exchange(call, mine)
 
-    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> SharedMemoryCommunicator:
-        return SharedMemoryCommunicator(self.mailbox, [self.members[rank] for rank in ranks], None, name)
-
-    def connect(self) -> None:
+    def connect(self, beside: bool = False) -> None:
         """The first rank tells the others where they meet, by message: there is no place yet where they could."""
         place = torch.tensor([new_place(self.arena, self.size) if self.rank == 0 else -1])
         action, peers = ("send", range(1, self.size)) if self.rank == 0 else ("recv", range(1))
@@ -82,23 +78,7 @@ class SharedMemoryCommunicator(Communicator):
     def disconnect(self) -> None:
         del self.meeting  # its place is free when the last rank has left it
 
-    # ---- notes ----------------------------------------------------------------------------------------------------
-
-    def _begin_wait(self, note: Callable[..., bool], long: bool) -> None:
-        """Only once the wait turns out to be long: most are shorter than the writing. That for a thread is not seen from here."""
-        self.mailbox.waiting.note.write = note
-        if long:
-            self.mailbox.waiting.note.leave()
-
-    def _end_wait(self) -> None:
-        note = self.mailbox.waiting.note
-        if note.written:
-            note.written = False
-            self.board.write(None, self.lane)
-        note.write = None
-
 
 def join(descriptor: int, ranks: int, rank: int) -> SharedMemoryCommunicator:
     """This process's end of the group of all ranks, from the descriptor that `create` has made."""
-    mailbox = Mailbox(descriptor, ranks, rank)
-    return SharedMemoryCommunicator(mailbox, range(ranks), mailbox.arena.layout.meeting)
+    return SharedMemoryCommunicator(Mailbox(descriptor, ranks, rank))

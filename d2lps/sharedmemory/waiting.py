@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from d2lps.comm import RankDied, RankFailed, RankHung
+from d2lps.comm.rank import running
 from d2lps.comm.status import IN_VAIN
 from d2lps.sharedmemory import linux
 from d2lps.sharedmemory.arena import LINE, Arena
@@ -26,20 +27,6 @@ _FIRST_SLEEP, _SLEEP = 0.002, 0.1  # seconds; after the first, a note says what 
 _ENDINGS = {_HERE: "has died", _LEFT: "has left", _FAILED: "has failed, which tells why itself"}
 
 
-class _Note(threading.local):
-    """What a thread calls once when its wait turns out to be long, and again if it is in vain (`IN_VAIN`).
-
-    It says whether somebody reads it, and ends the ranks with a better explanation than this one could give.
-    """
-
-    write: Callable[..., bool] | None = None
-    written = False
-
-    def leave(self, *since: float) -> bool:
-        self.written = self.write is not None
-        return self.write is not None and self.write(*since)
-
-
 class Waiting:
     """How one rank waits for others and wakes them. numbers: what the ranks are called in messages; timeout: of one wait."""
 
@@ -47,8 +34,7 @@ class Waiting:
         self.timeout, self.numbers, self.me = timeout, numbers or range(arena.ranks), arena.rank
         self._bell, self._sleepers, self._process, self._end, self._culprit = arena.columns(0, arena.ranks, 5)
         self._addresses = [ctypes.c_void_p(arena.base + rank * LINE) for rank in range(arena.ranks)]  # of the bells
-        self._lock = threading.Lock()  # a rank may have several threads, each with a wait and a note of its own
-        self.note = _Note()
+        self._lock = threading.Lock()  # a rank may have several threads
         self._patience = _YIELDS if arena.ranks > len(os.sched_getaffinity(0)) else 4 * _YIELDS
         self._process[self.me] = os.getpid()
         weakref.finalize(self, _mark, self._process, self._end, self.me, _LEFT)  # with the last reference, or the interpreter
@@ -86,8 +72,8 @@ class Waiting:
                 if ready():
                     return
                 if (waited := time.monotonic() - started) > _FIRST_SLEEP:
-                    if not slow:
-                        self.note.leave()
+                    if not slow and running.note:
+                        running.note()
                     slow = True
                     self._look_for_the_gone(ready, awaited)
                 if waited > self.timeout:
@@ -111,8 +97,8 @@ class Waiting:
         rank = self._culprit[gone[0]] - 1  # one that went for want of another: that is to be told
         rank = rank if rank >= 0 else gone[0]
         how = self._end[rank]
-        if how == _LEFT and self.note.leave(IN_VAIN):
-            return
+        if how == _LEFT and running.note and running.note(IN_VAIN):
+            return  # somebody reads the notes, and ends the ranks with a better explanation than this one could give
         self._culprit[self.me] = rank + 1
         told = f"rank {self.numbers[rank]} {_ENDINGS[how]}, while rank {self.numbers[self.me]} was waiting"
         raise RankFailed(told) if how == _FAILED else RankDied(told)

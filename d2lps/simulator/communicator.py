@@ -16,6 +16,7 @@ from d2lps.comm.communicator import Addressed
 from d2lps.comm.staging import stage, unstage
 from d2lps.simulator.mailbox import End, Stream
 from d2lps.simulator.scheduler import Scheduler, Task
+from d2lps.simulator.script import Script
 from d2lps.simulator.within import SimulatedRank, World
 from d2lps.trace.recorder import WAITED
 
@@ -40,7 +41,10 @@ class SimulatedCommunicator(SimulatedRank):
 
     def __init__(self, world: World, members: Sequence[int], rank: int, name: str, task: Task) -> None:
         super().__init__(world, members, rank, name, task)
-        task.groups[name] = self
+        self.connect()
+
+    def _become(self, members: Sequence[int], rank: int, name: str) -> None:
+        super()._become(members, rank, name)
         self._streams: dict[tuple[bool, int, int], Stream] = {}  # (whether this rank sends, peer, tag)
         self._ends: dict[tuple[bool, int, int], tuple[torch.Tensor, End]] = {}  # the last of each stream
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the exchange that is being written: staged, and whose
@@ -180,14 +184,15 @@ class SimulatedCommunicator(SimulatedRank):
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         raise ValueError("algorithm='native' is the all-reduce of gloo or NCCL; a simulated cluster has none of its own")
 
-    def _child(self, ranks: Sequence[int], name: str, beside: bool = False) -> SimulatedCommunicator:
-        task = Task(self.task.rank, self.task.device) if beside else self.task
-        return SimulatedCommunicator(self.world, [self.members[rank] for rank in ranks], ranks.index(self.rank), name, task)
+    def connect(self, beside: bool = False) -> None:
+        self.task.groups[self.name] = self
+        self.task.script = self.task.script or Script(self.task, self.mailbox)
 
     def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:  # type: ignore[override]
         self.catch_up()
-        scheduler, task = self.world.scheduler, beside.task
-        started = InLane(scheduler)
+        scheduler, task = self.world.scheduler, Task(self.task.rank, self.task.device)
+        beside.task, started = task, InLane(scheduler)
+        beside.connect()
 
         def ended() -> None:
             error, task.error = task.error, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from d2lps.simulator.mailbox import Mailbox
 from d2lps.simulator.model import Model
 from d2lps.simulator.network import Network
 from d2lps.simulator.scheduler import Scheduler, Task
-from d2lps.simulator.script import Script
 from d2lps.topology import Topology
 from d2lps.trace.recorder import Vocabulary
 
@@ -36,6 +35,7 @@ class World:
         self.vocabulary = Vocabulary() if trace else None  # of all that is recorded
         self.computing = {node: self.network.add_link(1.0) for node in dict.fromkeys(nodes)}  # what stands for its device
         self.memories: dict[Hashable, Memory] = {}
+        self.generator = cache(lambda rank: torch.Generator().manual_seed(rank))  # few simulations draw any numbers
         self.blank = cache(partial(torch.empty, device="meta"))  # a tensor that stands for all of its length and dtype
 
 
@@ -47,12 +47,11 @@ class SimulatedRank(Communicator):
         self.world, self.task, self.mailbox = world, task, world.mailbox
         self.topology, self.nodes, self.node = world.topology, world.nodes, world.nodes[self.members[rank]]
         self.device = world.device
-        task.script = task.script or Script(task, world.mailbox)
         self._free: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # the last pair that cost nothing to combine
 
-    @cached_property
+    @property
     def generator(self) -> torch.Generator:  # type: ignore[override]
-        return torch.Generator().manual_seed(self.rank)
+        return self.world.generator(self.task.rank)
 
     def catch_up(self) -> None:
         """Return when what this rank has only counted, or written down (see script.py), has happened."""
@@ -87,7 +86,7 @@ class SimulatedRank(Communicator):
                 into.detach().copy_(source) if op is None else ops.apply(op, into.detach(), source)
         cells, start = None, 0
         if self.recorder is not None:
-            cells = self.recorder.tables["locals"].cells
+            cells = self.recorder.tables["locals"]
             start = self.recorder.local("COPY" if op is None else ops.op_name(op), into, other, math.nan, math.nan)
         if cells is not None or seconds:
             self.task.script.write(partial(self._took, cells, (start, start + 1), seconds))

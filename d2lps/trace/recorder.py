@@ -20,43 +20,22 @@ from d2lps.trace.buffers import Buffers
 
 ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "serve", "start", "join")
 KINDS = ("compute", "sleep", "memory")
-_TABLES = {  # columns of whole numbers, and behind them the others
-    "ends": ("seq done_seq stream nbytes buffer offset length step", "posted waited done"),
-    "locals": ("seq op buffer offset length from_buffer from_offset from_length step", "start end"),
-    "waits": ("seq action peer tag group nbytes step", "start end"),
-    "spans": ("seq kind label", "flops nbytes start end"),
+
+
+def _kinds(whole: str, others: str) -> dict[str, type[np.generic]]:
+    """The columns of a table: those of whole numbers, of which bytes may be beyond 2**31, and behind them the others."""
+    numbers = {name: np.int64 if name.endswith(("nbytes", "offset", "length")) else np.int32 for name in whole.split()}
+    return numbers | dict.fromkeys(others.split(), np.float64)
+
+
+COLUMNS = {
+    "ends": _kinds("seq done_seq stream nbytes buffer offset length step", "posted waited done"),
+    "locals": _kinds("seq op buffer offset length from_buffer from_offset from_length step", "start end"),
+    "waits": _kinds("seq action peer tag group nbytes step", "start end"),
+    "spans": _kinds("seq kind label", "flops nbytes start end"),
 }
-_OF_BYTES = ("nbytes", "offset", "length")  # may be beyond 2**31
 SEQ, _DONE_SEQ, STREAM, POSTED, WAITED, DONE, _END = 0, 1, 2, 8, 9, 10, 11  # where they stand in a row of "ends", and its length
 _pack = Struct("11d").pack
-
-
-class Table:
-    """
-    >>> table = Table("seq peer", "start")
-    >>> table.append(1, 3, 0.5)
-    >>> table.column("peer"), table.column("start")
-    (array([3], dtype=int32), array([0.5]))
-    """
-
-    def __init__(self, whole: str, others: str) -> None:
-        self.kinds: dict[str, type] = {name: np.int64 if name.endswith(_OF_BYTES) else np.int32 for name in whole.split()}
-        self.kinds |= dict.fromkeys(others.split(), np.float64)
-        self.cells = array("d")  # a double holds whole numbers up to 2**53
-
-    def append(self, *row: float) -> None:
-        """Add a row, a number for each column."""
-        self.cells.extend(row)
-
-    def __len__(self) -> int:
-        return len(self.cells) // len(self.kinds)
-
-    def column(self, name: str) -> np.ndarray:
-        """A copy of all rows' numbers of this name."""
-        cells = np.frombuffer(self.cells, dtype=np.float64)
-        return cells[list(self.kinds).index(name) :: len(self.kinds)].astype(self.kinds[name])
-
-
 _new = Lock()  # the lanes of a rank are threads, and no two labels may get one number
 
 
@@ -95,8 +74,8 @@ class Recorder:
         self.rank, self.now = rank, now
         self.vocabulary = vocabulary or Vocabulary()
         self.step: tuple[Any, ...] = ()  # a label and the numbers in it; see Communicator.step
-        self.tables = {name: Table(*columns) for name, columns in _TABLES.items()}
-        self.ends = self.tables["ends"].cells
+        self.tables = {name: array("d") for name in COLUMNS}  # row by row; a double holds whole numbers up to 2**53
+        self.ends = self.tables["ends"]
         self.seq = 0
         self.lane, self.name = 0, ""  # the name of the function that was started; "" for the rank's own thread of control
         self.thread, self.parent, self.begins = 0, -1, 0  # which of `all`, which has started it, and its `seq` by then
@@ -151,7 +130,7 @@ class Recorder:
 
     def local(self, op: str, into: torch.Tensor, other: torch.Tensor, start: float, end: float) -> int:
         """Note that `into` was overwritten ("COPY") or combined with `other`; where its times will stand in the cells."""
-        words, cells = self.vocabulary, self.tables["locals"].cells
+        words, cells = self.vocabulary, self.tables["locals"]
         parts = words.buffers.part(self.rank, into) + words.buffers.part(self.rank, other)
         cells.frombytes(_pack(self.next(), words.op[op,], *parts, words.step[self.step], start, end))
         return len(cells) - 2
@@ -161,13 +140,13 @@ class Recorder:
     ) -> None:
         """Note what went on from start to end: computing, sleep, or memory that was held."""
         known = [nan if value is None else value for value in (flops, nbytes)]
-        self.tables["spans"].append(self.next(), KINDS.index(kind), self.vocabulary.label[label,], *known, start, end)
+        self.tables["spans"].extend((self.next(), KINDS.index(kind), self.vocabulary.label[label,], *known, start, end))
 
     def waited(self, action: str, group: str, peer: int, tag: int, nbytes: int, start: float) -> None:
         """Note a wait that began at `start` and ends now."""
         words = self.vocabulary
-        name, step = words.group[group,], words.step[self.step]
-        self.tables["waits"].append(self.next(), ACTIONS.index(action), peer, tag, name, nbytes, step, start, self.now())
+        row = self.next(), ACTIONS.index(action), peer, tag, words.group[group,], nbytes, words.step[self.step]
+        self.tables["waits"].extend((*row, start, self.now()))
 
     def logs(self, started: float = 0.0, ended: float = 0.0, machine: str = "") -> list[Recorder]:
         """Everything so far, of this lane and of those that were started."""

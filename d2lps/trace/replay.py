@@ -8,8 +8,6 @@ Two things come out of it that clocks cannot give, because they are the same in 
   an algorithm adds twice, or not at all, is seen here, and so in every picture.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass

@@ -4,15 +4,14 @@ For every send they find the receive that it met. The rule is the communicator's
 destination, tag). So the k-th send of such a stream meets its k-th receive, and the whole matching is one sort of each side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
-from d2lps.trace.recorder import ACTIONS, KINDS, Recorder, Table, Vocabulary
+from d2lps.trace.recorder import ACTIONS, COLUMNS, KINDS, Recorder, Vocabulary
 
 Columns = dict[str, np.ndarray]
 _TIMES = ("posted", "waited", "done", "start", "end")
@@ -144,23 +143,23 @@ class Tables:
         """All logs' rows one below the other, in the words and on the clock of the whole run. The logs give theirs up: there may
         be millions."""
         if name not in self._tables:
-            tables = [log.tables[name] for log in self.threads]
-            told = self._tables[name] = {
-                column: np.concatenate([self._told(log, table, column) for log, table in zip(self.threads, tables, strict=True)])
-                for column in tables[0].kinds
-            }
-            who = {"rank": [log.rank for log in self.threads], "lane": [log.lane for log in self.threads]}
-            for key, numbers in (who | {"thread": list(range(len(tables)))}).items():
-                told[key] = np.repeat(np.array(numbers, dtype=np.int32), list(map(len, tables)))
+            kinds, tables = COLUMNS[name], [log.tables[name] for log in self.threads]
+            told = self._tables[name] = {}
+            for place, (column, kind) in enumerate(kinds.items()):
+                cells = (np.frombuffer(table)[place :: len(kinds)].astype(kind) for table in tables)
+                told[column] = np.concatenate(list(map(self._told, repeat(column), self.threads, cells)))
+            who = [(log.rank, log.lane, thread) for thread, log in enumerate(self.threads)]
+            rows = np.repeat(np.array(who, dtype=np.int32), [len(table) // len(kinds) for table in tables], axis=0)
+            told |= zip(("rank", "lane", "thread"), rows.T.copy(), strict=True)
             for table in tables:
-                del table.cells[:]
+                del table[:]
         return self._tables[name]
 
-    def _told(self, log: Recorder, table: Table, name: str) -> np.ndarray:
-        column, become = table.column(name), self._become[id(log.vocabulary)]
-        if name in _TIMES:
-            return column - self._began[log.machine]
-        return become[name][column] if name in become else column
+    def _told(self, column: str, log: Recorder, cells: np.ndarray) -> np.ndarray:
+        become = self._become[id(log.vocabulary)]
+        if column in _TIMES:
+            return cells - self._began[log.machine]
+        return become[column][cells] if column in become else cells
 
 
 def _joined(vocabularies: Sequence[Vocabulary]) -> tuple[Vocabulary, dict[int, Columns]]:
