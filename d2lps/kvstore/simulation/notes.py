@@ -46,7 +46,7 @@ class Notes:
         """All that does not wait for the end of its round is now in the value."""
         entry = self.server.entries[key]
         waiting = {id(value) for pushes in entry.open.values() for mine in pushes.values() for _, value in mine}
-        op = str(self.server.options.get("name", "sum")).upper()
+        op = str(self.server.options.get("name") or self.server.options.get("reduction", "sum")).upper()
         for value in self.pushed.pop(key):
             if id(value) in waiting:
                 self.pushed[key].append(value)
