@@ -119,11 +119,13 @@ class Asking:
         for name, tensor in pairs(key, value):
             if self.codec is not None and tensor.is_floating_point():
                 self.codec.check(str(name), tensor)
-        requests = []
+        requests, encoded = [], torch.empty(0)
         for part, tensor, *target in cut:
             sent, code = wire(tensor), {}
             if self.codec is not None and sent.is_floating_point():
-                sent, code = self.codec.encode(part.name, sent), self.code
+                if not part.copied or part.server == self.placement.servers[0]:  # the other copies get the same
+                    encoded = self.codec.encode(part.name, sent)
+                sent, code = encoded, self.code
             wanted = target[0].detach() if target else None
             requests.append((part, Request(op, part.name, sent, options=code, priority=priority, out=wanted)))
         return requests
