@@ -112,6 +112,36 @@ def test_one_bit_refuses_what_would_spoil_all(bad: float) -> None:
     assert torch.equal(codec.left["w"], left)  # type: ignore[attr-defined]
 
 
+def test_one_bit_bears_large_numbers() -> None:
+    """Neither their sum nor what is left of them leaves float32, so the next gradients count as ever."""
+    codec = make_codec("1bit")
+    for huge in (1e37, 3.4e38, -3.4e38):
+        sent = codec.encode("w", torch.full((1000,), huge))
+        assert codec.decode(sent, torch.empty(1000)).isfinite().all()
+        assert codec.left["w"].isfinite().all()  # type: ignore[attr-defined]
+    codec.left.clear()  # type: ignore[attr-defined]
+    gradient = torch.tensor([1e37, -1e37, 5e36, 0.0])
+    total = sum(codec.decode(codec.encode("w", gradient), gradient) for _ in range(50))
+    torch.testing.assert_close(total + codec.left["w"], 50 * gradient, rtol=1e-4, atol=0)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"'w' has 1e\+300 at \[0\], no finite float32"):
+        codec.check("w", torch.tensor([1e300], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("codec", ["half", "1bit"])
+def test_copies_get_the_same_code(codec: str) -> None:
+    def worker(kv: Any) -> None:
+        kv.init(["w", "v"], [torch.zeros(9), torch.zeros(9)], everywhere=True)
+        kv.compress(codec)
+        for step in range(3):
+            gradient = torch.randn(9, generator=torch.Generator().manual_seed(step + 10 * kv.rank))
+            kv.push(["w", "v", "w"], [gradient, -gradient, gradient])
+            kv.clock()
+
+    servers = kvstore.simulate(worker, star(5, 1e9), 2, 3).servers
+    assert alike(servers[0].values, servers[1].values) and alike(servers[0].values, servers[2].values)
+    assert servers[0].values["w[*]"].abs().sum() > 0
+
+
 def test_a_codec_of_ones_own_is_known_to_servers() -> None:
     register_codec("doubled", Doubled)
     try:

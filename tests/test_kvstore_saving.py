@@ -152,6 +152,21 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     simulate(worker, 1, 1)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:3])
+def test_tensors_without_contents_are_not_saved(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    def worker(kv: Any) -> None:
+        value = torch.zeros(40, 3, device="meta")
+        kv.init("w", value)
+        kv.set_optimizer(**optimizer)
+        kv.push("w", value)
+        kv.push_rows("w", torch.tensor([1, 30]), value[:2])
+        kv.clock()
+        with pytest.raises(ValueError, match="'w' is a meta tensor, which has no contents to be saved"):
+            kv.save(tmp_path / "file")
+
+    assert simulate(worker, 1, 2, device="meta").values["w"].is_meta
+
+
 def test_a_key_that_is_named_like_a_state_is_refused(tmp_path: Path) -> None:
     def worker(kv: Any) -> None:
         kv.init(["w", "w.momentum_buffer"], [torch.zeros(2), torch.zeros(2)])

@@ -112,6 +112,56 @@ def test_a_key_in_parts_begins_with_one_life_of_one_worker_whoever_dies() -> Non
         assert "have offered no value" in again("choose", "v[1:2]", options={"owner": nonsense})[0].error
 
 
+def test_offers_and_what_is_declared_are_compared() -> None:
+    server = Server([0, 1], "asp")
+    ask, other = Asking(server, 0), Asking(server, 1)
+    assert not ask("offer", "w[0:2]", [1.0, 2.0])[0].error
+    assert "'w[0:2]' already holds float32[2], not float64[2]" in other("offer", "w[0:2]", torch.ones(2).double())[0].error
+    assert not ask("declare", "w", options={"whole": "float32[4]"})[0].error
+    assert "key 'w' is float32[4], not float32[5]" in other("declare", "w", options={"whole": "float32[5]"})[0].error
+    assert "'w' already holds float32[4], not float32[2]" in other("init", "w", [1.0, 2.0])[0].error
+    assert not other("declare", "w", options={"whole": "float32[4]"})[0].error
+    assert "'w' is float32[4], and does not lie here: init comes first" in other("pull", "w")[0].error
+    assert replayed([Request("declare", "w", options={"whole": "x"}, sequence=1)], workers=[0]).state()["wholes"] == {"w": "x"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (Request("restore", "w", torch.ones(3)), "'w' is float32[2], not float32[3]"),
+        (Request("restore", "w", torch.ones(2).double()), "'w' is float32[2], not float64[2]"),
+        (Request("restore", "w", torch.ones(3), options={"moment": "exp_avg"}), "'w' is float32[2], not float32[3]"),
+        (Request("restore", "w"), "not nothing"),
+        (Request("restore", "v", torch.ones(2)), "'v' is unknown"),
+        (Request("restore", options={"name": "lion"}), "'lion' is unknown"),
+        (Request("state", "w", options={"moment": ["exp"]}), "'w' has no ['exp'], only ['step', 'exp_avg', 'exp_avg_sq']"),
+        (Request("state", "v"), "'v' is unknown"),
+    ],
+)
+def test_what_cannot_be_saved_or_loaded_is_refused(given: Request, says: str) -> None:
+    server = Server([0])
+    ask = Asking(server, 0)
+    ask("init", "w", [1.0, 2.0])
+    ask("set_optimizer", options={"name": "adam"})
+    ask("pushpull", "w", [1.0, 1.0])
+    ask("clock", clock=1)
+    before = deepcopy(server.state() | {"number": 0, "clients": 0})
+    assert says in ask(given.op, given.key, given.value, options=given.options)[0].error
+    assert alike(server.state() | {"number": 0, "clients": 0}, before)
+    ask("push", "w", [1.0, 1.0])
+    assert "pushes of a round that is not over" in ask("restore", "w", [1.0, 2.0])[0].error
+
+
+def test_a_state_that_lacks_something_begins_with_zeros_for_it() -> None:
+    server = Server([0], "asp")
+    ask = Asking(server, 0)
+    ask("init", "w", [1.0, 2.0])
+    ask("set_optimizer", options={"name": "adam"})
+    ask("restore", "w", [3.0, 4.0])
+    ask("restore", "w", [0.5, 0.5], options={"moment": "exp_avg"})
+    assert not ask("push", "w", [1.0, 1.0])[0].error and server.entries["w"].moments["step"] == 1
+
+
 def test_the_log_comes_before_the_answer() -> None:
     server = Server([0], "asp", replicate=True)
     effects = server.step(Request("init", "w", torch.zeros(1), sequence=1))

@@ -63,28 +63,30 @@ class Asking:
 
     # ---- what is asked, of tensors that fit -------------------------------------------------------------------------------
 
-    def parts(self, key: Key, *tensors: torch.Tensor, everywhere: bool | None = None) -> list[Part]:
-        """Where the parts of a key are, and these tensors fit it; everywhere: not None for `init`, which says it."""
+    def parts(self, key: Key, *tensors: torch.Tensor) -> list[Part]:
+        """Where the parts of a key are, which these tensors fit; of one without `init` here, where it is if it is whole."""
         if not isinstance(key, str | int) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise TypeError(f"a key is a string or a number, with torch.Tensors: not {key!r} with {tensors!r}")
-        name, placement = str(key), self.placement
-        new = name not in placement.parts
-        kept = not new
-        parts = placement.place(name, tensors[0].shape, tensors[0].dtype, bool(everywhere))
-        try:
-            for tensor in tensors:
-                given = whole(tensor.shape, tensor.dtype, parts[0].copied if everywhere is None else everywhere)
-                if (known := placement.whole(name)) != given:
-                    raise ValueError(f"key {key!r} is {known}, not {given}")
-            home = placement.home(name)
-            if new and (home.server, home.name) != (parts[0].server, parts[0].name):
-                if everywhere is None:
-                    raise ValueError(f"key {key!r} is unknown to this worker: it must call init, to learn where it lies")
-                self.ask("init", key, [(home, Request("declare", home.name, options={"whole": known}))])
-            kept = kept or everywhere is not None
-        finally:
-            if not kept:
-                placement.forget(name)
+        shape, dtype = self.placement.shapes.get(str(key), (tuple(tensors[0].shape), tensors[0].dtype))
+        for tensor in tensors:
+            if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+                raise ValueError(f"key {key!r} is {whole(shape, dtype)}, not {describe(tensor)}")
+        return self.placement.parts.get(str(key)) or [self.placement.home(str(key))]
+
+    def begin(self, key: Key, tensor: torch.Tensor, everywhere: bool) -> list[Part]:
+        """Place a key. What it is as a whole is kept at its home, so that all mean the same by it; Refused if they don't."""
+        parts, name, placement = self.parts(key, tensor), str(key), self.placement
+        said = whole(tensor.shape, tensor.dtype, everywhere)
+        if name in placement.parts and placement.whole(name) != said:
+            raise ValueError(f"key {key!r} is {placement.whole(name)}, not {said}")
+        if name not in placement.parts:
+            [home], parts = parts, placement.place(name, tensor.shape, tensor.dtype, everywhere)
+            if (home.server, home.name) != (parts[0].server, parts[0].name):
+                try:
+                    self.ask("init", key, [(home, Request("declare", home.name, options={"whole": said}))])
+                except Refused:
+                    placement.forget(name)
+                    raise
         return parts
 
     def cut(self, priority: int, key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
@@ -98,11 +100,13 @@ class Asking:
         for name, tensor in pairs(key, value):
             if self.codec is not None and tensor.is_floating_point():
                 self.codec.check(str(name), tensor)
-        requests = []
+        requests, encoded = [], torch.empty(0)
         for part, tensor, *target in cut:
             sent, code = wire(tensor), {}
             if self.codec is not None and sent.is_floating_point():
-                sent, code = self.codec.encode(part.name, sent), self.code
+                if not part.copied or part.server == self.placement.servers[0]:  # the other copies get the same
+                    encoded = self.codec.encode(part.name, sent)
+                sent, code = encoded, self.code
             wanted = target[0].detach() if target else None
             requests.append((part, Request(op, part.name, sent, options=code, priority=priority, out=wanted)))
         return requests

@@ -115,7 +115,7 @@ class ServerNotes:
         if isinstance(event, Request) and event.key in self.server.entries:
             if event.op in ("init", "choose"):
                 self._began(event.key)
-            elif event.value is not None and event.op != "offer" and "codec" not in event.options:  # else it keeps another tensor
+            elif event.value is not None and event.op in ("push", "pushpull") and "codec" not in event.options:  # else another tensor
                 self.pushed[event.key].append(event.value)
         for key in [key for key in self.pushed if self.server.entries[key].version != self.versions.get(key, 0)]:
             self._changed(key)
@@ -132,7 +132,8 @@ class ServerNotes:
         """All that does not wait for the end of its round is now in the value."""
         entry = self.server.entries[key]
         waiting = {id(value) for pushes in entry.open.values() for mine in pushes.values() for _, value in mine}
-        op, now = str(self.server.options.get("name", "sum")).upper(), self.recorder.now()
+        options, now = self.server.options, self.recorder.now()
+        op = str(options.get("name") or options.get("reduction", "sum")).upper()
         for value in self.pushed.pop(key):
             if id(value) in waiting:
                 self.pushed[key].append(value)

@@ -78,6 +78,8 @@ def spread(ask: Ask, found: Found, tensors: Tensors, meta: dict[str, Any]) -> No
 def write(path: str | Path, tensors: Tensors, meta: dict[str, Any]) -> None:
     """The file is whole or not there, or what it was before: it appears by one rename, after all in it is on the disk."""
     path = Path(path)
+    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ValueError(f"{path}: {empty[0]!r} is a meta tensor, which has no contents to be saved")
     draft = path.with_name(f".{path.name}.draft")
     try:
         save_file(tensors, draft, {META: json.dumps(meta)})

@@ -60,7 +60,7 @@ class KVWorker(Asking):
         Of a tensor in parts or copies, each server keeps what it is offered, until the server of the first one has decided who
         wins, of those whose whole value is there: no key begins with parts of two workers' values, whoever dies meanwhile.
         """
-        cut = [(self.parts(name, tensor, everywhere=everywhere), tensor) for name, tensor in pairs(key, value)]
+        cut = [(self.begin(name, tensor, everywhere), tensor) for name, tensor in pairs(key, value)]
         first = [(len(parts), part, wire(part.of(tensor))) for parts, tensor in cut for part in parts]
         try:
             self.ask("init", key, [(part, Request("init" if n == 1 else "offer", part.name, mine)) for n, part, mine in first])
