@@ -490,7 +490,7 @@ def fall_silent(kv: Any, folder: str) -> int:
     return int(kv.iteration)
 
 
-def test_who_never_ends_an_iteration_holds_the_change_up_and_nothing_else(tmp_path: Path) -> None:
+def test_who_ends_no_iteration_any_more_holds_the_change_up_and_the_run_can_end_before_it(tmp_path: Path) -> None:
     raised: list[BaseException] = []
 
     def saboteur(cluster: Cluster) -> None:
