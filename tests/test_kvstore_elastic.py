@@ -30,7 +30,7 @@ from d2lps.kvstore.core.events import Refused, alike
 from d2lps.kvstore.core.pieces import Pieces
 from d2lps.kvstore.core.placement import Placement, join_parts
 from d2lps.kvstore.launch.chaos import RunIsOver
-from d2lps.kvstore.launch.resize import Resizing, plan_moves
+from d2lps.kvstore.launch.resize import Resizing, plan_orders
 from d2lps.kvstore.network.deployment import deploy
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -63,8 +63,7 @@ def test_servers_that_only_know_their_parts_come_to_what_workers_reckon(by: str,
         if not after:
             continue
         found = {s: {name: (list(t.shape), "float32") for name, t in parts.items()} for s, parts in held.items()}
-        orders: dict[int, dict[str, Any]] = {s: {} for s in {*held} | after}
-        moves = plan_moves(plan, found, after, orders)
+        orders, moves = plan_orders(plan, found, after)
         assert moves == sorted(workers.follow(after), key=moves.index)
         came: dict[int, list[Entry]] = {s: [] for s in orders}
         for src, order in orders.items():
@@ -361,25 +360,25 @@ POINTS = [(stage, when) for stage in ("settled", "give", "take") for when in ("b
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, points: list[tuple[str, str]], kill: Callable[[Resizing, int], None]) -> list[str]:
     """In the first change at the first point, in the second one at the second: whom `kill` likes, before or after it is asked."""
-    ask, heard, seen, log = Resizing._ask, Resizing.heard, set[tuple[int, int]](), list[str]()
+    answers, heard, seen, log = Resizing._answers, Resizing.heard, set[tuple[int, int]](), list[str]()
 
-    def at(self: Resizing, number: int, when: str) -> None:
-        if self.view <= len(points) and (self.stage, when) == points[self.view - 1] and (self.view, number) not in seen:
+    def at(self: Resizing, number: int, word: str, when: str) -> None:
+        if self.view <= len(points) and (word, when) == points[self.view - 1] and (self.view, number) not in seen:
             seen.add((self.view, number))
-            log.append(f"{self.stage} {when} {number}")
+            log.append(f"{word} {when} {number}")
             kill(self, number)
 
-    def asking(self: Resizing) -> None:
-        for number in sorted(self._concerned()):
-            at(self, number, "before")
-        ask(self)
+    def asking(self: Resizing, word: str, orders: dict[int, Any], *rest: Any) -> Any:
+        for number in orders:
+            at(self, number, word, "before")
+        return answers(self, word, orders, *rest)
 
-    def hearing(self: Resizing, node: Any, word: str, text: str) -> None:
-        if word == self.stage and (word != "settled" or "parts" in text):
-            at(self, node.number, "after")
-        heard(self, node, word, text)
+    def hearing(self: Resizing, server: int, word: str, text: str) -> None:
+        heard(self, server, word, text)
+        if word == self.word and server in self.said:
+            at(self, server, word, "after")
 
-    monkeypatch.setattr(Resizing, "_ask", asking)
+    monkeypatch.setattr(Resizing, "_answers", asking)
     monkeypatch.setattr(Resizing, "heard", hearing)
     return log
 
@@ -485,15 +484,18 @@ def fall_silent(kv: Any, folder: str) -> int:
     """Worker 1 computes on, without another clock."""
     kv.init("w", torch.zeros(1))
     kv.clock()
+    Path(folder, f"begun-{kv.rank}").touch()
     while kv.rank and not os.path.exists(f"{folder}/enough"):
         time.sleep(0.01)
     return int(kv.iteration)
 
 
-def test_who_never_ends_an_iteration_holds_the_change_up_and_nothing_else(tmp_path: Path) -> None:
+def test_who_ends_no_iteration_any_more_holds_the_change_up_and_the_run_can_end_before_it(tmp_path: Path) -> None:
     raised: list[BaseException] = []
 
     def saboteur(cluster: Cluster) -> None:
+        while not all((tmp_path / f"begun-{rank}").exists() for rank in range(2)):
+            cluster.sleep(0.01)
         threading.Timer(1.0, (tmp_path / "enough").touch).start()
         try:
             cluster.add_server()

@@ -44,10 +44,10 @@ class Changes:
 
     def heard(self, wanted: Membership, answer: Any) -> Request | None:
         """What the first server is to be told, if this is new; one change after the other, but for one who takes no part."""
-        busy = self.open and (self.open[-1].answer.reply is None or not self.open[-1].answer.reply.error)
-        if wanted.view <= self.view or busy:
-            return None
         with self.lock:
+            busy = self.open and (self.open[-1].answer.reply is None or not self.open[-1].answer.reply.error)
+            if wanted.view <= self.view or busy:
+                return None
             self.view, promise = wanted.view, self.clock + 1
             self.open.append(Change(wanted, promise, answer))
         return Request("hold", clock=promise)
@@ -80,6 +80,6 @@ class Changes:
             self._follow(placement)
 
     def _follow(self, placement: Placement) -> None:
-        wanted = self.open.popleft().wanted
-        placement.follow(wanted.servers)
-        self.followed.append(wanted)
+        placement.follow(self.open[0].wanted.servers)
+        with self.lock:  # at once: who hears of the next change has seen to this one
+            self.followed.append(self.open.popleft().wanted)

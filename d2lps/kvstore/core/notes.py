@@ -115,7 +115,7 @@ class ServerNotes:
         if isinstance(event, Request) and event.key in self.server.entries:
             if event.op in ("init", "choose"):
                 self._began(event.key)
-            elif event.value is not None and event.op in ("push", "pushpull") and "codec" not in event.options:  # else another tensor
+            elif event.value is not None and event.op in ("push", "pushpull") and "codec" not in event.options:
                 self.pushed[event.key].append(event.value)
         for key in [key for key in self.pushed if self.server.entries[key].version != self.versions.get(key, 0)]:
             self._changed(key)

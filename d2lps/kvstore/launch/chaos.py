@@ -56,8 +56,9 @@ class Cluster:
     def add_server(self) -> int:
         """Start one more server, which takes its share of the keys over; its number, as soon as it has them.
 
-        That is at the end of an iteration, the same for all workers, so one that calls kv.clock() no more holds it up. What
-        moves is written to the disk and read once. Not with durability "replica", nor over tcp: ValueError.
+        That is at the end of an iteration, the same for all workers, where they wait for one another; so one that calls
+        kv.clock() no more holds it up, and all of them. What moves is written to the disk, and read, once; meanwhile nothing
+        is served. Not with durability "replica", nor over tcp: ValueError. RunIsOver if the run ends before.
         """
         self.servers.append(node := self.resize(None))
         return node.number

@@ -67,7 +67,7 @@ class Coordinator:
 
     def finish(self) -> list[ServerReport]:
         """The workers are done: what the servers have to report."""
-        self._until(lambda: not self.resizing.stage, "a change of servers was over")
+        self._until(lambda: self.resizing.change is None, "a change of servers was over")
         self.finishing = True
         for node in self.serving:
             self.tell(node, b"finish")
@@ -145,7 +145,7 @@ class Coordinator:
         elif word == b"measured" and self.monitor is not None and node in self.serving:
             self.monitor.heard(node.server, text)
         elif word in (b"settled", b"give", b"take"):
-            self.resizing.heard(node, word.decode(), text)
+            self.resizing.heard(node.number, word.decode(), text)
         elif word == b"over":
             node.over = True
         elif word == b"deposed":

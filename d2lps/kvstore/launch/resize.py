@@ -13,13 +13,12 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import zmq
 
 from d2lps.kvstore.core.events import Membership
 from d2lps.kvstore.core.placement import Move, Placement, name_of
@@ -30,35 +29,18 @@ from d2lps.kvstore.network.pulse import BEAT
 from d2lps.kvstore.storage.frame import frame
 from d2lps.kvstore.storage.parcels import Order
 
-
-class Servers(Protocol):
-    """What is needed of the coordinator."""
-
-    plan: Deployment
-    live: bool
-    nodes: dict[int, Node]
-    serving: list[Node]
-    news: zmq.Socket[bytes]
-
-    def say(self, text: str) -> None: ...
-
-    def tell(self, node: Node, *parts: bytes) -> None: ...
-
-    def serves(self, node: Node) -> None: ...
-
-    def mark(self) -> None: ...
+Said = dict[int, dict[str, Any]]  # by server
 
 
 class Resizing:
     """The changes of servers that are wished for, one after the other; `look` is to be called several times a second."""
 
-    def __init__(self, coordinator: Servers) -> None:
-        self.coordinator, self.plan = coordinator, coordinator.plan
+    def __init__(self, coordinator: Any) -> None:
+        self.coordinator, self.plan = coordinator, coordinator.plan  # a Coordinator, which has one of us
         self.wishes = deque[tuple[int | None, Future[int]]]()  # which server is to go, or None: one is to come
-        self.over = False
-        self.stage, self.asked, self.said = "", 0.0, dict[int, Any]()  # said: what the servers have answered
-        self.before, self.after, self.left = set[int](), set[int](), list[Node]()
-        self.view, self.orders, self.moves = 0, dict[int, Order](), list[Move]()
+        self.change: Generator[None] | None = None  # which is under way; with each `yield` it waits
+        self.word, self.said, self.due = "", Said(), 0.0  # what the servers are being asked, and have answered
+        self.view, self.left, self.over = 0, list[Node](), False
 
     def wish(self, gone: int | None) -> Node:
         """For another thread: wait until server `gone` has gone, or a new one has come."""
@@ -72,105 +54,92 @@ class Resizing:
         return self.coordinator.nodes[future.result()]
 
     def stop(self) -> None:
-        """The workers are done. What has begun to be in force will be, at the latest when the servers finish."""
+        """The workers are done. Where servers have begun to take, all of them must, before they finish."""
         self.over = True
-        for _, future in self.wishes:
-            future.set_exception(RunIsOver())
-        self.wishes.clear()
-        if self.stage != "take":
-            for number in self.after - self.before:
-                self.coordinator.nodes.pop(number).end()
-            self.stage, self.before, self.after = "", set(), set()
+        while self.wishes:
+            self.wishes.popleft()[1].set_exception(RunIsOver())
+        if self.word != "take":
+            self.change = None
 
     def look(self) -> None:
-        if not self.stage and self.wishes:
-            self._begin(*self.wishes[0])
-        elif self.stage and time.monotonic() > self.asked + BEAT:
-            self._ask()
+        if self.change is None and self.wishes:
+            self.change = self._change(*self.wishes[0])
+        if self.change is not None and time.monotonic() > self.due:
+            self.due = time.monotonic() + BEAT
+            for _ in self.change:
+                return
+            self.change = None
 
-    def heard(self, node: Node, word: str, text: str) -> None:
+    def heard(self, server: int, word: str, text: str) -> None:
         """An answer; it may be one to what was asked before."""
         said = json.loads(text)
-        if (word, said["view"]) == (self.stage, self.view) and (word != "settled" or "parts" in said):
-            self.said[node.number] = said
-            if self.said.keys() >= self._concerned():
-                self._next()
+        if (word, said["view"]) == (self.word, self.view):
+            self.said[server] = said
+            self.due = 0.0
 
-    # ---- stages -----------------------------------------------------------------------------------------------------------
-
-    def _begin(self, gone: int | None, wished: Future[int]) -> None:
-        nodes, servers = self.coordinator.nodes, {node.number for node in self.coordinator.serving}
-        if gone is not None and (gone not in servers or len(servers) == 1):
+    def _change(self, gone: int | None, wished: Future[int]) -> Generator[None]:
+        nodes, before = self.coordinator.nodes, {node.number for node in self.coordinator.serving}
+        number = len(nodes) if gone is None else gone
+        after = before ^ {number}
+        if gone is not None and (gone not in before or not after):
             self.wishes.popleft()
-            wished.set_exception(ValueError(f"server {gone} cannot go: there are servers {sorted(servers)}"))
+            wished.set_exception(ValueError(f"server {gone} cannot go: there are servers {sorted(before)}"))
             return
-        number = len(nodes)
         if gone is None:
             nodes[number] = Node(self.plan, number, self.coordinator.live)
             nodes[number].start()
-        self.before, self.after = servers, servers | {number} if gone is None else servers - {gone}
+        while not nodes[number].ready.is_set():
+            yield
         self.view += 1
-        self.folder = Path(self.plan.room) / f"view-{self.view}"
-        self.stage, self.said = "settled", {}
-        self.orders = {server: {"server": server, "view": self.view, "folder": str(self.folder)} for server in servers | {number}}
-
-    def _concerned(self) -> set[int]:
-        return self.before | self.after if self.stage == "take" else self.before
-
-    def _ask(self) -> None:
-        self.asked = time.monotonic()
-        if not all(self.coordinator.nodes[number].ready.is_set() for number in self._concerned() | self.after):
-            return
-        if self.stage == "settled":
-            self.coordinator.news.send_multipart([b"", *frame(Membership(self.view, {}, tuple(sorted(self.after))))])
-        for number in self._concerned() - self.said.keys():
-            self.coordinator.tell(self.coordinator.nodes[number], self.stage.encode(), json.dumps(self.orders[number]).encode())
-
-    def _next(self) -> None:
-        said, self.said = self.said, {}
-        if self.stage == "settled":
-            self.moves = plan_moves(self.plan, {server: said[server]["parts"] for server in said}, self.after, self.orders)
-            self.stage = "give"
-        elif self.stage == "give":
-            self.stage = "take"
-        else:
-            return self._in_force()
-        return self._ask()
-
-    def _in_force(self) -> None:
-        coordinator, [*numbers] = self.coordinator, self.before ^ self.after
-        coordinator.serving = [coordinator.nodes[number] for number in sorted(self.after)]
-        for number in self.before - self.after:
-            self.left.append(coordinator.nodes[number])
-        for number in self.before | self.after:
-            coordinator.serves(coordinator.nodes[number])  # it may not know yet who was lost
-        coordinator.mark()
-        keys, nbytes = len({move.key for move in self.moves}), sum(move.nbytes for move in self.moves)
-        how = "has gone" if numbers[0] in self.before else "has come"
-        coordinator.say(f"server {numbers[0]} {how}: {keys} keys have moved, {nbytes:,} bytes of their values")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.stage, self.before, self.after = "", set(), set()
+        common: Order = {"view": self.view, "folder": str(Path(self.plan.room) / f"view-{self.view}")}
+        wanted = Membership(self.view, {}, tuple(sorted(after)))
+        found = yield from self._answers("settled", dict.fromkeys(before, common), wanted)
+        orders, moves = plan_orders(self.plan, {server: found[server]["parts"] for server in before}, after)
+        orders = {server: order | common for server, order in orders.items()}
+        yield from self._answers("give", {server: orders[server] for server in before})
+        yield from self._answers("take", orders)
+        self.coordinator.serving = [nodes[server] for server in sorted(after)]
+        self.left += [nodes[server] for server in before - after]
+        for server in orders:
+            self.coordinator.serves(nodes[server])  # it may not know yet that it has left, or who was lost
+        self.coordinator.mark()
+        keys, nbytes = len({move.key for move in moves}), sum(move.nbytes for move in moves)
+        how = "come" if gone is None else "gone"
+        self.coordinator.say(f"server {number} has {how}: {keys} keys have moved, {nbytes:,} bytes of their values")
+        shutil.rmtree(common["folder"], ignore_errors=True)
+        self.word = ""
         if self.wishes:
-            self.wishes.popleft()[1].set_result(numbers[0])
+            self.wishes.popleft()[1].set_result(number)
+
+    def _answers(self, word: str, orders: Mapping[int, Order], wanted: Membership | None = None) -> Generator[None, None, Said]:
+        """Tell servers, and workers what is wanted, until all servers have answered."""
+        self.word, self.said = word, {}
+        while waited_for := orders.keys() - self.said.keys():
+            if wanted is not None:
+                self.coordinator.news.send_multipart([b"", *frame(wanted)])
+            for server in waited_for:
+                self.coordinator.tell(self.coordinator.nodes[server], word.encode(), json.dumps(orders[server]).encode())
+            yield
+        return self.said
 
 
-def plan_moves(
-    plan: Deployment, found: Mapping[int, Mapping[str, Any]], after: set[int], orders: Mapping[int, Order]
-) -> list[Move]:
-    """Write into the orders what each server is to give, to take, and to have then. found: what each has now."""
+def plan_orders(
+    plan: Deployment, found: Mapping[int, Mapping[str, Any]], after: set[int]
+) -> tuple[dict[int, Order], list[Move]]:
+    """What each server is to give, to take, and to have then; and all that moves. found: what each has now."""
     placement = Placement(found, plan.split, plan.placement)
-    for server, parts in sorted(found.items()):  # in the order of their blocks
-        for name, (shape, dtype) in parts.items():
+    for server in sorted(found):  # in the order of their blocks
+        for name, (shape, dtype) in found[server].items():
             placement.found(server, name, shape, getattr(torch, dtype))
     moves, new = placement.follow(after), after - {*found}
     # What else a newcomer must know comes from all; and what one that goes knows of keys that lie elsewhere goes to all.
     gives = {(src, dst): list[str]() for src in found for dst in after - {src} if dst in new or src not in after}
     for move in moves:
         gives.setdefault((move.src, move.dst), []).append(name_of(move.key, move.first, move.last))
-    held = [part for parts in placement.parts.values() for part in parts]
-    for server, order in orders.items():
-        order["gives"] = {dst: names for (src, dst), names in gives.items() if src == server}
-        order["takes"] = [src for src, dst in gives if dst == server]
-        order["parts"] = [part.name for part in held if part.server == server]
-        order["new"] = server in new
-    return moves
+    orders: dict[int, Order] = {}
+    for server in {*found} | after:
+        parts = [part.name for parts in placement.parts.values() for part in parts if part.server == server]
+        given = {dst: names for (src, dst), names in gives.items() if src == server}
+        taken = [src for src, dst in gives if dst == server]
+        orders[server] = {"server": server, "new": server in new, "gives": given, "takes": taken, "parts": parts}
+    return orders, moves

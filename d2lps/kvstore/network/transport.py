@@ -278,9 +278,9 @@ class SocketTransport:
 
     def _hold(self, wanted: Membership) -> None:
         """Tell the first server how far this worker may go before it knows where all stop."""
-        self._follow()
         answer = SocketAnswer(self.comm, "a change of servers", self.patience, None)
         if (request := self.changes.heard(wanted, answer)) is not None:
+            self._follow()
             self.lines[min(self.lines)].session.put(request, answer)
 
     def _follow(self) -> None:

@@ -26,7 +26,9 @@ def carry_out(word: str, order: Order, server: Server, durable: Durable | None) 
     safe here. What was done before is not done again, only said.
     """
     said, replies = {"view": order["view"]}, list[Reply]()
-    if word == "settled" and server.settled:
+    if word == "settled" and not server.settled:
+        said["view"] = server.view
+    elif word == "settled":
         likes = {name: entry.like for name, entry in server.entries.items()}
         said["parts"] = {name: (list(like.shape), str(like.dtype).removeprefix("torch.")) for name, like in likes.items()}
     elif word == "give":
