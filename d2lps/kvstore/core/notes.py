@@ -6,7 +6,7 @@ was lost, or came twice, or whose other end has died with its process, confuses 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
@@ -45,36 +45,31 @@ def _stream(recorder: Recorder, src: int, dst: int, tag: int) -> int:
 
 
 class WorkerNotes:
-    """A worker's messages. A recorder belongs to its worker's thread, which writes down what another thread has sent and
-    received meanwhile whenever it asks again, or has waited."""
+    """A worker's messages. A recorder belongs to its worker's thread: that writes down, when it asks again or has waited, what
+    another thread has sent and received meanwhile."""
 
     def __init__(self, recorder: Recorder, workers: int) -> None:
         self.recorder, self.workers = recorder, workers
-        self.open: list[tuple[int, int, Any]] = []  # where a request's row begins, the server's rank, its SocketAnswer
+        self.over: deque[Any] = deque()  # answers that have come: each knows its reply, and when it came, and its request left
 
     def asked(self, server: int, request: Request, answer: Any) -> None:
         """The tensor has its name, and the message its place in the program; when it leaves is not known yet."""
         self.look()
-        if request.op == "leave":  # the goodbye is none of the run's
-            return
-        rank = self.workers + server
-        with named(self.recorder, request):
-            row = self.recorder.end(carried(request), _stream(self.recorder, self.recorder.rank, rank, 0), nan)
-        self.open.append((row, rank, answer))
+        if request.op != "leave":  # the goodbye is none of the run's
+            rank = self.workers + server
+            with named(self.recorder, request):
+                row = self.recorder.end(carried(request), _stream(self.recorder, self.recorder.rank, rank, 0), nan)
+            answer.notes, answer.noted = self, (row, rank)
 
     def look(self) -> None:
         """Write down the answers that have come."""
-        waiting = []
-        for row, rank, answer in self.open:
-            if answer.reply is None:
-                waiting.append((row, rank, answer))
-            else:
-                tag, me, ends = answer.reply.sequence, self.recorder.rank, self.recorder.ends
-                ends[row + STREAM], ends[row + POSTED] = _stream(self.recorder, me, rank, tag), answer.left
-                came = self.recorder.end(carried(answer.reply), _stream(self.recorder, rank, me, tag), answer.left)
-                self.recorder.done(came)
-                ends[came + SEQ], ends[came + DONE] = ends[row + SEQ], answer.came  # it was expected from then on
-        self.open = waiting
+        while self.over:
+            answer = self.over.popleft()
+            (row, rank), tag, me, ends = answer.noted, answer.reply.sequence, self.recorder.rank, self.recorder.ends
+            ends[row + STREAM], ends[row + POSTED] = _stream(self.recorder, me, rank, tag), answer.left
+            came = self.recorder.end(carried(answer.reply), _stream(self.recorder, rank, me, tag), answer.left)
+            self.recorder.done(came)
+            ends[came + SEQ], ends[came + DONE] = ends[row + SEQ], answer.came  # it was expected from then on
 
 
 class ServerNotes:
@@ -88,13 +83,14 @@ class ServerNotes:
         self.pushed: dict[str, list[torch.Tensor]] = defaultdict(list)  # not yet part of the value
         self.versions: dict[str, int] = {}
 
-    def step(self, event: Event) -> list[Effect]:
-        """The server's, and a note of it."""
+    def step(self, event: Event, came: float | None = None) -> list[Effect]:
+        """The server's, and a note of it. came: when the event did, if not now."""
         if isinstance(event, Request) and event.op != "leave":
             stream = _stream(self.recorder, event.client, self.recorder.rank, event.sequence)
             row = self.recorder.end(carried(event), stream, self.ready)
             self.recorder.done(row)
-            self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()  # it listens all the time
+            self.recorder.ends[row + SEQ] = 0  # it listens all the time
+            self.recorder.ends[row + DONE] = self.recorder.now() if came is None else came
         effects = self.server.step(event)
         self._stepped(event)
         for reply in effects:
@@ -108,7 +104,7 @@ class ServerNotes:
         """What an answer carries: not the copy that is sent, but the value itself, if it is the whole one."""
         entry = self.server.entries.get(reply.key)
         whole = entry is not None and reply.value is not None and entry.like.shape == reply.value.shape
-        return entry.value if entry is not None and whole else carried(reply)
+        return entry.peeked()[0] if entry is not None and whole else carried(reply)
 
     def _stepped(self, event: object) -> None:
         """After an event."""
@@ -125,7 +121,7 @@ class ServerNotes:
         if key not in self.versions:
             self.versions[key] = 0
             buffers = self.recorder.vocabulary.buffers
-            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].value)[0]]
+            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].peeked()[0])[0]]
             buffer.name, buffer.scratch = key_of(key)[0], False
 
     def _changed(self, key: str) -> None:
@@ -137,5 +133,5 @@ class ServerNotes:
             if id(value) in waiting:
                 self.pushed[key].append(value)
             else:
-                self.recorder.local(op, entry.value, value, now, now)
+                self.recorder.local(op, entry.peeked()[0], value, now, now)
         self.versions[key] = entry.version

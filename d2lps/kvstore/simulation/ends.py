@@ -66,13 +66,17 @@ class _End:
 class SimulatedAnswer:
     """A reply that is under way to a worker."""
 
-    def __init__(self, comm: SimulatedCommunicator, notes: WorkerNotes | None) -> None:
-        self.comm, self.notes, self.waits = comm, notes, False
+    notes: WorkerNotes | None = None  # where it is to be noted
+
+    def __init__(self, comm: SimulatedCommunicator) -> None:
+        self.comm, self.waits = comm, False
         self.left = self.came = comm.now()  # when the request did, to wait for its turn on the line, and the answer
         self.reply: Reply | None = None
 
     def arrived(self, reply: Reply) -> None:
         self.reply, self.came = reply, self.comm.mailbox.network.now
+        if self.notes is not None:
+            self.notes.over.append(self)
         if self.waits:
             self.comm.world.scheduler.happened(self.comm.task)
 
@@ -103,7 +107,7 @@ class SimulatedTransport(_End):
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
     def request(self, server: int, request: Request) -> SimulatedAnswer:
-        answer, dst = SimulatedAnswer(self.comm, self.notes), self.setup.workers + server
+        answer, dst = SimulatedAnswer(self.comm), self.setup.workers + server
         numbered: list[Request] = []
 
         def departs() -> None:
@@ -131,7 +135,7 @@ class ServerNode(_End):
         self.setup = setup
         members = [worker for worker in range(setup.workers) if worker not in setup.absent]
         self.server = Server(members, **setup.server)
-        self.execute = ServerNotes(self.server, comm.recorder, comm.rank).step if comm.recorder else self.server.step
+        self.notes = ServerNotes(self.server, comm.recorder, comm.rank) if comm.recorder else None
         self.report = ServerReport(comm.node)
         self.busy_until = 0.0
         self.left: set[int] = set()
@@ -143,15 +147,15 @@ class ServerNode(_End):
         nbytes = 0 if request.value is None else request.value.nbytes
         self.report.received += nbytes
         self.report.requests[request.op] += 1
-        cost = self.comm.mailbox.model.per_combined_byte * nbytes
-        self.busy_until = max(self.network.now, self.busy_until) + cost
-        if self.busy_until > self.network.now:
-            self.network.call_at(self.busy_until, lambda: self.step(request))
+        now, cost = self.network.now, self.comm.mailbox.model.per_combined_byte * nbytes
+        self.busy_until = max(now, self.busy_until) + cost
+        if self.busy_until > now:
+            self.network.call_at(self.busy_until, lambda: self.step(request, now))
         else:
             self.step(request)
 
-    def step(self, event: Event) -> None:
-        for effect in self.execute(event):
+    def step(self, event: Event, came: float | None = None) -> None:
+        for effect in self.server.step(event) if self.notes is None else self.notes.step(event, came):
             if isinstance(effect, Append) and self.setup.log:
                 self.report.log.append((self.network.now, effect.event))
             elif isinstance(effect, Reply):
