@@ -1,8 +1,4 @@
-"""What workers and servers leave in a trace, simulated or real: their messages, and which pushes are in which value, when.
-
-Each notes its own ends of messages. The two ends find each other by the number of the request, which is their tag: so one that
-was lost, or came twice, or whose other end has died with its process, confuses no other.
-"""
+"""What workers and servers leave in a trace, simulated or real: their messages, and which pushes are in which value, when."""
 
 from __future__ import annotations
 
@@ -40,6 +36,57 @@ def named(recorder: Recorder, record: Request | Reply) -> Iterator[None]:
     recorder.step = given
 
 
+class Notes:
+    """What a server adds up; the server itself knows of no trace."""
+
+    def __init__(self, server: Server, recorder: Recorder) -> None:
+        self.server, self.recorder = server, recorder
+        self.pushed: dict[str, list[torch.Tensor]] = defaultdict(list)  # not yet part of the value
+        self.versions: dict[str, int] = {}
+
+    def source(self, reply: Reply) -> torch.Tensor:
+        """What an answer carries: not the copy that is sent, but the value itself, if it is the whole one."""
+        entry = self.server.entries.get(reply.key)
+        whole = entry is not None and reply.value is not None and entry.like.shape == reply.value.shape
+        return entry.peeked()[0] if entry is not None and whole else carried(reply)
+
+    def stepped(self, event: object) -> None:
+        """After an event."""
+        if isinstance(event, Request) and event.key in self.server.entries:
+            if event.op in ("init", "choose"):
+                self._began(event.key)
+            elif event.value is not None and event.op != "offer" and "codec" not in event.options:  # else it keeps another tensor
+                self.pushed[event.key].append(event.value)
+        for key in [key for key in self.pushed if self.server.entries[key].version != self.versions.get(key, 0)]:
+            self._changed(key)
+
+    def _began(self, key: str) -> None:
+        """The first value, whoever brought it, is the server's own; its buffer is known by the key."""
+        if key not in self.versions:
+            self.versions[key] = 0
+            buffers = self.recorder.vocabulary.buffers
+            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].peeked()[0])[0]]
+            buffer.name, buffer.scratch = key_of(key)[0], False
+
+    def _changed(self, key: str) -> None:
+        """All that does not wait for the end of its round is now in the value."""
+        entry = self.server.entries[key]
+        waiting = {id(value) for pushes in entry.open.values() for mine in pushes.values() for _, value in mine}
+        op, now = str(self.server.options.get("name", "sum")).upper(), self.recorder.now()
+        for value in self.pushed.pop(key):
+            if id(value) in waiting:
+                self.pushed[key].append(value)
+            else:
+                self.recorder.local(op, entry.peeked()[0], value, now, now)
+        self.versions[key] = entry.version
+
+
+# ---- of a real run, in which each notes its own ends of messages -----------------------------------------------------------
+#
+# The two ends find each other by the number of the request, which is their tag: so one that was lost, or came twice, or whose
+# other end has died with its process, confuses no other.
+
+
 def _stream(recorder: Recorder, src: int, dst: int, tag: int) -> int:
     return recorder.vocabulary.stream[GROUP, src, dst, tag]
 
@@ -72,66 +119,26 @@ class WorkerNotes:
             ends[came + SEQ], ends[came + DONE] = ends[row + SEQ], answer.came  # it was expected from then on
 
 
-class ServerNotes:
-    """A server's messages, and what it adds up; the server itself knows of no trace.
-
-    An answer is on its way when the server has it: where a log must be safe first, that time is the message's.
-    """
+class ServerNotes(Notes):
+    """A server's messages too. An answer is on its way when the server has it: where a log must be safe first, that time is the
+    message's."""
 
     def __init__(self, server: Server, recorder: Recorder, rank: int) -> None:
-        self.server, self.recorder, self.ready, recorder.rank = server, recorder, recorder.now(), rank
-        self.pushed: dict[str, list[torch.Tensor]] = defaultdict(list)  # not yet part of the value
-        self.versions: dict[str, int] = {}
+        super().__init__(server, recorder)
+        self.ready, recorder.rank = recorder.now(), rank
 
-    def step(self, event: Event, came: float | None = None) -> list[Effect]:
-        """The server's, and a note of it. came: when the event did, if not now."""
+    def step(self, event: Event) -> list[Effect]:
+        """The server's, and a note of it."""
         if isinstance(event, Request) and event.op != "leave":
             stream = _stream(self.recorder, event.client, self.recorder.rank, event.sequence)
             row = self.recorder.end(carried(event), stream, self.ready)
             self.recorder.done(row)
-            self.recorder.ends[row + SEQ] = 0  # it listens all the time
-            self.recorder.ends[row + DONE] = self.recorder.now() if came is None else came
+            self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()  # it listens all the time
         effects = self.server.step(event)
-        self._stepped(event)
+        self.stepped(event)
         for reply in effects:
             if isinstance(reply, Reply) and reply.op not in ("leave", "send"):
                 stream = _stream(self.recorder, self.recorder.rank, reply.client, reply.sequence)
                 with named(self.recorder, reply):
-                    self.recorder.end(self._source(reply), stream, self.recorder.now())
+                    self.recorder.end(self.source(reply), stream, self.recorder.now())
         return effects
-
-    def _source(self, reply: Reply) -> torch.Tensor:
-        """What an answer carries: not the copy that is sent, but the value itself, if it is the whole one."""
-        entry = self.server.entries.get(reply.key)
-        whole = entry is not None and reply.value is not None and entry.like.shape == reply.value.shape
-        return entry.peeked()[0] if entry is not None and whole else carried(reply)
-
-    def _stepped(self, event: object) -> None:
-        """After an event."""
-        if isinstance(event, Request) and event.key in self.server.entries:
-            if event.op in ("init", "choose"):
-                self._began(event.key)
-            elif event.value is not None and event.op != "offer" and "codec" not in event.options:  # else it keeps another tensor
-                self.pushed[event.key].append(event.value)
-        for key in [key for key in self.pushed if self.server.entries[key].version != self.versions.get(key, 0)]:
-            self._changed(key)
-
-    def _began(self, key: str) -> None:
-        """The first value, whoever brought it, is the server's own; its buffer is known by the key."""
-        if key not in self.versions:
-            self.versions[key] = 0
-            buffers = self.recorder.vocabulary.buffers
-            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].peeked()[0])[0]]
-            buffer.name, buffer.scratch = key_of(key)[0], False
-
-    def _changed(self, key: str) -> None:
-        """All that does not wait for the end of its round is now in the value."""
-        entry = self.server.entries[key]
-        waiting = {id(value) for pushes in entry.open.values() for mine in pushes.values() for _, value in mine}
-        op, now = str(self.server.options.get("name", "sum")).upper(), self.recorder.now()
-        for value in self.pushed.pop(key):
-            if id(value) in waiting:
-                self.pushed[key].append(value)
-            else:
-                self.recorder.local(op, entry.peeked()[0], value, now, now)
-        self.versions[key] = entry.version
