@@ -94,6 +94,21 @@ def test_priorities_and_steps_of_the_worker_are_in_it() -> None:
         assert one.rank == 0 and other.rank == 1 and one.nbytes == 4000
 
 
+def test_a_late_workers_push_is_a_later_round() -> None:
+    """Though nothing that it has received says so: the server had heard the others' by then."""
+
+    def worker(kv: Any) -> None:
+        kv.init("w", torch.zeros(2))
+        kv.barrier()
+        kv.comm.sleep(0.5 * kv.rank)
+        kv.push("w", torch.ones(2)).wait()
+
+    trace = kvstore.run(worker, 2, 1, trace=True).trace
+    pushes = [row for row in range(len(trace)) if trace.steps[trace.messages["step"][row]] == "push w"]
+    early, late = sorted(pushes, key=lambda row: trace.messages["src"][row])
+    assert trace.replay.round_of[late] > trace.replay.round_of[early]
+
+
 def test_what_a_killed_server_had_noted_is_missing_and_confuses_nothing(tmp_path: Path) -> None:
     def worker(kv: Any) -> None:
         values = {key: torch.ones(key + 1) for key in range(20)}

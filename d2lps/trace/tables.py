@@ -70,7 +70,17 @@ class Tables:
             names = ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread")
             messages |= {f"{side}_{name}": ends[name][rows] for name in names}
         times = {"sent": posted[sent], "posted": posted[received], "start": start[order], "end": ends["done"][received]}
+        self._expect(messages, times["start"])
         return messages | times
+
+    def _expect(self, messages: Columns, start: np.ndarray) -> None:
+        """Who listens all the time (its `seq` is 0) expects a message from the moment at which it is sent."""
+        ends, listens = self._table("ends"), messages["dst_seq"] == 0
+        for thread in np.unique(messages["dst_thread"][listens]):
+            rows = listens & (messages["dst_thread"] == thread)
+            known = (ends["thread"] == thread) & (ends["done_seq"] >= 0)
+            before = np.searchsorted(ends["done"][known], start[rows], "right")
+            messages["dst_seq"][rows] = np.concatenate([[0], ends["done_seq"][known]])[before]
 
     @cached_property
     def locals(self) -> Columns:

@@ -1,12 +1,8 @@
-"""What workers and servers leave in a trace, simulated or real: their messages, and which pushes are in which value, when.
-
-Each notes its own ends of messages. The two ends find each other by the number of the request, which is their tag: so one that
-was lost, or came twice, or whose other end has died with its process, confuses no other.
-"""
+"""What workers and servers leave in a trace, simulated or real: their messages, and which pushes are in which value, when."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
@@ -40,77 +36,21 @@ def named(recorder: Recorder, record: Request | Reply) -> Iterator[None]:
     recorder.step = given
 
 
-def _stream(recorder: Recorder, src: int, dst: int, tag: int) -> int:
-    return recorder.vocabulary.stream[GROUP, src, dst, tag]
+class Notes:
+    """What a server adds up; the server itself knows of no trace."""
 
-
-class WorkerNotes:
-    """A worker's messages. A recorder belongs to its worker's thread, which writes down what another thread has sent and
-    received meanwhile whenever it asks again, or has waited."""
-
-    def __init__(self, recorder: Recorder, workers: int) -> None:
-        self.recorder, self.workers = recorder, workers
-        self.open: list[tuple[int, int, Any]] = []  # where a request's row begins, the server's rank, its SocketAnswer
-
-    def asked(self, server: int, request: Request, answer: Any) -> None:
-        """The tensor has its name, and the message its place in the program; when it leaves is not known yet."""
-        self.look()
-        if request.op == "leave":  # the goodbye is none of the run's
-            return
-        rank = self.workers + server
-        with named(self.recorder, request):
-            row = self.recorder.end(carried(request), _stream(self.recorder, self.recorder.rank, rank, 0), nan)
-        self.open.append((row, rank, answer))
-
-    def look(self) -> None:
-        """Write down the answers that have come."""
-        waiting = []
-        for row, rank, answer in self.open:
-            if answer.reply is None:
-                waiting.append((row, rank, answer))
-            else:
-                tag, me, ends = answer.reply.sequence, self.recorder.rank, self.recorder.ends
-                ends[row + STREAM], ends[row + POSTED] = _stream(self.recorder, me, rank, tag), answer.left
-                came = self.recorder.end(carried(answer.reply), _stream(self.recorder, rank, me, tag), answer.left)
-                self.recorder.done(came)
-                ends[came + SEQ], ends[came + DONE] = ends[row + SEQ], answer.came  # it was expected from then on
-        self.open = waiting
-
-
-class ServerNotes:
-    """A server's messages, and what it adds up; the server itself knows of no trace.
-
-    An answer is on its way when the server has it: where a log must be safe first, that time is the message's.
-    """
-
-    def __init__(self, server: Server, recorder: Recorder, rank: int) -> None:
-        self.server, self.recorder, self.ready, recorder.rank = server, recorder, recorder.now(), rank
+    def __init__(self, server: Server, recorder: Recorder) -> None:
+        self.server, self.recorder = server, recorder
         self.pushed: dict[str, list[torch.Tensor]] = defaultdict(list)  # not yet part of the value
         self.versions: dict[str, int] = {}
 
-    def step(self, event: Event) -> list[Effect]:
-        """The server's, and a note of it."""
-        if isinstance(event, Request) and event.op != "leave":
-            stream = _stream(self.recorder, event.client, self.recorder.rank, event.sequence)
-            row = self.recorder.end(carried(event), stream, self.ready)
-            self.recorder.done(row)
-            self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()  # it listens all the time
-        effects = self.server.step(event)
-        self._stepped(event)
-        for reply in effects:
-            if isinstance(reply, Reply) and reply.op not in ("leave", "send"):
-                stream = _stream(self.recorder, self.recorder.rank, reply.client, reply.sequence)
-                with named(self.recorder, reply):
-                    self.recorder.end(self._source(reply), stream, self.recorder.now())
-        return effects
-
-    def _source(self, reply: Reply) -> torch.Tensor:
+    def source(self, reply: Reply) -> torch.Tensor:
         """What an answer carries: not the copy that is sent, but the value itself, if it is the whole one."""
         entry = self.server.entries.get(reply.key)
         whole = entry is not None and reply.value is not None and entry.like.shape == reply.value.shape
-        return entry.value if entry is not None and whole else carried(reply)
+        return entry.peeked()[0] if entry is not None and whole else carried(reply)
 
-    def _stepped(self, event: object) -> None:
+    def stepped(self, event: object) -> None:
         """After an event."""
         if isinstance(event, Request) and event.key in self.server.entries:
             if event.op in ("init", "choose"):
@@ -125,7 +65,7 @@ class ServerNotes:
         if key not in self.versions:
             self.versions[key] = 0
             buffers = self.recorder.vocabulary.buffers
-            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].value)[0]]
+            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].peeked()[0])[0]]
             buffer.name, buffer.scratch = key_of(key)[0], False
 
     def _changed(self, key: str) -> None:
@@ -138,5 +78,68 @@ class ServerNotes:
             if id(value) in waiting:
                 self.pushed[key].append(value)
             else:
-                self.recorder.local(op, entry.value, value, now, now)
+                self.recorder.local(op, entry.peeked()[0], value, now, now)
         self.versions[key] = entry.version
+
+
+# ---- of a real run, in which each notes its own ends of messages -----------------------------------------------------------
+#
+# The two ends find each other by the number of the request, which is their tag: so one that was lost, or came twice, or whose
+# other end has died with its process, confuses no other.
+
+
+def _stream(recorder: Recorder, src: int, dst: int, tag: int) -> int:
+    return recorder.vocabulary.stream[GROUP, src, dst, tag]
+
+
+class WorkerNotes:
+    """A worker's messages. A recorder belongs to its worker's thread: that writes down, when it asks again or has waited, what
+    another thread has sent and received meanwhile."""
+
+    def __init__(self, recorder: Recorder, workers: int) -> None:
+        self.recorder, self.workers = recorder, workers
+        self.over: deque[Any] = deque()  # answers that have come: each knows its reply, and when it came, and its request left
+
+    def asked(self, server: int, request: Request, answer: Any) -> None:
+        """The tensor has its name, and the message its place in the program; when it leaves is not known yet."""
+        self.look()
+        if request.op != "leave":  # the goodbye is none of the run's
+            rank = self.workers + server
+            with named(self.recorder, request):
+                row = self.recorder.end(carried(request), _stream(self.recorder, self.recorder.rank, rank, 0), nan)
+            answer.notes, answer.noted = self, (row, rank)
+
+    def look(self) -> None:
+        """Write down the answers that have come."""
+        while self.over:
+            answer = self.over.popleft()
+            (row, rank), tag, me, ends = answer.noted, answer.reply.sequence, self.recorder.rank, self.recorder.ends
+            ends[row + STREAM], ends[row + POSTED] = _stream(self.recorder, me, rank, tag), answer.left
+            came = self.recorder.end(carried(answer.reply), _stream(self.recorder, rank, me, tag), answer.left)
+            self.recorder.done(came)
+            ends[came + SEQ], ends[came + DONE] = ends[row + SEQ], answer.came  # it was expected from then on
+
+
+class ServerNotes(Notes):
+    """A server's messages too. An answer is on its way when the server has it: where a log must be safe first, that time is the
+    message's."""
+
+    def __init__(self, server: Server, recorder: Recorder, rank: int) -> None:
+        super().__init__(server, recorder)
+        self.ready, recorder.rank = recorder.now(), rank
+
+    def step(self, event: Event) -> list[Effect]:
+        """The server's, and a note of it."""
+        if isinstance(event, Request) and event.op != "leave":
+            stream = _stream(self.recorder, event.client, self.recorder.rank, event.sequence)
+            row = self.recorder.end(carried(event), stream, self.ready)
+            self.recorder.done(row)
+            self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()  # it listens all the time
+        effects = self.server.step(event)
+        self.stepped(event)
+        for reply in effects:
+            if isinstance(reply, Reply) and reply.op not in ("leave", "send"):
+                stream = _stream(self.recorder, self.recorder.rank, reply.client, reply.sequence)
+                with named(self.recorder, reply):
+                    self.recorder.end(self.source(reply), stream, self.recorder.now())
+        return effects

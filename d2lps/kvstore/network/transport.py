@@ -45,6 +45,8 @@ class SocketAnswer:
 
     def arrived(self, reply: Reply) -> None:
         self.came, self.reply = time.monotonic(), reply
+        if self.notes is not None:
+            self.notes.over.append(self)
         self.there.set()
 
     def failed(self, error: BaseException) -> None:
@@ -192,7 +194,6 @@ class SocketTransport:
         what = f"{f'{request.op} {request.key}'.strip()!r} from server {server}"
         answer = SocketAnswer(self.comm, what, self.patience, out)
         if self.notes is not None:
-            answer.notes = self.notes
             self.notes.asked(server, request, answer)
         self.inbox.append((server, request, answer))
         self._ring()

@@ -14,7 +14,7 @@ import torch
 from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, order
 from d2lps.kvstore.core.events import Append, Event, Reply, Request, replace
-from d2lps.kvstore.core.notes import ServerNotes, WorkerNotes
+from d2lps.kvstore.core.notes import GROUP, NOTHING, Notes, carried, named
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
@@ -55,25 +55,42 @@ class _End:
             self.lines[dst] = Line(comm.mailbox, comm.topology.route(comm.nodes[comm.rank], comm.nodes[dst]))
         value, rows = record.value, getattr(record, "rows", None)
         with torch.inference_mode(False):  # of a worker that evaluates, it may be
-            landing = None if value is None else torch.empty_like(value)
-        nbytes = sum(tensor.nbytes for tensor in (value, rows) if tensor is not None)
+            landing = NOTHING if value is None else torch.empty_like(value)
+        nbytes = landing.nbytes + (0 if rows is None else rows.nbytes)
+        sent, received = self._noted(dst, record, landing)
 
         def arrived() -> None:
-            there(landing if landing is None or value is None else landing.copy_(value))
+            if value is not None:
+                landing.copy_(value)
+            sent()
+            received()
+            there(None if value is None else landing)
 
         self.lines[dst].post(order, nbytes, departs, arrived)
+
+    def _source(self, record: Request | Reply) -> torch.Tensor:
+        """The memory that a message is read from, as the trace has it."""
+        return carried(record)
+
+    def _noted(self, dst: int, record: Request | Reply, landing: torch.Tensor) -> tuple[Callable[[], Any], ...]:
+        """A message in the trace: a send here, a receive there; call both when it has arrived. Goodbyes are none of the run's."""
+        mine, theirs = self.comm.recorder, self.comm.mailbox.ends[dst].comm.recorder
+        if mine is None or theirs is None or record.op == "leave":
+            return (lambda: None,) * 2
+        with named(mine, record):
+            sent = mine.message("send", self._source(record), GROUP, dst, 0)
+        return sent, theirs.message("recv", landing, GROUP, self.comm.rank, 0)
 
 
 class SimulatedAnswer:
     """A reply that is under way to a worker."""
 
-    def __init__(self, comm: SimulatedCommunicator, notes: WorkerNotes | None) -> None:
-        self.comm, self.notes, self.waits = comm, notes, False
-        self.left = self.came = comm.now()  # when the request did, to wait for its turn on the line, and the answer
+    def __init__(self, comm: SimulatedCommunicator) -> None:
+        self.comm, self.waits = comm, False
         self.reply: Reply | None = None
 
     def arrived(self, reply: Reply) -> None:
-        self.reply, self.came = reply, self.comm.mailbox.network.now
+        self.reply = reply
         if self.waits:
             self.comm.world.scheduler.happened(self.comm.task)
 
@@ -86,8 +103,6 @@ class SimulatedAnswer:
             self.waits = True
             self.comm.world.scheduler.block(self.comm.task, "answer")
         assert self.reply is not None
-        if self.notes is not None:
-            self.notes.look()
         return self.reply
 
 
@@ -98,13 +113,12 @@ class SimulatedTransport(_End):
         super().__init__(comm)
         self.setup = setup
         self.client, self.changes = Client(comm.rank, setup.servers), Changes()  # of which there are none here
-        self.notes = WorkerNotes(comm.recorder, setup.workers) if comm.recorder else None
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
     def request(self, server: int, request: Request) -> SimulatedAnswer:
-        answer, dst = SimulatedAnswer(self.comm, self.notes), self.setup.workers + server
+        answer, dst = SimulatedAnswer(self.comm), self.setup.workers + server
         numbered: list[Request] = []
 
         def departs() -> None:
@@ -113,8 +127,6 @@ class SimulatedTransport(_End):
         def there(value: torch.Tensor | None) -> None:
             self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value, out=None))
 
-        if self.notes is not None:
-            self.notes.asked(server, request, answer)
         self.post(dst, order(request), request, departs, there)
         return answer
 
@@ -132,7 +144,7 @@ class ServerNode(_End):
         self.setup = setup
         members = [worker for worker in range(setup.workers) if worker not in setup.absent]
         self.server = Server(members, **setup.server)
-        self.execute = ServerNotes(self.server, comm.recorder, comm.rank).step if comm.recorder else self.server.step
+        self.notes = Notes(self.server, comm.recorder) if comm.recorder else None
         self.report = ServerReport(comm.node)
         self.busy_until = 0.0
         self.left: set[int] = set()
@@ -152,7 +164,10 @@ class ServerNode(_End):
             self.step(request)
 
     def step(self, event: Event) -> None:
-        for effect in self.execute(event):
+        effects = self.server.step(event)
+        if self.notes is not None:
+            self.notes.stepped(event)
+        for effect in effects:
             if isinstance(effect, Append) and self.setup.log:
                 self.report.log.append((self.network.now, effect.event))
             elif isinstance(effect, Reply):
@@ -168,6 +183,10 @@ class ServerNode(_End):
                 self.goodbye(reply.client)
 
         self.post(reply.client, -reply.priority, reply, lambda: None, there)
+
+    def _source(self, record: Request | Reply) -> torch.Tensor:
+        assert isinstance(record, Reply) and self.notes is not None
+        return self.notes.source(record)
 
     def goodbye(self, worker: int) -> None:
         self.left.add(worker)

@@ -100,12 +100,8 @@ def _without_out(record: Event | Reply) -> Event | Reply:
 def seal(head: bytes, payload: Sequence[Bytes] = (), checked: bool = False) -> bytes:
     """A head with its prefix, and the spaces after it."""
     head += b" " * (-len(head) % 8)
-    begin = PREFIX.pack(MAGIC, VERSION, len(head), checked and _sum(payload), 0)[:-4]
+    begin = PREFIX.pack(MAGIC, VERSION, len(head), checked and checksum(*payload), 0)[:-4]
     return begin + struct.pack("<I", checksum(begin, head)) + head
-
-
-def _sum(payload: Sequence[Bytes]) -> int:
-    return checksum(*payload) or 1  # 0 says that there is none
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -130,7 +126,7 @@ def parse(buffers: Sequence[Bytes], limit: int, lookup: Lookup = _nowhere) -> Ev
     views = [memoryview(buffer).cast("B") for buffer in buffers] or [memoryview(b"")]
     head, sum_ = _head(views[0])
     rest = [view for view in (views[0][PREFIX.size + head.nbytes :], *views[1:]) if view.nbytes]
-    if sum_ and sum_ != _sum(rest):
+    if sum_ and sum_ != checksum(*rest):
         wrong("payload_checksum", sum_, "the payload has another")
     _payload.rest, _payload.limit, _payload.lookup = rest, limit, lookup
     try:
