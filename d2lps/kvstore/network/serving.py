@@ -128,13 +128,11 @@ class Serving:
         self.server.replicate = plan.replicated and self.serves
         if plan.replicated:
             load_state(self.server, self._handed(node))
-        self.durable = None
         if on_disk and plan.earlier and first:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
             promised = plan.earlier.get("numbers", {}).get(str(node), 0)
             renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
-        if on_disk:
-            self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
+        self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes) if on_disk else None
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.doorkeeper = guard(self.context, plan.keys)
         self.requests = listen(self.context, endpoint, plan.largest, plan.keys)
