@@ -97,8 +97,8 @@ class Asking:
     def bring(self, op: Op, priority: int, key: Keys, value: Tensors, *out: Tensors) -> list[tuple[Part, Request]]:
         """Requests with all parts of tensors, encoded if that was wished, and with where the answers are wanted."""
         cut = self.cut(priority, key, value, *out)
-        for name, tensor in pairs(key, value):
-            if self.codec is not None and tensor.is_floating_point():
+        if self.codec is not None:
+            for name, tensor in [pair for pair in pairs(key, value) if pair[1].is_floating_point()]:
                 self.codec.check(str(name), tensor)
         requests, encoded = [], torch.empty(0)
         for part, tensor, *target in cut:
