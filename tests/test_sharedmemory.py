@@ -595,6 +595,18 @@ def test_thousands_of_calls_leave_no_memory_and_no_descriptors(nothing_left: Any
         assert grown < 4_000 and opened == 0, (grown, opened)
 
 
+def test_a_started_sum_leaves_no_memory_behind() -> None:
+    """The copies that ordinary tensors are added up in are used again, whatever group asks for the next."""
+
+    def work(comm: Communicator) -> int:
+        for _ in range(20):
+            comm.start(lambda beside: beside.native_all_reduce(torch.ones(40_000), ReduceOp.SUM)).wait()
+        comm.barrier()
+        return os.fstat(comm.arena.space.descriptor).st_blocks * 512
+
+    assert max(run(work, 3)) < 20e6  # three copies of 4 MB, and where the groups met
+
+
 def test_a_shared_tensor_goes_back_with_its_last_view() -> None:
     def work(comm: Communicator) -> list[int]:
         def taken() -> int:

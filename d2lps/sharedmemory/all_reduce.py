@@ -73,7 +73,7 @@ def _in_place(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Hea
 
 
 def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -> None:
-    """Three meetings for each 4 MB, and nobody waits for the third; each rank copies (p - 1)/p n bytes in, and as many out."""
+    """Three meetings for each 4 MB; each rank copies (p - 1)/p n bytes in, and as many out."""
     arena, block = meeting.arena, blocks(tensor, len(meeting.members))
     offset, mine = arena.space.take(PIECE), block[meeting.rank]
     room = arena.tensor(offset, tensor.dtype, tensor.numel())
@@ -85,9 +85,8 @@ def _staged(meeting: Meeting, call: str, tensor: torch.Tensor, kernel: Kernel) -
     meeting.meet()
     for rank in meeting.others:
         tensor[block[rank]].copy_(copies[rank][block[rank]])
-    meeting.come()
-    came, number = meeting.came, meeting.count  # not the meeting itself: it knows the space, and nobody would let go of either
-    arena.space.keep(offset, unused=lambda: min(came) >= number)
+    meeting.meet()
+    arena.space.keep(offset)
 
 
 def _by_reading(meeting: Meeting, tensor: torch.Tensor, kernel: Kernel, heard: Heard) -> None:

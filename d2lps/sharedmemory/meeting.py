@@ -36,7 +36,6 @@ class Meeting:
 
     def exchange(self, call: str, mine: bytes = b"") -> list[bytes]:
         """Say what is called, which must be alike on all ranks, and something of one's own; what each rank said, as long."""
-        self.complete()  # the last one, if this rank has not waited for its end
         seats, length = self._seats[(self.count + 1) % 2], _CALL + len(mine)
         self.memory[seats[self.rank] : seats[self.rank] + length] = call.encode().ljust(_CALL) + mine
         self.meet()
@@ -55,38 +54,29 @@ class Meeting:
         raise disagreement(calls, self.members)
 
     def meet(self) -> None:
-        self.come()
-        self.complete()
-
-    def come(self) -> None:
-        """Be there, without waiting for the others; the last one wakes them."""
+        """Come, and return when all have; the last one wakes the others."""
         self.count += 1
         linux.fence()
         self.came[self.rank] = self.count
         linux.fence(full=True)  # of two that come at the same time, one at least sees both
-        if self.is_over(self.count):
+        if self._is_over():
             self.waiting.wake([self.members[other] for other in self.others])
-
-    def complete(self) -> None:
-        """Return when all have come."""
-        if not self.is_over(self.count):
+        else:
             self.waiting.wait(self._look, self._missing)
         linux.fence()
 
     def _look(self) -> bool:
         self.mailbox.progress()
-        return self.is_over(self.count)
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        return min(self.came) >= self.count
 
     def _missing(self) -> list[int]:
         return [self.members[other] for other in self.others if self.came[other] < self.count]
 
-    def is_over(self, number: int) -> bool:
-        """Whether all have come to the meeting of that number."""
-        return min(self.came) >= number
-
     def slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         """Where each rank puts a small tensor before the next meeting, to be read after it."""
-        self.complete()
         return [self.arena.tensor(seat + STATEMENT, dtype, length) for seat in self._seats[(self.count + 1) % 2]]
 
 
