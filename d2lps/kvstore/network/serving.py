@@ -68,6 +68,8 @@ class Serving:
         self.plan, self.report = plan, ServerReport(node)
         self.serves = node < plan.servers or not plan.replicated  # a backup answers nobody but its primary
         on_disk = plan.durability in ("log", "fsync")
+        if on_disk and first and node >= plan.servers:  # it comes later: what an earlier run's server of its number has left is old
+            shutil.rmtree(plan.disk(node), ignore_errors=True)
         self.lock = lock(plan.disk(node)) if on_disk else -1  # until the process ends
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
@@ -78,7 +80,7 @@ class Serving:
         if plan.replicated:
             load_state(self.server, self._handed(node))
         self.durable, cut = None, 0
-        if on_disk and plan.earlier and first:
+        if on_disk and plan.earlier and first and node < plan.servers:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
             promised = plan.earlier.get("numbers", {}).get(str(node), 0)
             cut = renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
