@@ -408,7 +408,7 @@ def test_in_memory_the_death_of_a_server_ends_the_run(tmp_path: Path, monkeypatc
         resizing.coordinator.nodes[number].kill()
 
     kill_at(monkeypatch, [("give", "before")], kill)
-    with pytest.raises(RankDied, match="server 0 was killed by SIGKILL, and what it had is lost"):
+    with pytest.raises(RankDied, match=r"server [01] was killed by SIGKILL, and what it had is lost"):
         run_and_change(lambda cluster: cluster.add_server(), tmp_path)
 
 

@@ -156,7 +156,7 @@ class KVWorker(Asking):
         any number of them; their "sum"; "median" or "trimmed_mean" (trim=1), which bear workers that send nonsense, and need
         bsp. See `reductions`.
         """
-        options = {"reduction": reduction, **hyper} | ({} if name is None else {"name": name})
+        options = ({} if name is None else {"name": name}) | {"reduction": reduction, **hyper}
         try:
             json.dumps(options, allow_nan=False)
         except (TypeError, ValueError) as error:

@@ -68,7 +68,7 @@ class Serving:
         self.plan, self.report = plan, ServerReport(node)
         self.serves = node < plan.servers or not plan.replicated  # a backup answers nobody but its primary
         on_disk = plan.durability in ("log", "fsync")
-        if on_disk and first and node >= plan.servers:  # it comes later: what an earlier run's server of its number has left is old
+        if on_disk and first and node >= plan.servers:  # what one of an earlier run has left is old
             shutil.rmtree(plan.disk(node), ignore_errors=True)
         self.lock = lock(plan.disk(node)) if on_disk else -1  # until the process ends
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
