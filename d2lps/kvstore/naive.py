@@ -53,9 +53,10 @@ class Worker:
 
 
 def serve(comm: Communicator) -> dict[int, torch.Tensor]:
-    """The server's side: one request of each worker in turn, until all have left; what it then has, by the key's number."""
-    values: dict[int, torch.Tensor] = {}
-    at_work, request = list(range(comm.size - 1)), torch.empty(3, dtype=torch.int64)
+    """One request of each worker in turn, until all have left."""
+    values: dict[int, torch.Tensor] = {}  # by the key's number
+    request = torch.empty(3, dtype=torch.int64)
+    at_work = list(range(comm.size - 1))
     while at_work:
         for worker in list(at_work):
             comm.recv(request, worker)
@@ -65,7 +66,8 @@ def serve(comm: Communicator) -> dict[int, torch.Tensor]:
             elif op == PULL:
                 comm.send(values[key], worker)
             else:
-                comm.recv(pushed := torch.empty(length, device=comm.device), worker)
+                pushed = torch.empty(length, device=comm.device)
+                comm.recv(pushed, worker)
                 if key not in values:  # the first init
                     values[key] = pushed
                 elif op == PUSH:
