@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import nothing_left
+from safetensors.torch import load_file
 
 from d2lps import kvstore
 from d2lps.collectives import broadcast
@@ -305,6 +306,29 @@ def test_nothing_is_lost(rules: dict[str, Any], tmp_path: Path) -> None:
     keys, nbytes = ([int(match[n].replace(",", "")) for match in found if match] for n in (1, 2))
     assert all(2 <= count <= len(KEYS) for count in keys), "the two that are cut at least"
     assert 0 <= nbytes[0] - (50 * 12 + 31 * 8) <= 100 and 0 <= nbytes[4] - (51 * 12 + 32 * 8) <= 100, "rows, and some small keys"
+
+
+def save_and_load(kv: Any, folder: str) -> list[int]:
+    """Save, train on, and go back, after the servers have changed; who serves then."""
+    add_ones(kv, folder)
+    kv.save(f"{folder}/saved")
+    before, after = torch.zeros(101, 3), torch.zeros(101, 3)
+    kv.pull("big", before).wait()
+    kv.pushpull("big", torch.ones(101, 3), after).wait()
+    kv.clock()
+    kv.load(f"{folder}/saved")
+    kv.pull("big", after).wait()
+    assert torch.equal(before, after)
+    return list(kv.placement.servers)
+
+
+def test_servers_that_have_come_are_saved_and_given_what_was(tmp_path: Path) -> None:
+    def change(cluster: Cluster) -> None:
+        cluster.add_server()
+        cluster.remove_server(0)
+
+    assert run_and_change(change, tmp_path, save_and_load, workers=2) == [[1, 2]] * 2
+    assert load_file(tmp_path / "saved").keys() == KEYS.keys()
 
 
 OPTIMIZERS = [{"name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "adam", "lr": 0.01}, {"name": "adagrad", "lr": 0.1}]

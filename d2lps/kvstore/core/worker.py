@@ -60,6 +60,7 @@ class KVWorker(Asking):
         Of a tensor in parts or copies, each server keeps what it is offered, until the server of the first one has decided who
         wins, of those whose whole value is there: no key begins with parts of two workers' values, whoever dies meanwhile.
         """
+        known = {*self.placement.parts}
         cut = [(self.begin(name, tensor, everywhere), tensor) for name, tensor in pairs(key, value)]
         first = [(len(parts), part, wire(part.of(tensor))) for parts, tensor in cut for part in parts]
         try:
@@ -69,8 +70,8 @@ class KVWorker(Asking):
                 owner = {"owner": list(chosen.owner)}
                 self.ask("init", key, [(part, Request("choose", part.name, options=owner)) for part in others])
         except Refused:
-            for name, _ in pairs(key, value):
-                self.placement.forget(str(name))
+            for name in self.placement.parts.keys() - known:
+                self.placement.forget(name)
             raise
 
     def push(self, key: Keys, value: Tensors, priority: int = 0) -> Work:
@@ -184,8 +185,11 @@ class KVWorker(Asking):
 
         def give(ask: saving.Ask, found: saving.Found) -> None:
             tensors, meta = saving.read(path)
-            if new := saving.missing(found, tensors, meta):
-                self.init(new, [tensors[key] for key in new])
+            new = saving.missing(found, tensors, meta)
+            saving.instruct(ask, self.placement.servers, meta)
+            for everywhere in (False, True):
+                keys = [key for key in new if (key in meta["everywhere"]) is everywhere]
+                self.init(keys, [tensors[key] for key in keys], everywhere)
             saving.spread(ask, saving.look(ask, self.placement.servers), tensors, meta)
 
         self._alone(give)
@@ -196,7 +200,7 @@ class KVWorker(Asking):
         try:
             ask = partial(self.ask, "state", "")
             found = saving.look(ask, self.placement.servers)
-            if self.rank == found[0]["workers"][0]:
+            if self.rank == found[min(found)]["workers"][0]:
                 do(ask, found)
         finally:
             self.barrier()
