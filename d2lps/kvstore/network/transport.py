@@ -241,9 +241,10 @@ class SocketTransport:
     def _turn(self) -> None:
         """Send what can be sent, wait for something to happen, and look at it."""
         while self.inbox:
-            server, request, answer = self.inbox.popleft()
+            server, request, answer = self.inbox[0]  # where it is found if this thread fails
             self._follow()  # before the first request that is for a new server
             self.lines[server].session.put(request, answer)
+            self.inbox.popleft()
         poller = zmq.Poller()
         poller.register(self.rung, zmq.POLLIN)
         for line in self.lines.values():

@@ -166,7 +166,7 @@ class ServerNode(_End):
     def step(self, event: Event) -> None:
         effects = self.server.step(event)
         if self.notes is not None:
-            self.notes.stepped(event)
+            self.notes.stepped(effects)
         for effect in effects:
             if isinstance(effect, Append) and self.setup.log:
                 self.report.log.append((self.network.now, effect.event))
