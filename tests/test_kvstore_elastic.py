@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,13 +18,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import nothing_left
-from safetensors.torch import load_file
+from launching import ROOT, environment, nothing_left, script
 
 from d2lps import kvstore
 from d2lps.collectives import broadcast
 from d2lps.comm import RankDied
 from d2lps.kvstore import Cluster, Lost, Membership, Reply, Request, Server
+from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client
 from d2lps.kvstore.core.entry import Entry
@@ -263,7 +264,7 @@ def check_sums(run: Any) -> None:
 
 
 def run_and_change(
-    change: Callable[[Cluster], Any], folder: Path, worker: Any = add_ones, workers: int = 3, **options: Any
+    change: Callable[[Cluster], Any], folder: Path, /, worker: Any = add_ones, workers: int = 3, **options: Any
 ) -> Any:
     """A run that ends some steps after the changes."""
 
@@ -328,7 +329,46 @@ def test_servers_that_have_come_are_saved_and_given_what_was(tmp_path: Path) -> 
         cluster.remove_server(0)
 
     assert run_and_change(change, tmp_path, save_and_load, workers=2) == [[1, 2]] * 2
-    assert load_file(tmp_path / "saved").keys() == KEYS.keys()
+    assert saving.read(tmp_path / "saved")[0].keys() == KEYS.keys()
+
+
+def test_a_later_run_goes_on_where_servers_had_come(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store"}
+    first = run_and_change(lambda cluster: cluster.add_server(), tmp_path, **options)
+    check_sums(first)
+    with pytest.raises(ValueError, match="is of a run with servers=3, not 2"):
+        kvstore.run(add_ones, 3, 2, str(tmp_path), split=256, **options)
+    again = kvstore.run(add_ones, 3, 3, str(tmp_path), split=256, **options)
+    assert all("goes on with all that an earlier run had acknowledged" in line for line in again.history)
+    assert alike(again.values, {key: value + 3 for key, value in first.values.items()})
+
+
+HALF_TAKEN = """
+import os, signal, sys
+from pathlib import Path
+from d2lps import kvstore
+from d2lps.kvstore.launch.resize import Resizing
+from test_kvstore_elastic import add_ones
+
+def heard(self, server, word, text, real=Resizing.heard):
+    if word == "take":  # this server has now what the others have no more, or the other way round
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, server, word, text)
+
+if __name__ == "__main__":
+    Resizing.heard = heard
+    options = {"split": 256, "durability": "fsync", "folder": sys.argv[1] + "/store"}
+    kvstore.run(add_ones, 2, 2, sys.argv[1], saboteur=lambda cluster: cluster.add_server(), **options)
+"""
+
+
+def test_no_later_run_goes_on_from_half_a_change(tmp_path: Path) -> None:
+    clean = environment(TMPDIR=str(tmp_path), PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    job = subprocess.run([*script(tmp_path / "job.py", HALF_TAKEN), str(tmp_path)], env=clean, timeout=100)
+    assert job.returncode == -signal.SIGKILL
+    for servers in (2, 3):
+        with pytest.raises(ValueError, match=rf"servers='\[0, 1\] becoming \[0, 1, 2\]', not {servers}"):
+            kvstore.run(add_ones, 1, servers, str(tmp_path), split=256, durability="fsync", folder=tmp_path / "store")
 
 
 OPTIMIZERS = [{"name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "adam", "lr": 0.01}, {"name": "adagrad", "lr": 0.1}]

@@ -56,10 +56,13 @@ def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
 
 def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
     """The keys that the servers have not got yet; Refused if one that they have is another tensor."""
-    there = join_parts({name: _like(*part) for one in found.values() for name, part in one["parts"].items()})
+    parts, there = {name: part for one in found.values() for name, part in one["parts"].items()}, dict[str, str]()
+    for name in sorted(parts, key=lambda name: key_of(name)[1]):  # the last block says how many rows there are
+        (key, _, last), (dtype, shape, _) = key_of(name), parts[name]
+        there[key] = f"{dtype}{shape if last is None else [last, *shape[1:]]}"
     for key in tensors.keys() & there.keys():
-        if describe(tensors[key]) != describe(there[key]):
-            raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {describe(there[key])} on the servers")
+        if describe(tensors[key]) != there[key]:
+            raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {there[key]} on the servers")
     moments = {_label(key, moment) for key in tensors for moment in meta["moments"]}
     return [key for key in tensors if key not in there and key not in moments]
 
@@ -109,7 +112,3 @@ def read(path: str | Path) -> tuple[Tensors, dict[str, Any]]:
 
 def _label(key: str, moment: str) -> str:
     return f"{key}.{moment}" if moment else key
-
-
-def _like(dtype: str, shape: list[int], moments: list[str]) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
