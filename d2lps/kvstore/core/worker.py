@@ -91,7 +91,8 @@ class KVWorker(Asking):
 
     def _read(self, op: Op, key: Keys, out: Tensors, priority: int) -> Work:
         mine = [found for found in self.cut(priority, key, out) if self.is_mine(found[0])]
-        return self.fetch(op, key, [(part, Request(op, part.name, priority=priority, out=to.detach())) for part, to in mine])
+        requests = [(part, Request(op, part.name, priority=priority)) for part, _ in mine]
+        return self.fetch(op, key, requests, [to.detach() for _, to in mine])
 
     def pushpull(self, key: Keys, value: Tensors, out: Tensors, priority: int = 0) -> Work:
         """Push, and pull what comes of this iteration: ends this worker's iteration as far as this key is concerned.
@@ -101,7 +102,8 @@ class KVWorker(Asking):
         """
         if copied := [name for name, *_ in pairs(key, value, out) if str(name) in self.placement.everywhere]:
             raise ValueError(f"pushpull of {copied[0]!r}, which is everywhere: push it, end the iteration, and pull it")
-        return self.fetch("pushpull", key, self.bring("pushpull", priority, key, value, out))
+        requests = self.bring("pushpull", priority, key, value, out)
+        return self.fetch("pushpull", key, requests, [to.detach() for _, to in self.cut(priority, key, out)])
 
     def compress(self, codec: str | None, **options: Any) -> None:
         """From now on this worker sends what it pushes in fewer bytes: "half", "1bit", or a registered codec; None: as it is.

@@ -24,7 +24,7 @@ import torch
 from msgspec import Meta
 
 from d2lps.comm.staging import stage
-from d2lps.kvstore.core.events import Count, Event, Lost, Membership, Reply, Request, Send, replace
+from d2lps.kvstore.core.events import Count, Event, Lost, Membership, Reply, Request, Send
 from d2lps.kvstore.storage.log import Bytes, checksum
 
 MAGIC, VERSION = b"d2ps", 3
@@ -81,20 +81,13 @@ def frame(record: Event | Reply, checked: bool = False, where: Where = lambda te
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *([offset] if offset >= 0 else [])]
 
     try:
-        head = msgspec.json.encode(_without_out(record), enc_hook=said)
+        head = msgspec.json.encode(record, enc_hook=said)
         if len(head) > MAX_HEAD:
             wrong("head", head, f"{len(head)} bytes, and at most {MAX_HEAD} can be sent beside the tensors")
         _HEAD.decode(head)  # as it will be held against the types where it arrives
     except (ValueError, TypeError, RuntimeError) as error:
         raise FrameError(f"this cannot be sent: {error}: {record!r:.200}") from error
     return [seal(head, payload, checked), *payload]
-
-
-def _without_out(record: Event | Reply) -> Event | Reply:
-    """A record without the place for its answer, which is nobody else's affair."""
-    if isinstance(record, Send):
-        return replace(record, event=_without_out(record.event))
-    return replace(record, out=None) if isinstance(record, Request) and record.out is not None else record
 
 
 def seal(head: bytes, payload: Sequence[Bytes] = (), checked: bool = False) -> bytes:
