@@ -196,8 +196,8 @@ class Promised:
 def test_a_worker_stops_where_all_do() -> None:
     changes, answer = Changes(), Promised()
     assert changes.at(6) is None
-    assert changes.heard(wanted := Membership(1, {}, (0, 1)), answer) == Request("hold", clock=7)
-    assert changes.heard(wanted, answer) is None and changes.heard(Membership(2, {}, (0,)), answer) is None, "one after another"
+    assert changes.heard(wanted := Membership(1, (0, 1)), answer) == Request("hold", clock=7)
+    assert changes.heard(wanted, answer) is None and changes.heard(Membership(2, (0,)), answer) is None, "one after another"
     assert changes.at(6) is None, "up to its promise it does not even look"
     answer.reply = Promised(8).reply
     assert changes.at(7) is None and changes.at(8) == wanted
@@ -209,10 +209,10 @@ def test_a_worker_stops_where_all_do() -> None:
 
     changes.reached(8, [], placement, request)
     assert asked == [(0, "settle")] and placement.servers == [0, 1] and list(changes.followed) == [wanted]
-    assert changes.heard(Membership(2, {}, (0,)), Promised(error="no member")) == Request("hold", clock=9)
+    assert changes.heard(Membership(2, (0,)), Promised(error="no member")) == Request("hold", clock=9)
     with pytest.raises(Refused, match="no member"):
         changes.at(9)
-    assert changes.heard(Membership(3, {}, (3,)), None) is not None, "who takes no part only takes notes"
+    assert changes.heard(Membership(3, (3,)), None) is not None, "who takes no part only takes notes"
     changes.catch_up(placement)
     assert placement.servers == [3]
 
@@ -220,7 +220,7 @@ def test_a_worker_stops_where_all_do() -> None:
 def test_sessions_begin_and_end() -> None:
     client = Client(0, 2)
     client.sessions[0].put(Request("clock"))
-    assert client.follow(Membership(4, {}, (0, 2))) == ({2}, {1})
+    assert client.follow(Membership(4, (0, 2))) == ({2}, {1})
     assert {server: session.view for server, session in client.sessions.items()} == {0: 4, 2: 4}
     assert client.sessions[0].posted == 1
 

@@ -640,7 +640,7 @@ def test_bad_frames_change_nothing(tmp_path: Path) -> None:
     chance = random.Random(3)
     frames = 20_000 if SOAK else 2_000
     card, *good = map(bytes, message(FORGED))
-    sends = [Lost(0), Membership(5, {}, (0,)), Send(1, Lost(1)), kvstore.Reply(0, 0, 3)]
+    sends = [Lost(0), Membership(5, (0,)), Send(1, Lost(1)), kvstore.Reply(0, 0, 3)]
 
     def bad() -> list[bytes]:
         kind, parts = chance.randrange(5), list(good)

@@ -59,9 +59,7 @@ replies = st.builds(
     Reply, client=st.integers(-1, 2**31 - 1), epoch=counts, sequence=counts, op=st.sampled_from(["", *OPS]), key=texts,
     value=st.none() | tensors(), error=texts, clock=counts, priority=st.integers(-9, 9), view=counts,
 )  # fmt: skip
-members = st.builds(
-    Membership, view=counts, workers=st.dictionaries(ranks, counts, max_size=4), servers=st.lists(ranks, max_size=4).map(tuple)
-)
+members = st.builds(Membership, view=counts, servers=st.lists(ranks, max_size=4).map(tuple))
 events = requests | st.builds(Lost, ranks) | members
 sends = st.builds(Send, number=counts, event=events, view=counts)
 records = events | replies | sends
@@ -145,7 +143,7 @@ def test_tensors_in_one_buffer_are_aligned() -> None:
         (Request("set_optimizer", options={"lr": None}), "lr.: None"),
         (Request("init", "half a pair: \ud800"), "surrogates not allowed: .*half a pair"),
         (Reply(0, 0, 0, error="e" * 70_000), "head: .*eee"),
-        (Membership(1, {-1: 0}, ()), "-1"),
+        (Membership(1, (-1,)), "-1"),
         (Send(1, Send(2, Lost(0))), "Send"),
     ],
 )
@@ -181,7 +179,7 @@ def push(**fields: object) -> dict[str, object]:
 
 
 def membership(**fields: object) -> dict[str, object]:
-    return {"type": "Membership", "view": 1, "workers": {}, "servers": []} | fields
+    return {"type": "Membership", "view": 1, "servers": []} | fields
 
 
 def send(event: object, number: object = 1) -> dict[str, object]:
@@ -247,10 +245,8 @@ def send(event: object, number: object = 1) -> dict[str, object]:
         (push(value=["float32", [2], 0, 0]), "at most length 3, got 4 - at `$.value`"),
         (push(value=["float32", [2], -1]), "Expected `int` >= 0 - at `$[2]` - at `$.value`"),
         (push(out=["uint8", [8], 0]), "unknown field `out`"),
-        (membership(workers=[[1]]), "got `array` - at `$.workers`"),
-        (membership(workers={"one": 1}), "at `key` in `$.workers`"),
-        (membership(workers={"-1": 1}), "Expected `int` >= 0 - at `key` in `$.workers`"),
-        (membership(workers={"0": -1}), "Expected `int` >= 0 - at `$.workers[...]`"),
+        (membership(workers={}), "unknown field `workers`"),
+        (membership(servers=[-1]), "Expected `int` >= 0 - at `$.servers[0]`"),
         (membership(servers=[1e999]), "head"),
         (membership(servers=1), "got `int` - at `$.servers`"),
         ({"type": "Send", "number": 1}, "missing required field `event`"),
@@ -329,7 +325,7 @@ SAMPLES: list[Event | Reply] = [
     Request("set_optimizer", options={"name": "sgd", "lr": 0.1}),
     Reply(1, 2, 3, op="pull", key="w", value=torch.ones(4, dtype=torch.bfloat16)),
     Send(5, Request("init", "b", torch.tensor(2.0))),
-    Membership(3, {0: 1, 1: 1}, (0, 1)),
+    Membership(3, (0, 1)),
 ]
 
 

@@ -86,10 +86,9 @@ class Lost(_Record, frozen=True):
 
 
 class Membership(_Record, frozen=True):
-    """The coordinator numbers who takes part; a server refuses requests that carry another number than its own."""
+    """The coordinator numbers who serves; a server refuses requests that carry another number than its own."""
 
     view: Count
-    workers: Mapping[Rank, Count]  # {rank: epoch of its present life}
     servers: tuple[Count, ...]
 
 

@@ -55,7 +55,8 @@ class KVWorker(Asking):
         """Give a key its first value; the first worker to do so wins, and all workers should, to learn its shape.
 
         everywhere: every server gets a copy; pushes go to all of them, and a pull to one, by rank, so that a key that is used
-        more than all others keeps no server busier than others. Under bsp the copies are equal; else each adds up as it hears.
+        more than all others keeps no server busier than others. Under bsp the copies are equal, unless a worker dies while it
+        pushes; else each adds up as it hears.
 
         Of a tensor in parts or copies, each server keeps what it is offered, until the server of the first one has decided who
         wins, of those whose whole value is there: no key begins with parts of two workers' values, whoever dies meanwhile.
@@ -65,10 +66,11 @@ class KVWorker(Asking):
         first = [(len(parts), part, wire(part.of(tensor))) for parts, tensor in cut for part in parts]
         try:
             self.ask("init", key, [(part, Request("init" if n == 1 else "offer", part.name, mine)) for n, part, mine in first])
-            for home, *others in [parts for parts, _ in cut if len(parts) > 1]:
-                [chosen] = self.ask("init", key, [(home, Request("choose", home.name))])
-                owner = {"owner": list(chosen.owner)}
-                self.ask("init", key, [(part, Request("choose", part.name, options=owner)) for part in others])
+            several = [parts for parts, _ in cut if len(parts) > 1]
+            chosen = self.ask("init", key, [(home, Request("choose", home.name)) for home, *_ in several])
+            owners = [{"owner": list(reply.owner)} for reply in chosen]
+            rest = [(part, owner) for (_, *others), owner in zip(several, owners, strict=True) for part in others]
+            self.ask("init", key, [(part, Request("choose", part.name, options=owner)) for part, owner in rest])
         except Refused:
             for name in self.placement.parts.keys() - known:
                 self.placement.forget(name)
@@ -110,7 +112,8 @@ class KVWorker(Asking):
 
         >>> kv.compress("1bit")         # 1/32 of the bytes of float32; what is lost comes with the next push   # doctest: +SKIP
 
-        Whole tensors of floats, that is; rows and integers travel as they are, and so does what is pulled. ValueError.
+        Whole tensors of floats, that is; rows and integers travel as they are, and so does what is pulled. Where servers come or
+        go, parts are cut anew, and begin with nothing left. ValueError.
         """
         self.codec = None if codec is None else make_codec(codec, **options)
         self.code = {} if codec is None else {"codec": codec, **options}

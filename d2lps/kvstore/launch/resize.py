@@ -92,7 +92,7 @@ class Resizing:
             yield
         self.view += 1
         common: Order = {"view": self.view, "folder": str(Path(self.plan.room) / f"view-{self.view}")}
-        wanted = Membership(self.view, {}, tuple(sorted(after)))
+        wanted = Membership(self.view, tuple(sorted(after)))
         found = yield from self._answers("settled", dict.fromkeys(before, common), wanted)
         orders, moves = plan_orders(self.plan, {server: found[server]["parts"] for server in before}, after)
         orders = {server: order | common for server, order in orders.items()}
