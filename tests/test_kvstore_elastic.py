@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +18,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import nothing_left
+from launching import ROOT, environment, nothing_left, script
 
 from d2lps import kvstore
 from d2lps.collectives import broadcast
 from d2lps.comm import RankDied
 from d2lps.kvstore import Cluster, Lost, Membership, Reply, Request, Server
+from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client
 from d2lps.kvstore.core.entry import Entry
@@ -194,8 +196,8 @@ class Promised:
 def test_a_worker_stops_where_all_do() -> None:
     changes, answer = Changes(), Promised()
     assert changes.at(6) is None
-    assert changes.heard(wanted := Membership(1, {}, (0, 1)), answer) == Request("hold", clock=7)
-    assert changes.heard(wanted, answer) is None and changes.heard(Membership(2, {}, (0,)), answer) is None, "one after another"
+    assert changes.heard(wanted := Membership(1, (0, 1)), answer) == Request("hold", clock=7)
+    assert changes.heard(wanted, answer) is None and changes.heard(Membership(2, (0,)), answer) is None, "one after another"
     assert changes.at(6) is None, "up to its promise it does not even look"
     answer.reply = Promised(8).reply
     assert changes.at(7) is None and changes.at(8) == wanted
@@ -207,10 +209,10 @@ def test_a_worker_stops_where_all_do() -> None:
 
     changes.reached(8, [], placement, request)
     assert asked == [(0, "settle")] and placement.servers == [0, 1] and list(changes.followed) == [wanted]
-    assert changes.heard(Membership(2, {}, (0,)), Promised(error="no member")) == Request("hold", clock=9)
+    assert changes.heard(Membership(2, (0,)), Promised(error="no member")) == Request("hold", clock=9)
     with pytest.raises(Refused, match="no member"):
         changes.at(9)
-    assert changes.heard(Membership(3, {}, (3,)), None) is not None, "who takes no part only takes notes"
+    assert changes.heard(Membership(3, (3,)), None) is not None, "who takes no part only takes notes"
     changes.catch_up(placement)
     assert placement.servers == [3]
 
@@ -218,7 +220,7 @@ def test_a_worker_stops_where_all_do() -> None:
 def test_sessions_begin_and_end() -> None:
     client = Client(0, 2)
     client.sessions[0].put(Request("clock"))
-    assert client.follow(Membership(4, {}, (0, 2))) == ({2}, {1})
+    assert client.follow(Membership(4, (0, 2))) == ({2}, {1})
     assert {server: session.view for server, session in client.sessions.items()} == {0: 4, 2: 4}
     assert client.sessions[0].posted == 1
 
@@ -262,7 +264,7 @@ def check_sums(run: Any) -> None:
 
 
 def run_and_change(
-    change: Callable[[Cluster], Any], folder: Path, worker: Any = add_ones, workers: int = 3, **options: Any
+    change: Callable[[Cluster], Any], folder: Path, /, worker: Any = add_ones, workers: int = 3, **options: Any
 ) -> Any:
     """A run that ends some steps after the changes."""
 
@@ -305,6 +307,68 @@ def test_nothing_is_lost(rules: dict[str, Any], tmp_path: Path) -> None:
     keys, nbytes = ([int(match[n].replace(",", "")) for match in found if match] for n in (1, 2))
     assert all(2 <= count <= len(KEYS) for count in keys), "the two that are cut at least"
     assert 0 <= nbytes[0] - (50 * 12 + 31 * 8) <= 100 and 0 <= nbytes[4] - (51 * 12 + 32 * 8) <= 100, "rows, and some small keys"
+
+
+def save_and_load(kv: Any, folder: str) -> list[int]:
+    """Save, train on, and go back, after the servers have changed; who serves then."""
+    add_ones(kv, folder)
+    kv.save(f"{folder}/saved")
+    before, after = torch.zeros(101, 3), torch.zeros(101, 3)
+    kv.pull("big", before).wait()
+    kv.pushpull("big", torch.ones(101, 3), after).wait()
+    kv.clock()
+    kv.load(f"{folder}/saved")
+    kv.pull("big", after).wait()
+    assert torch.equal(before, after)
+    return list(kv.placement.servers)
+
+
+def test_servers_that_have_come_are_saved_and_given_what_was(tmp_path: Path) -> None:
+    def change(cluster: Cluster) -> None:
+        cluster.add_server()
+        cluster.remove_server(0)
+
+    assert run_and_change(change, tmp_path, save_and_load, workers=2) == [[1, 2]] * 2
+    assert saving.read(tmp_path / "saved")[0].keys() == KEYS.keys()
+
+
+def test_a_later_run_goes_on_where_servers_had_come(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "store"}
+    first = run_and_change(lambda cluster: cluster.add_server(), tmp_path, **options)
+    check_sums(first)
+    with pytest.raises(ValueError, match="is of a run with servers=3, not 2"):
+        kvstore.run(add_ones, 3, 2, str(tmp_path), split=256, **options)
+    again = kvstore.run(add_ones, 3, 3, str(tmp_path), split=256, **options)
+    assert all("goes on with all that an earlier run had acknowledged" in line for line in again.history)
+    assert alike(again.values, {key: value + 3 for key, value in first.values.items()})
+
+
+HALF_TAKEN = """
+import os, signal, sys
+from pathlib import Path
+from d2lps import kvstore
+from d2lps.kvstore.launch.resize import Resizing
+from test_kvstore_elastic import add_ones
+
+def heard(self, server, word, text, real=Resizing.heard):
+    if word == "take":  # this server has now what the others have no more, or the other way round
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, server, word, text)
+
+if __name__ == "__main__":
+    Resizing.heard = heard
+    options = {"split": 256, "durability": "fsync", "folder": sys.argv[1] + "/store"}
+    kvstore.run(add_ones, 2, 2, sys.argv[1], saboteur=lambda cluster: cluster.add_server(), **options)
+"""
+
+
+def test_no_later_run_goes_on_from_half_a_change(tmp_path: Path) -> None:
+    clean = environment(TMPDIR=str(tmp_path), PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    job = subprocess.run([*script(tmp_path / "job.py", HALF_TAKEN), str(tmp_path)], env=clean, timeout=100)
+    assert job.returncode == -signal.SIGKILL
+    for servers in (2, 3):
+        with pytest.raises(ValueError, match=rf"servers='\[0, 1\] becoming \[0, 1, 2\]', not {servers}"):
+            kvstore.run(add_ones, 1, servers, str(tmp_path), split=256, durability="fsync", folder=tmp_path / "store")
 
 
 OPTIMIZERS = [{"name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "adam", "lr": 0.01}, {"name": "adagrad", "lr": 0.1}]

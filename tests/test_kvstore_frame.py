@@ -59,9 +59,7 @@ replies = st.builds(
     Reply, client=st.integers(-1, 2**31 - 1), epoch=counts, sequence=counts, op=st.sampled_from(["", *OPS]), key=texts,
     value=st.none() | tensors(), error=texts, clock=counts, priority=st.integers(-9, 9), view=counts,
 )  # fmt: skip
-members = st.builds(
-    Membership, view=counts, workers=st.dictionaries(ranks, counts, max_size=4), servers=st.lists(ranks, max_size=4).map(tuple)
-)
+members = st.builds(Membership, view=counts, servers=st.lists(ranks, max_size=4).map(tuple))
 events = requests | st.builds(Lost, ranks) | members
 sends = st.builds(Send, number=counts, event=events, view=counts)
 records = events | replies | sends
@@ -78,9 +76,9 @@ def test_records_are_equal_if_all_in_them_is() -> None:
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(records, st.booleans())
-def test_every_record_comes_back_as_it_was(record: Event | Reply, checked: bool) -> None:
-    buffers = frame(record, checked)
+@given(records)
+def test_every_record_comes_back_as_it_was(record: Event | Reply) -> None:
+    buffers = frame(record)
     for arrived in (buffers, [bytes(buffer) for buffer in buffers], [bytearray().join(buffers)]):
         assert parse(arrived, LIMIT) == record
 
@@ -89,7 +87,7 @@ def test_every_record_comes_back_as_it_was(record: Event | Reply, checked: bool)
 def test_every_op_comes_back_in_one_buffer_and_in_many(op: str) -> None:
     request = Request(op, "layer/0", torch.ones(2, 3), torch.tensor([4, 5]), {"name": "sgd", "lr": 0.1}, client=1, sequence=7)
     assert parse(frame(request), LIMIT) == request
-    assert parse([b"".join(frame(request, checked=True))], LIMIT) == request
+    assert parse([b"".join(frame(request))], LIMIT) == request
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -145,7 +143,7 @@ def test_tensors_in_one_buffer_are_aligned() -> None:
         (Request("set_optimizer", options={"lr": None}), "lr.: None"),
         (Request("init", "half a pair: \ud800"), "surrogates not allowed: .*half a pair"),
         (Reply(0, 0, 0, error="e" * 70_000), "head: .*eee"),
-        (Membership(1, {-1: 0}, ()), "-1"),
+        (Membership(1, (-1,)), "-1"),
         (Send(1, Send(2, Lost(0))), "Send"),
     ],
 )
@@ -159,7 +157,7 @@ def test_what_cannot_be_sent_is_an_error_that_says_what(record: Event | Reply, m
 
 def seal(head: object, *payload: bytes) -> list[bytes]:
     """A frame with any head and a right checksum: what somebody could send who knows the format."""
-    return [frames.seal(head if isinstance(head, bytes) else json.dumps(head).encode(), payload), *payload]
+    return [frames.seal(head if isinstance(head, bytes) else json.dumps(head).encode()), *payload]
 
 
 def refused(buffers: Sequence[bytes], limit: int = LIMIT, most: int = 200_000) -> str:
@@ -181,7 +179,7 @@ def push(**fields: object) -> dict[str, object]:
 
 
 def membership(**fields: object) -> dict[str, object]:
-    return {"type": "Membership", "view": 1, "workers": {}, "servers": []} | fields
+    return {"type": "Membership", "view": 1, "servers": []} | fields
 
 
 def send(event: object, number: object = 1) -> dict[str, object]:
@@ -246,13 +244,9 @@ def send(event: object, number: object = 1) -> dict[str, object]:
         (push(value=["float32", [2], 0]), "reference: (0, 8)"),
         (push(value=["float32", [2], 0, 0]), "at most length 3, got 4 - at `$.value`"),
         (push(value=["float32", [2], -1]), "Expected `int` >= 0 - at `$[2]` - at `$.value`"),
-        (push(out=["uint8", [8], 0]), "reference: (0, 8); no memory is shared"),
-        (push(out=["uint8", [8], -1]), "Expected `int` >= 0 - at `$[2]` - at `$.out`"),
-        (push(out=8), "got `int` - at `$.out`"),
-        (membership(workers=[[1]]), "got `array` - at `$.workers`"),
-        (membership(workers={"one": 1}), "at `key` in `$.workers`"),
-        (membership(workers={"-1": 1}), "Expected `int` >= 0 - at `key` in `$.workers`"),
-        (membership(workers={"0": -1}), "Expected `int` >= 0 - at `$.workers[...]`"),
+        (push(out=["uint8", [8], 0]), "unknown field `out`"),
+        (membership(workers={}), "unknown field `workers`"),
+        (membership(servers=[-1]), "Expected `int` >= 0 - at `$.servers[0]`"),
         (membership(servers=[1e999]), "head"),
         (membership(servers=1), "got `int` - at `$.servers`"),
         ({"type": "Send", "number": 1}, "missing required field `event`"),
@@ -288,27 +282,19 @@ def test_a_hostile_head_costs_no_more_than_thirty_times_its_bytes(head: bytes) -
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [
-        ((b"GET ", VERSION, 8, 0), "magic and version: (b'GET ', 3)"),
-        ((MAGIC, VERSION + 1, 8, 0), "magic and version: (b'd2ps', 4)"),
-        ((MAGIC, VERSION, 7, 0), "head length: 7"),
-        ((MAGIC, VERSION, 1 << 31, 0), "head length: 2147483648"),
-        ((MAGIC, VERSION, 8, 1), "payload_checksum: 1"),
+        ((b"GET ", VERSION, 8), f"magic and version: (b'GET ', {VERSION})"),
+        ((MAGIC, VERSION + 1, 8), f"magic and version: (b'd2ps', {VERSION + 1})"),
+        ((MAGIC, VERSION, 7), "head length: 7"),
+        ((MAGIC, VERSION, 1 << 31), "head length: 2147483648"),
     ],
 )
-def test_a_hostile_prefix_is_refused_by_name(prefix: tuple[bytes, int, int, int], message: str) -> None:
-    magic, version, length, sum_ = prefix
+def test_a_hostile_prefix_is_refused_by_name(prefix: tuple[bytes, int, int], message: str) -> None:
+    magic, version, length = prefix
     head = json.dumps(push()).encode()
     head += b" " * (-len(head) % 8)
-    start = PREFIX.pack(magic, version, len(head) if length == 8 else length, sum_, 0)[:-4]
+    start = PREFIX.pack(magic, version, len(head) if length == 8 else length, 0)[:-4]
     whole = start + struct.pack("<I", frames.checksum(start, head)) + head
     assert message in refused([whole, EIGHT])
-
-
-def test_a_flipped_bit_of_the_payload_is_found_where_it_was_asked_for() -> None:
-    first, payload = frame(Request("push", "w", torch.ones(4)), checked=True)
-    broken = bytearray(payload)
-    broken[5] ^= 1
-    assert "payload_checksum" in refused([first, broken])
 
 
 def test_too_large_is_refused_before_the_payload_is_looked_at() -> None:
@@ -339,7 +325,7 @@ SAMPLES: list[Event | Reply] = [
     Request("set_optimizer", options={"name": "sgd", "lr": 0.1}),
     Reply(1, 2, 3, op="pull", key="w", value=torch.ones(4, dtype=torch.bfloat16)),
     Send(5, Request("init", "b", torch.tensor(2.0))),
-    Membership(3, {0: 1, 1: 1}, (0, 1)),
+    Membership(3, (0, 1)),
 ]
 
 
@@ -365,7 +351,7 @@ def mutate(whole: bytearray, random: random.Random) -> bytes:
 
 def torn(whole: bytes, random: random.Random) -> list[bytes]:
     """The same bytes in several buffers: at the places where a frame has its ends, or elsewhere."""
-    places = sorted(random.sample([8, 24, 80, 88, 96, 104, 112, 120, 128, 136], 2))
+    places = sorted(random.sample([8, 16, 72, 80, 88, 96, 104, 112, 120, 128], 2))
     return [whole[: places[0]], whole[places[0] : places[1]], whole[places[1] :]]
 
 
@@ -380,9 +366,9 @@ def resealed(whole: bytes) -> bytes:
 
 @pytest.mark.timeout(1200)
 def test_mutated_frames_change_nothing_and_cost_nothing() -> None:
-    """Not one gets through as something else, unless its checksum is right: and then it is a record within the limit."""
+    """No head gets through as another, unless its checksum is right: and then it is a record within the limit."""
     chance, through = random.Random(5), 0
-    originals = [bytes(bytearray().join(frame(sample, checked=True))) for sample in SAMPLES]
+    originals = [bytes(bytearray().join(frame(sample))) for sample in SAMPLES]
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for count in range(MUTATIONS):
@@ -395,10 +381,10 @@ def test_mutated_frames_change_nothing_and_cost_nothing() -> None:
             continue
         through += 1
         if whole == wrong:
-            assert record == SAMPLES[sample], "a changed frame was taken for another record"
+            assert frame(record)[0] == frame(SAMPLES[sample])[0], "a changed head was taken for another"
         value = getattr(record, "value", None)
         assert value is None or value.nbytes <= LIMIT
     peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert peak < LIMIT and 0 < through < MUTATIONS / 2
-    assert [bytearray().join(frame(sample, checked=True)) for sample in SAMPLES] == originals
+    assert [bytearray().join(frame(sample)) for sample in SAMPLES] == originals

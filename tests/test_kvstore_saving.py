@@ -195,3 +195,35 @@ def test_the_first_of_those_who_live_writes(tmp_path: Path) -> None:
     run = simulate(worker, 3, 2)
     assert load_file(tmp_path / "file")["hot"].tolist() == [2.0, 2.0] == run.values["hot"].tolist()
     assert [server.values["hot[*]"].tolist() for server in run.servers] == [[2.0, 2.0]] * 2
+
+
+def test_a_key_that_was_everywhere_is_so_again(tmp_path: Path) -> None:
+    def before(kv: Any) -> None:
+        kv.init("w", torch.ones(3))
+        kv.init("hot", torch.ones(2), everywhere=True)
+        kv.save(tmp_path / "file")
+
+    def after(kv: Any) -> None:
+        kv.load(tmp_path / "file")
+        kv.init("hot", torch.zeros(2), everywhere=True)
+        kv.push("hot", torch.ones(2))
+        kv.clock()
+
+    simulate(before, 1, 2)
+    run = simulate(after, 2, 3)
+    assert [server.values["hot[*]"].tolist() for server in run.servers] == [[3.0, 3.0]] * 3
+    assert run.values["w"].tolist() == [1.0] * 3
+
+
+def test_options_that_cannot_be_here_change_nothing(tmp_path: Path) -> None:
+    def before(kv: Any) -> None:
+        kv.init("w", torch.ones(2))
+        kv.set_optimizer(None, reduction="median")
+        kv.save(tmp_path / "file")
+
+    def after(kv: Any) -> None:
+        with pytest.raises(Refused, match="reduction='median' compares the pushes of a round"):
+            kv.load(tmp_path / "file")
+
+    simulate(before, 1, 1)
+    assert simulate(after, 1, 1, consistency="asp").values == {}

@@ -305,23 +305,12 @@ def test_members_may_begin_with_epochs() -> None:
     assert "numbered from 1" in server.step(Request("barrier", epoch=3))[0].error  # type: ignore[union-attr]
 
 
-def test_a_membership_says_who_takes_part() -> None:
-    server = Server({0: 0, 1: 0, 2: 0})
-    ask = Asking(server, 0)
-    assert ask("barrier") == []
-    effects = server.step(Membership(view=1, workers={0: 0, 2: 4, 5: 1}, servers=(0,)))
-    assert [type(effect) for effect in effects] == [Append, Reply], "of those who were there, all were at the barrier"
-    assert server.clocks.at.keys() == {0, 2, 5}
-    assert {worker: client.epoch for worker, client in server.filter.clients.items()} == {0: 0, 1: 0, 2: 4, 5: 1}
-    assert server.step(Membership(view=1, workers={}, servers=())) == []
-    assert alike(replayed([ask.last, effects[0].event], workers=range(3)).state(), server.state())  # type: ignore[union-attr]
-
-
 def test_a_request_of_another_view_is_refused() -> None:
     server = Server([0], "asp")
     ask = Asking(server, 0)
     ask("init", "w", [0.0])
-    server.step(Membership(view=3, workers={0: 0}, servers=(0,)))
+    assert [type(effect) for effect in server.step(Membership(view=3, servers=(0,)))] == [Append]
+    assert server.step(Membership(view=3, servers=())) == [] == server.step(Membership(view=2, servers=()))
     reply = ask("push", "w", [1.0])[0]
     assert "stale view" in reply.error and reply.view == 3 and read(server) == [0.0]
     again = replace(ask.last, view=3)
@@ -523,7 +512,7 @@ def test_a_backup_follows_its_primary() -> None:
 
 def test_a_backup_refuses_a_primary_of_an_older_view() -> None:
     backup = Server([0], "asp")
-    backup.step(Membership(view=2, workers={0: 0}, servers=(1,)))
+    backup.step(Membership(view=2, servers=(1,)))
     reply = backup.step(Send(2, Request("init", "w", torch.zeros(1), sequence=1), view=1))[-1]
     assert isinstance(reply, Reply) and "stale view" in reply.error and not backup.entries
 
@@ -538,7 +527,7 @@ def an_old_primary_wakes_up() -> tuple[bool, float]:
         return not any(reply.error for reply in [*confirmed, effects[-1]])  # type: ignore[union-attr]
 
     assert ask(Request("init", "w", torch.zeros(1), client=0, sequence=1))
-    backup.step(Membership(view=1, workers={0: 0, 1: 0}, servers=(1,)))
+    backup.step(Membership(view=1, servers=(1,)))
     backup.step(Request("push", "w", torch.ones(1), client=0, sequence=2, view=backup.view))
     acknowledged = ask(Request("push", "w", torch.full((1,), 10.0), client=1, sequence=1))
     return acknowledged, backup.entries["w"].value.item()

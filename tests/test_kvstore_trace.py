@@ -13,9 +13,13 @@ import torch
 from launching import ROOT, environment, script
 
 from d2lps import kvstore
+from d2lps.kvstore.core.events import Request
+from d2lps.kvstore.core.notes import Notes
+from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.launch.chaos import Cluster
 from d2lps.topology import star
-from d2lps.trace import Origins, Trace
+from d2lps.trace import Origins, Recorder, Trace
+from d2lps.trace.recorder import COLUMNS
 from d2lps.widgets import Player
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -92,6 +96,71 @@ def test_priorities_and_steps_of_the_worker_are_in_it() -> None:
     for row in [row for row in range(len(trace)) if trace.steps[m["step"][row]] == "backward"]:
         one, other = (trace.buffers[m[f"{end}_buffer"][row]] for end in ("src", "dst"))
         assert one.rank == 0 and other.rank == 1 and one.nbytes == 4000
+
+
+def sources(trace: Trace, name: str) -> list[Counter[tuple[int, str]]]:
+    """What is in the buffers of this name at the end: how often whose."""
+    origins = Origins(trace)
+    held = [origins.held(index) for index, buffer in enumerate(trace.buffers) if buffer.name == name]
+    return [
+        Counter({(trace.buffers[source].rank, trace.buffers[source].name): count for (source, _), count in piece.sources.items()})
+        for pieces in held
+        for piece in pieces
+    ]
+
+
+def changes_what_is_lent(kv: Any) -> None:
+    """Worker 1 pushes while worker 0 may still read what it has pulled: the server has to change a copy."""
+    gradient, weights = torch.ones(8), torch.zeros(8)
+    kv.init("w", weights)
+    for rank in (0, 1, 1):
+        kv.barrier()
+        if kv.rank == 0:
+            kv.pull("w", weights).wait()
+        kv.comm.barrier()  # of this the server hears nothing
+        if kv.rank == rank:
+            kv.push("w", gradient).wait()
+        kv.comm.barrier()
+    kv.pull("w", weights).wait()
+
+
+def test_a_value_that_was_copied_is_still_the_same_value() -> None:
+    run = kvstore.run(changes_what_is_lent, 2, 1, consistency="asp", trace=True)
+    wanted = kvstore.simulate(changes_what_is_lent, star(3, 1e9), 2, 1, consistency="asp").trace
+    assert run.values["w"].tolist() == [3.0] * 8
+    found = sources(run.trace, "weights")
+    assert found == sources(wanted, "weights") == [Counter({(2, "w"): 1, (0, "gradient"): 1, (1, "gradient"): 2})] * 2
+
+
+def test_a_push_that_was_refused_or_came_again_is_in_no_value() -> None:
+    recorder = Recorder(1, lambda: 0.0)
+    server = Server([0])
+    notes = Notes(server, recorder)
+    asked = [
+        Request("init", "w", torch.zeros(2), sequence=1),
+        Request("push", "w", torch.zeros(3), sequence=2),  # of another shape
+        Request("pushpull", "w", torch.ones(2), sequence=3),
+    ]
+    for request in [*asked, asked[2]]:
+        notes.stepped(server.step(request))
+    assert len(recorder.tables["locals"]) == len(COLUMNS["locals"]) and not notes.pushed
+
+
+def test_servers_that_come_and_go_leave_no_messages_without_an_end(tmp_path: Path) -> None:
+    def worker(kv: Any) -> None:
+        kv.init("w", torch.zeros(64))
+        while not (tmp_path / "stop").exists():
+            kv.push("w", torch.ones(64))
+            kv.clock()
+
+    def saboteur(cluster: Cluster) -> None:
+        cluster.add_server()
+        cluster.remove_server(0)
+        (tmp_path / "stop").touch()
+
+    trace = kvstore.run(worker, 1, 2, split=64, saboteur=saboteur, trace=True).trace
+    assert trace.unmatched == 0 and trace.ranks == 4
+    assert {trace.buffers[into].name for into in trace.locals["buffer"]} == {"w"}
 
 
 def test_a_late_workers_push_is_a_later_round() -> None:

@@ -46,6 +46,11 @@ class Buffers:
         length = tensor.nbytes if tensor.is_contiguous() else _span(tensor) * itemsize
         return number, tensor.storage_offset() * itemsize, length  # type: ignore[return-value]
 
+    def moved(self, number: int, tensor: torch.Tensor) -> None:
+        """From now on this buffer is where this tensor lies: what was there has been copied by its owner, which is no message."""
+        storage = tensor.untyped_storage()
+        self._numbers[storage._cdata] = number, StorageWeakRef(storage)
+
     def _number(self, rank: int, storage: torch.UntypedStorage, itemsize: int) -> int:
         key = storage._cdata
         if key not in self._names:  # all that can be seen from here are looked up at once: a list may hold a thousand

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -95,33 +96,32 @@ class Asking:
         return [(part, *map(part.of, mine)) for name, *mine in pairs(key, *tensors) for part in self.parts(name, *mine)]
 
     def bring(self, op: Op, priority: int, key: Keys, value: Tensors, *out: Tensors) -> list[tuple[Part, Request]]:
-        """Requests with all parts of tensors, encoded if that was wished, and with where the answers are wanted."""
+        """Requests with all parts of tensors, encoded if that was wished; `out` must fit, too."""
         cut = self.cut(priority, key, value, *out)
         if self.codec is not None:
             for name, tensor in [pair for pair in pairs(key, value) if pair[1].is_floating_point()]:
                 self.codec.check(str(name), tensor)
         requests, encoded = [], torch.empty(0)
-        for part, tensor, *target in cut:
+        for part, tensor, *_ in cut:
             sent, code = wire(tensor), {}
             if self.codec is not None and sent.is_floating_point():
                 if not part.copied or part.server == self.placement.servers[0]:  # the other copies get the same
                     encoded = self.codec.encode(part.name, sent)
                 sent, code = encoded, self.code
-            wanted = target[0].detach() if target else None
-            requests.append((part, Request(op, part.name, sent, options=code, priority=priority, out=wanted)))
+            requests.append((part, Request(op, part.name, sent, options=code, priority=priority)))
         return requests
 
-    def fetch(self, op: str, key: Keys, requests: list[tuple[Part, Request]]) -> Work:
-        """Ask for values, and put them where they are wanted."""
+    def fetch(self, op: str, key: Keys, requests: list[tuple[Part, Request]], outs: list[torch.Tensor]) -> Work:
+        """Ask for values, and put each where it is wanted."""
 
         def place(replies: list[Reply]) -> None:
-            for (_, request), reply in zip(requests, replies, strict=True):
-                target, came = request.out, reply.value
-                assert target is not None and came is not None
+            for target, reply in zip(outs, replies, strict=True):
+                came = reply.value
+                assert came is not None
                 if came.is_meta or came.data_ptr() != target.data_ptr():  # else the server has written it there
                     self.comm.copy(target, came)
 
-        return self.work(op, key, requests, place)
+        return self.work(op, key, requests, place, outs)
 
     def split_rows(self, key: Key, rows: torch.Tensor, name: str, tensor: torch.Tensor, priority: int) -> list[Rows]:
         """See `Placement.split_rows`; `tensor` has a row for each of them."""
@@ -152,12 +152,20 @@ class Asking:
         self.work(op, key, requests, replies.extend).wait()
         return replies
 
-    def work(self, op: str, key: Keys, requests: list[tuple[Part, Request]], place: Place = lambda replies: None) -> Work:
-        """Ask, and say what is to be done with the answers."""
+    def work(
+        self,
+        op: str,
+        key: Keys,
+        requests: list[tuple[Part, Request]],
+        place: Place = lambda replies: None,
+        outs: Sequence[torch.Tensor] = (),
+    ) -> Work:
+        """Ask, and say what is to be done with the answers, or where values of theirs may be written at once."""
         what = f"kv.{op}({repr(key) if key != '' else ''})"
         stamped = [(part.server, replace(request, clock=self.iteration)) for part, request in requests]
-        nbytes = sum(tensor.nbytes for _, asked in stamped for tensor in (asked.value, asked.out) if tensor is not None)
-        answers = Answers(what, [self.transport.request(server, request) for server, request in stamped])
+        nbytes = sum(tensor.nbytes for tensor in [*(request.value for _, request in requests), *outs] if tensor is not None)
+        asked = [self.transport.request(server, request, out) for (server, request), out in zip_longest(stamped, outs)]
+        answers = Answers(what, asked)
         self.unheard.append(answers)
         while self.unheard and self.unheard[0].settled():
             self.unheard.popleft()

@@ -33,7 +33,7 @@ class Changes:
 
     >>> changes = Changes()
     >>> changes.at(6)                                                   # its own: clock 6 is reached, nothing is wanted
-    >>> changes.heard(Membership(1, {}, (0, 1, 2)), answer=None).clock  # the other: it will go no further than to 7
+    >>> changes.heard(Membership(1, (0, 1, 2)), answer=None).clock  # the other: it will go no further than to 7
     7
     """
 

@@ -111,7 +111,7 @@ class Client:
     """One worker's sessions with all servers, and its view of who serves.
 
     >>> client = Client(rank=0, servers=2)
-    >>> client.learn(Membership(view=1, workers={}, servers=(0, 3)), now=0.0)       # node 3 is server 1 from now on
+    >>> client.learn(Membership(view=1, servers=(0, 3)), now=0.0)       # node 3 is server 1 from now on
     {1: 3}
     >>> client.sessions[1].view, client.sessions[0].view
     (1, 0)

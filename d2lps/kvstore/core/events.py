@@ -72,7 +72,6 @@ class Request(_Record, frozen=True):
     sequence: Count = 0  # 1, 2, 3 ... in the order in which this life sends requests to this server; retries keep theirs
     acknowledged: Count = 0  # the client has the answers to all sequences below this one
     view: Count = 0  # the number of the membership that the client knows
-    out: torch.Tensor | None = None  # where the client wants the value: never leaves it
 
     @property
     def retry_key(self) -> tuple[int, int, int]:
@@ -87,10 +86,9 @@ class Lost(_Record, frozen=True):
 
 
 class Membership(_Record, frozen=True):
-    """The coordinator numbers who takes part; a server refuses requests that carry another number than its own."""
+    """The coordinator numbers who serves; a server refuses requests that carry another number than its own."""
 
     view: Count
-    workers: Mapping[Rank, Count]  # {rank: epoch of its present life}
     servers: tuple[Count, ...]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import nan
 from typing import Any
 
 import torch
 
-from d2lps.kvstore.core.events import Effect, Event, Reply, Request
+from d2lps.kvstore.core.events import Append, Effect, Event, Reply, Request
 from d2lps.kvstore.core.placement import key_of
 from d2lps.kvstore.core.server import Server
 from d2lps.trace import Recorder
@@ -18,6 +18,7 @@ from d2lps.trace.recorder import DONE, POSTED, SEQ, STREAM
 
 GROUP = "kvstore"  # of the messages
 NOTHING = torch.empty(0)  # what a message without a tensor carries
+QUIET = ("leave", "hold", "settle", "send")  # what is none of the worker's own: it says goodbye, and servers come and go
 
 
 def carried(record: Request | Reply) -> torch.Tensor:
@@ -43,30 +44,38 @@ class Notes:
         self.server, self.recorder = server, recorder
         self.pushed: dict[str, list[torch.Tensor]] = defaultdict(list)  # not yet part of the value
         self.versions: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}  # of the values' buffers
 
     def source(self, reply: Reply) -> torch.Tensor:
         """What an answer carries: not the copy that is sent, but the value itself, if it is the whole one."""
         entry = self.server.entries.get(reply.key)
         whole = entry is not None and reply.value is not None and entry.like.shape == reply.value.shape
-        return entry.peeked()[0] if entry is not None and whole else carried(reply)
+        return self.value(reply.key) if whole else carried(reply)
 
-    def stepped(self, event: object) -> None:
-        """After an event."""
-        if isinstance(event, Request) and event.key in self.server.entries:
-            if event.op in ("init", "choose"):
-                self._began(event.key)
-            elif event.value is not None and event.op in ("push", "pushpull") and "codec" not in event.options:
-                self.pushed[event.key].append(event.value)
+    def value(self, key: str) -> torch.Tensor:
+        """A key's value: one buffer, which is known by the key, wherever the server keeps it just now."""
+        value, buffers = self.server.entries[key].peek(), self.recorder.vocabulary.buffers
+        if key not in self.numbers:
+            self.numbers[key] = buffers.part(self.recorder.rank, value)[0]
+            buffer = buffers.seen[self.numbers[key]]
+            buffer.name, buffer.scratch = key_of(key)[0], False
+        buffers.moved(self.numbers[key], value)
+        return value
+
+    def stepped(self, effects: Sequence[Effect]) -> None:
+        """After an event: what was executed, and not refused, is in the value, or waits for the end of its round."""
+        refused = {(e.client, e.epoch, e.sequence) for e in effects if isinstance(e, Reply) and e.error}
+        for effect in effects:
+            if isinstance(effect, Append) and isinstance(done := effect.event, Request) and done.retry_key not in refused:
+                self._executed(done)
         for key in [key for key in self.pushed if self.server.entries[key].version != self.versions.get(key, 0)]:
             self._changed(key)
 
-    def _began(self, key: str) -> None:
-        """The first value, whoever brought it, is the server's own; its buffer is known by the key."""
-        if key not in self.versions:
-            self.versions[key] = 0
-            buffers = self.recorder.vocabulary.buffers
-            buffer = buffers.seen[buffers.part(self.recorder.rank, self.server.entries[key].peeked()[0])[0]]
-            buffer.name, buffer.scratch = key_of(key)[0], False
+    def _executed(self, request: Request) -> None:
+        if request.op in ("init", "choose"):
+            self.value(request.key)
+        elif request.value is not None and request.op in ("push", "pushpull") and "codec" not in request.options:
+            self.pushed[request.key].append(request.value)
 
     def _changed(self, key: str) -> None:
         """All that does not wait for the end of its round is now in the value."""
@@ -78,7 +87,7 @@ class Notes:
             if id(value) in waiting:
                 self.pushed[key].append(value)
             else:
-                self.recorder.local(op, entry.peeked()[0], value, now, now)
+                self.recorder.local(op, self.value(key), value, now, now)
         self.versions[key] = entry.version
 
 
@@ -103,7 +112,7 @@ class WorkerNotes:
     def asked(self, server: int, request: Request, answer: Any) -> None:
         """The tensor has its name, and the message its place in the program; when it leaves is not known yet."""
         self.look()
-        if request.op != "leave":  # the goodbye is none of the run's
+        if request.op not in QUIET:
             rank = self.workers + server
             with named(self.recorder, request):
                 row = self.recorder.end(carried(request), _stream(self.recorder, self.recorder.rank, rank, 0), nan)
@@ -130,15 +139,15 @@ class ServerNotes(Notes):
 
     def step(self, event: Event) -> list[Effect]:
         """The server's, and a note of it."""
-        if isinstance(event, Request) and event.op != "leave":
+        if isinstance(event, Request) and event.op not in QUIET:
             stream = _stream(self.recorder, event.client, self.recorder.rank, event.sequence)
             row = self.recorder.end(carried(event), stream, self.ready)
             self.recorder.done(row)
             self.recorder.ends[row + SEQ], self.recorder.ends[row + DONE] = 0, self.recorder.now()  # it listens all the time
         effects = self.server.step(event)
-        self.stepped(event)
+        self.stepped(effects)
         for reply in effects:
-            if isinstance(reply, Reply) and reply.op not in ("leave", "send"):
+            if isinstance(reply, Reply) and reply.op not in QUIET:
                 stream = _stream(self.recorder, self.recorder.rank, reply.client, reply.sequence)
                 with named(self.recorder, reply):
                     self.recorder.end(self.source(reply), stream, self.recorder.now())

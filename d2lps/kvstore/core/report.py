@@ -34,7 +34,7 @@ class ServerReport:
     def closed(self, server: Server) -> ServerReport:
         """With what the server knows itself."""
         self.staleness, self.number = server.seen, server.number
-        self.values = {key: entry.peeked()[0] for key, entry in server.entries.items()}
+        self.values = {key: entry.peek() for key, entry in server.entries.items()}
         self.tiers = deepcopy(getattr(server.store, "counts", None))
         self.nbytes = sum(entry.nbytes for entry in server.entries.values())
         return self

@@ -2,7 +2,8 @@
 
     w, b             the values by their keys, in safetensors
     w.exp_avg        the optimizer's tensors, under torch's names
-    header           in its metadata, as JSON: what `set_optimizer` was told, and the names of the optimizer's tensors
+    header           in its metadata, as JSON: what `set_optimizer` was told, the names of the optimizer's tensors, and which
+                     keys were everywhere
 
 A checkpoint of a server (see `checkpoint`) has all of its state, and is of use to that server alone.
 """
@@ -24,7 +25,7 @@ from d2lps.kvstore.core.events import Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part, join_parts, key_of
 
 Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, and waits for their answers
-Found = list[dict[str, Any]]  # of each server: its workers, its options, and {part: [dtype, shape, the optimizer's tensors]}
+Found = dict[int, dict[str, Any]]  # of each server: its workers, its options, {part: [dtype, shape, the optimizer's tensors]}
 Tensors = dict[str, torch.Tensor]
 META = "d2lps"
 
@@ -32,12 +33,13 @@ META = "d2lps"
 def look(ask: Ask, servers: Sequence[int]) -> Found:
     """What the servers have."""
     replies = ask([(Part(server, "", 0), Request("state")) for server in servers])
-    return [json.loads(bytes(reply.value.tolist())) for reply in replies if reply.value is not None]
+    said = [json.loads(bytes(reply.value.tolist())) for reply in replies if reply.value is not None]
+    return dict(zip(servers, said, strict=True))
 
 
 def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
     """All tensors, each asked for by itself and put together from its parts, of copies one; and the metadata."""
-    places = {(name, m): s for s, one in enumerate(found) for name, (*_, moments) in one["parts"].items() for m in ("", *moments)}
+    places = {(name, m): s for s, one in found.items() for name, (*_, moments) in one["parts"].items() for m in ("", *moments)}
     asked = [(Part(server, name, 0), Request("state", name, options={"moment": m})) for (name, m), server in places.items()]
     parts: dict[str, Tensors] = {}
     for (name, moment), reply in zip(places, ask(asked), strict=True):
@@ -48,25 +50,33 @@ def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
             if _label(key, moment) in tensors:
                 raise ValueError(f"{key!r} has a {moment!r}, and {_label(key, moment)!r} is a key: name it otherwise")
             tensors[_label(key, moment)] = tensor
-    return tensors, {"options": found[0]["options"], "moments": sorted({*parts} - {""})}
+    everywhere = sorted({key_of(part.name)[0] for part, _ in asked if part.copied})
+    return tensors, {"options": found[min(found)]["options"], "moments": sorted({*parts} - {""}), "everywhere": everywhere}
 
 
 def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
     """The keys that the servers have not got yet; Refused if one that they have is another tensor."""
-    there = join_parts({name: _like(*part) for one in found for name, part in one["parts"].items()})
+    parts, there = {name: part for one in found.values() for name, part in one["parts"].items()}, dict[str, str]()
+    for name in sorted(parts, key=lambda name: key_of(name)[1]):  # the last block says how many rows there are
+        (key, _, last), (dtype, shape, _) = key_of(name), parts[name]
+        there[key] = f"{dtype}{shape if last is None else [last, *shape[1:]]}"
     for key in tensors.keys() & there.keys():
-        if describe(tensors[key]) != describe(there[key]):
-            raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {describe(there[key])} on the servers")
+        if describe(tensors[key]) != there[key]:
+            raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {there[key]} on the servers")
     moments = {_label(key, moment) for key in tensors for moment in meta["moments"]}
     return [key for key in tensors if key not in there and key not in moments]
 
 
-def spread(ask: Ask, found: Found, tensors: Tensors, meta: dict[str, Any]) -> None:
-    """Give all servers what they had when it was saved: first the options, then values, then what belongs to these."""
+def instruct(ask: Ask, servers: Sequence[int], meta: dict[str, Any]) -> None:
+    """Tell all servers what `set_optimizer` had told them when it was saved; Refused where that cannot be here."""
     if "options" in meta:
-        ask([(Part(server, "", 0), Request("restore", options=meta["options"])) for server in range(len(found))])
+        ask([(Part(server, "", 0), Request("restore", options=meta["options"])) for server in servers])
+
+
+def spread(ask: Ask, found: Found, tensors: Tensors, meta: dict[str, Any]) -> None:
+    """Give all servers the values that they had, and then what belongs to these."""
     asked = []
-    for server, name in [(server, name) for server, one in enumerate(found) for name in one["parts"]]:
+    for server, name in [(server, name) for server, one in found.items() for name in one["parts"]]:
         (key, first), rows = key_of(name)[:2], found[server]["parts"][name][1][:1]
         for moment in ("", *meta["moments"]):
             if (whole := tensors.get(_label(key, moment))) is not None:
@@ -95,14 +105,10 @@ def read(path: str | Path) -> tuple[Tensors, dict[str, Any]]:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no other way
-            return tensors, {"moments": []} | json.loads((file.metadata() or {}).get(META, "{}"))
+            return tensors, {"moments": [], "everywhere": []} | json.loads((file.metadata() or {}).get(META, "{}"))
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _label(key: str, moment: str) -> str:
     return f"{key}.{moment}" if moment else key
-
-
-def _like(dtype: str, shape: list[int], moments: list[str]) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

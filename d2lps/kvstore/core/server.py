@@ -97,28 +97,17 @@ class Server(State):
         if event.worker not in self.clocks.at:
             return []
         effects = self._logged(event)
-        return effects + self._go_on(self._give_up(event.worker))
-
-    def _give_up(self, worker: int) -> set[Hashable]:
-        self.filter.end(worker)
+        self.filter.end(event.worker)
         if self.on_loss == "raise":
-            self.broken = f"worker {worker} was lost"
-        return self.forget(worker)
+            self.broken = f"worker {event.worker} was lost"
+        return effects + self._go_on(self.forget(event.worker))
 
     def _membership(self, event: Membership) -> list[Effect]:
         if event.view <= self.view:
             return []
-        effects = self._logged(event)
         self.view = event.view
         self.filter.drop_held()
-        known = {worker: self.filter.clients[worker].epoch for worker in self.clocks.at}
-        moved: set[Hashable] = set()
-        for worker in [worker for worker, epoch in known.items() if event.workers.get(worker) != epoch]:
-            moved |= self._give_up(worker)
-        for worker, epoch in event.workers.items():
-            self.filter.begin(worker, epoch)
-            self.admit(worker)
-        return effects + self._go_on(moved)
+        return self._logged(event)
 
     def _copied(self, send: Send) -> list[Effect]:
         """A backup does what its primary did, in that order, without answering anybody but the primary."""
@@ -137,7 +126,7 @@ class Server(State):
             self.entries.pop(key).drop()
         for key, (value, moments, version, owner) in come.items():
             self.entries[key] = Entry(key, value, self.store, moments, version, owner)
-        self.view, self.number, self.stops, self.offers, self.clocks.keys = view, self.number + 1, {}, {}, {}
+        self.view, self.stops, self.offers, self.clocks.keys = view, {}, {}, {}
         return self._go_on({BARRIER})
 
     # ---- answers ----------------------------------------------------------------------------------------------------------

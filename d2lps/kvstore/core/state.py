@@ -13,7 +13,7 @@ import torch
 from d2lps.kvstore.core.clocks import Clocks, Front
 from d2lps.kvstore.core.consistency import make_consistency
 from d2lps.kvstore.core.entry import Entry, Memory, Store
-from d2lps.kvstore.core.events import LOSS, Request, replace
+from d2lps.kvstore.core.events import LOSS, Request
 from d2lps.kvstore.core.optimizers import Optimizer, make_optimizer
 from d2lps.kvstore.core.reductions import Rule, make_rule
 
@@ -195,7 +195,7 @@ class State:
             "barriers": [dict(self.barriers.at), self.barriers.reached],
             "staleness": (self.consistency.staleness, self.consistency.waited),
             "clients": {w: [c.epoch, c.next, c.answered, dict(c.errors), c.over] for w, c in self.filter.clients.items()},
-            "waiting": [(where, replace(r, out=None)) for where, requests in self.waiting.items() for r in requests],
+            "waiting": [(where, r) for where, requests in self.waiting.items() for r in requests],
         }
 
     def beginning(self) -> dict[str, Any]:

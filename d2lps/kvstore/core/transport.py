@@ -26,8 +26,11 @@ class Transport(Protocol):
 
     changes: Changes
 
-    def request(self, server: int, request: Request) -> Answer:
-        """Send it off, before others of lower priority; its value is not touched until the answer is there."""
+    def request(self, server: int, request: Request, out: torch.Tensor | None = None) -> Answer:
+        """Send it off, before others of lower priority; its value is not touched until the answer is there.
+
+        out: where the value is wanted; it may be there when the answer is, or else the answer has it.
+        """
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that the servers can reach, if there is such a thing here; any tensor if not."""

@@ -55,22 +55,25 @@ class KVWorker(Asking):
         """Give a key its first value; the first worker to do so wins, and all workers should, to learn its shape.
 
         everywhere: every server gets a copy; pushes go to all of them, and a pull to one, by rank, so that a key that is used
-        more than all others keeps no server busier than others. Under bsp the copies are equal; else each adds up as it hears.
+        more than all others keeps no server busier than others. Under bsp the copies are equal, unless a worker dies while it
+        pushes; else each adds up as it hears.
 
         Of a tensor in parts or copies, each server keeps what it is offered, until the server of the first one has decided who
         wins, of those whose whole value is there: no key begins with parts of two workers' values, whoever dies meanwhile.
         """
+        known = {*self.placement.parts}
         cut = [(self.begin(name, tensor, everywhere), tensor) for name, tensor in pairs(key, value)]
         first = [(len(parts), part, wire(part.of(tensor))) for parts, tensor in cut for part in parts]
         try:
             self.ask("init", key, [(part, Request("init" if n == 1 else "offer", part.name, mine)) for n, part, mine in first])
-            for home, *others in [parts for parts, _ in cut if len(parts) > 1]:
-                [chosen] = self.ask("init", key, [(home, Request("choose", home.name))])
-                owner = {"owner": list(chosen.owner)}
-                self.ask("init", key, [(part, Request("choose", part.name, options=owner)) for part in others])
+            several = [parts for parts, _ in cut if len(parts) > 1]
+            chosen = self.ask("init", key, [(home, Request("choose", home.name)) for home, *_ in several])
+            owners = [{"owner": list(reply.owner)} for reply in chosen]
+            rest = [(part, owner) for (_, *others), owner in zip(several, owners, strict=True) for part in others]
+            self.ask("init", key, [(part, Request("choose", part.name, options=owner)) for part, owner in rest])
         except Refused:
-            for name, _ in pairs(key, value):
-                self.placement.forget(str(name))
+            for name in self.placement.parts.keys() - known:
+                self.placement.forget(name)
             raise
 
     def push(self, key: Keys, value: Tensors, priority: int = 0) -> Work:
@@ -90,7 +93,8 @@ class KVWorker(Asking):
 
     def _read(self, op: Op, key: Keys, out: Tensors, priority: int) -> Work:
         mine = [found for found in self.cut(priority, key, out) if self.is_mine(found[0])]
-        return self.fetch(op, key, [(part, Request(op, part.name, priority=priority, out=to.detach())) for part, to in mine])
+        requests = [(part, Request(op, part.name, priority=priority)) for part, _ in mine]
+        return self.fetch(op, key, requests, [to.detach() for _, to in mine])
 
     def pushpull(self, key: Keys, value: Tensors, out: Tensors, priority: int = 0) -> Work:
         """Push, and pull what comes of this iteration: ends this worker's iteration as far as this key is concerned.
@@ -100,14 +104,16 @@ class KVWorker(Asking):
         """
         if copied := [name for name, *_ in pairs(key, value, out) if str(name) in self.placement.everywhere]:
             raise ValueError(f"pushpull of {copied[0]!r}, which is everywhere: push it, end the iteration, and pull it")
-        return self.fetch("pushpull", key, self.bring("pushpull", priority, key, value, out))
+        requests = self.bring("pushpull", priority, key, value, out)
+        return self.fetch("pushpull", key, requests, [to.detach() for _, to in self.cut(priority, key, out)])
 
     def compress(self, codec: str | None, **options: Any) -> None:
         """From now on this worker sends what it pushes in fewer bytes: "half", "1bit", or a registered codec; None: as it is.
 
         >>> kv.compress("1bit")         # 1/32 of the bytes of float32; what is lost comes with the next push   # doctest: +SKIP
 
-        Whole tensors of floats, that is; rows and integers travel as they are, and so does what is pulled. ValueError.
+        Whole tensors of floats, that is; rows and integers travel as they are, and so does what is pulled. Where servers come or
+        go, parts are cut anew, and begin with nothing left. ValueError.
         """
         self.codec = None if codec is None else make_codec(codec, **options)
         self.code = {} if codec is None else {"codec": codec, **options}
@@ -184,8 +190,11 @@ class KVWorker(Asking):
 
         def give(ask: saving.Ask, found: saving.Found) -> None:
             tensors, meta = saving.read(path)
-            if new := saving.missing(found, tensors, meta):
-                self.init(new, [tensors[key] for key in new])
+            new = saving.missing(found, tensors, meta)
+            saving.instruct(ask, self.placement.servers, meta)
+            for everywhere in (False, True):
+                keys = [key for key in new if (key in meta["everywhere"]) is everywhere]
+                self.init(keys, [tensors[key] for key in keys], everywhere)
             saving.spread(ask, saving.look(ask, self.placement.servers), tensors, meta)
 
         self._alone(give)
@@ -196,7 +205,7 @@ class KVWorker(Asking):
         try:
             ask = partial(self.ask, "state", "")
             found = saving.look(ask, self.placement.servers)
-            if self.rank == found[0]["workers"][0]:
+            if self.rank == found[min(found)]["workers"][0]:
                 do(ask, found)
         finally:
             self.barrier()

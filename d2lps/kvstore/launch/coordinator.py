@@ -217,7 +217,7 @@ class Coordinator:
         self.serving[server].needed, backup.needed = False, True
         self.serving[server], self.backups[server], self.promoted[server] = backup, None, why
         backup.ready.clear()
-        self._event(backup, Membership(self.view, {}, tuple(node.number for node in self.serving)))
+        self._event(backup, Membership(self.view, tuple(node.number for node in self.serving)))
 
     def _renew(self, server: int) -> None:
         """A new backup: the primary writes down all that it has, and says so; then the new one begins with that."""
@@ -262,6 +262,6 @@ class Coordinator:
     def _announce(self) -> None:
         """Over and over: who was not there the last time hears it now."""
         if all(node.ready.is_set() for node in self.serving):
-            members = Membership(self.view, {}, tuple(node.number for node in self.serving))
+            members = Membership(self.view, tuple(node.number for node in self.serving))
             where = json.dumps([node.endpoint for node in self.serving])
             self.news.send_multipart([where.encode(), *frame(members)])

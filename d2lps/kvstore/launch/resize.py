@@ -92,11 +92,12 @@ class Resizing:
             yield
         self.view += 1
         common: Order = {"view": self.view, "folder": str(Path(self.plan.room) / f"view-{self.view}")}
-        wanted = Membership(self.view, {}, tuple(sorted(after)))
+        wanted = Membership(self.view, tuple(sorted(after)))
         found = yield from self._answers("settled", dict.fromkeys(before, common), wanted)
         orders, moves = plan_orders(self.plan, {server: found[server]["parts"] for server in before}, after)
         orders = {server: order | common for server, order in orders.items()}
         yield from self._answers("give", {server: orders[server] for server in before})
+        self.coordinator.mark(servers=f"{sorted(before)} becoming {sorted(after)}")  # if all ends now, no later run can go on
         yield from self._answers("take", orders)
         self.coordinator.serving = [nodes[server] for server in sorted(after)]
         self.left += [nodes[server] for server in before - after]

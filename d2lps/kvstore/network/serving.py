@@ -16,7 +16,7 @@ import zmq
 
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.compression import CODECS
-from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Send, replace
+from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Send
 from d2lps.kvstore.core.notes import ServerNotes
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.report import ServerReport
@@ -113,7 +113,7 @@ class Serving:
             self.durable.close()
         self.workers.close()
         if self.control is not None:
-            self.control.close(linger=1000)  # milliseconds: as above
+            self.control.close(linger=1000)  # milliseconds: a last word may still be under way
         self.context.destroy(linger=0)
         if isinstance(self.server.store, Tiers):
             self.server.store.close()
@@ -226,9 +226,8 @@ class Serving:
             self.meter.forget(event.worker)
             self.workers.forget(event.worker)
             self._commit(self._step(event))
-        elif isinstance(event, Membership):  # of workers we know better: some have left, which nobody else can date
-            alive = {worker: self.server.filter.clients[worker].epoch for worker in self.server.clocks.at}
-            self._commit(self._step(replace(event, workers=alive)))
+        elif isinstance(event, Membership):
+            self._commit(self._step(event))
             self.serves = True
             self.tell(b"serves", str(event.view).encode())
 

@@ -184,12 +184,11 @@ class SocketTransport:
         self.lines[server] = Line(self.plan, self.context, self.client.sessions[server], self.arena)
         self.lines[server].open(endpoint)
 
-    def request(self, server: int, request: Request) -> SocketAnswer:
+    def request(self, server: int, request: Request, out: torch.Tensor | None = None) -> SocketAnswer:
         """Whatever cannot be sent is an error here, before it has a number."""
         nbytes = sum(tensor.nbytes for tensor in (request.value, request.rows) if tensor is not None)
         if nbytes > self.plan.limit:
             raise ValueError(f"{request.op} of {request.key!r}: {nbytes:,} bytes are more than limit={self.plan.limit:,}")
-        out, request = request.out, replace(request, out=None)
         frame(request)
         what = f"{f'{request.op} {request.key}'.strip()!r} from server {server}"
         answer = SocketAnswer(self.comm, what, self.patience, out)
@@ -241,9 +240,10 @@ class SocketTransport:
     def _turn(self) -> None:
         """Send what can be sent, wait for something to happen, and look at it."""
         while self.inbox:
-            server, request, answer = self.inbox.popleft()
+            server, request, answer = self.inbox[0]  # where it is found if this thread fails
             self._follow()  # before the first request that is for a new server
             self.lines[server].session.put(request, answer)
+            self.inbox.popleft()
         poller = zmq.Poller()
         poller.register(self.rung, zmq.POLLIN)
         for line in self.lines.values():

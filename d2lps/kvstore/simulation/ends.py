@@ -117,7 +117,7 @@ class SimulatedTransport(_End):
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
-    def request(self, server: int, request: Request) -> SimulatedAnswer:
+    def request(self, server: int, request: Request, out: torch.Tensor | None = None) -> SimulatedAnswer:
         answer, dst = SimulatedAnswer(self.comm), self.setup.workers + server
         numbered: list[Request] = []
 
@@ -125,7 +125,7 @@ class SimulatedTransport(_End):
             numbered.append(self.client.sessions[server].number(request, answer))
 
         def there(value: torch.Tensor | None) -> None:
-            self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value, out=None))
+            self.comm.mailbox.ends[dst].receive(replace(numbered[0], value=value))
 
         self.post(dst, order(request), request, departs, there)
         return answer
@@ -166,7 +166,7 @@ class ServerNode(_End):
     def step(self, event: Event) -> None:
         effects = self.server.step(event)
         if self.notes is not None:
-            self.notes.stepped(event)
+            self.notes.stepped(effects)
         for effect in effects:
             if isinstance(effect, Append) and self.setup.log:
                 self.report.log.append((self.network.now, effect.event))

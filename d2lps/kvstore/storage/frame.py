@@ -1,6 +1,7 @@
 """Events and replies as bytes: a head in JSON, and up to two tensors; never pickle, which runs what it reads.
 
-    prefix     24 bytes (PREFIX): magic, version, length of the head, checksum of the tensors or 0, checksum of prefix and head
+    prefix     16 bytes (PREFIX): magic, version, length of the head, checksum of prefix and head; tensors are seen to by who
+               carries them, a log or CURVE
     head       the record in JSON, without what is as by default, and spaces up to a multiple of 8
     tensors    their bytes as they lie in memory, little-endian, the last one first: rows, of 8 bytes each, before the value
 
@@ -24,11 +25,11 @@ import torch
 from msgspec import Meta
 
 from d2lps.comm.staging import stage
-from d2lps.kvstore.core.events import Count, Event, Lost, Membership, Reply, Request, Send, replace
+from d2lps.kvstore.core.events import Count, Event, Lost, Membership, Reply, Request, Send
 from d2lps.kvstore.storage.log import Bytes, checksum
 
-MAGIC, VERSION = b"d2ps", 3
-PREFIX = struct.Struct("<4sIII4xI")
+MAGIC, VERSION = b"d2ps", 4
+PREFIX = struct.Struct("<4sIII")
 MAX_DIMS, MAX_HEAD = 8, 1 << 16
 NOWHERE = (-1, 0)  # of a tensor that travels
 Where = Callable[[torch.Tensor | None], tuple[int, int]]
@@ -58,17 +59,16 @@ def wrong(field: str, value: object, why: object) -> NoReturn:
 # ---- out ------------------------------------------------------------------------------------------------------------------
 
 
-def frame(record: Event | Reply, checked: bool = False, where: Where = lambda tensor: NOWHERE) -> list[Bytes]:
+def frame(record: Event | Reply, where: Where = lambda tensor: NOWHERE) -> list[Bytes]:
     """The buffers of a record, to be sent one after another; the tensors are not copied, so must stay as they are until then.
 
-    >>> buffers = frame(Request("push", "w", torch.ones(2), client=1, sequence=3), checked=True)
+    >>> buffers = frame(Request("push", "w", torch.ones(2), client=1, sequence=3))
     >>> bytes(buffers[0][PREFIX.size:]).decode().strip()
     '{"type":"Request","op":"push","key":"w","value":["float32",[2]],"client":1,"sequence":3}'
     >>> parse(buffers, limit=1000).value
     tensor([1., 1.])
 
-    checked: with a checksum of the tensors, for the disk; 0.25 s per GB at either end. where: the address and the bytes of a
-    value that the other end can read where it lies. FrameError for what does not fit.
+    where: the address and the bytes of a value that the other end can read where it lies. FrameError for what does not fit.
     """
     payload, value = list[Bytes](), getattr(record, "value", None)
 
@@ -81,26 +81,19 @@ def frame(record: Event | Reply, checked: bool = False, where: Where = lambda te
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *([offset] if offset >= 0 else [])]
 
     try:
-        head = msgspec.json.encode(_without_out(record), enc_hook=said)
+        head = msgspec.json.encode(record, enc_hook=said)
         if len(head) > MAX_HEAD:
             wrong("head", head, f"{len(head)} bytes, and at most {MAX_HEAD} can be sent beside the tensors")
         _HEAD.decode(head)  # as it will be held against the types where it arrives
     except (ValueError, TypeError, RuntimeError) as error:
         raise FrameError(f"this cannot be sent: {error}: {record!r:.200}") from error
-    return [seal(head, payload, checked), *payload]
+    return [seal(head), *payload]
 
 
-def _without_out(record: Event | Reply) -> Event | Reply:
-    """A record without the place for its answer, which is nobody else's affair."""
-    if isinstance(record, Send):
-        return replace(record, event=_without_out(record.event))
-    return replace(record, out=None) if isinstance(record, Request) and record.out is not None else record
-
-
-def seal(head: bytes, payload: Sequence[Bytes] = (), checked: bool = False) -> bytes:
+def seal(head: bytes) -> bytes:
     """A head with its prefix, and the spaces after it."""
     head += b" " * (-len(head) % 8)
-    begin = PREFIX.pack(MAGIC, VERSION, len(head), checked and checksum(*payload), 0)[:-4]
+    begin = PREFIX.pack(MAGIC, VERSION, len(head), 0)[:-4]
     return begin + struct.pack("<I", checksum(begin, head)) + head
 
 
@@ -124,10 +117,8 @@ def parse(buffers: Sequence[Bytes], limit: int, lookup: Lookup = _nowhere) -> Ev
     an offset and a number of bytes, where the sender may speak of memory that both see.
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers] or [memoryview(b"")]
-    head, sum_ = _head(views[0])
+    head = _head(views[0])
     rest = [view for view in (views[0][PREFIX.size + head.nbytes :], *views[1:]) if view.nbytes]
-    if sum_ and sum_ != checksum(*rest):
-        wrong("payload_checksum", sum_, "the payload has another")
     _payload.rest, _payload.limit, _payload.lookup = rest, limit, lookup
     try:
         record: Event | Reply = _HEAD.decode(head)
@@ -140,11 +131,11 @@ def parse(buffers: Sequence[Bytes], limit: int, lookup: Lookup = _nowhere) -> Ev
     return record
 
 
-def _head(first: memoryview) -> tuple[memoryview, int]:
-    """The head of a frame, and the checksum of its tensors if there is one."""
+def _head(first: memoryview) -> memoryview:
+    """The head of a frame."""
     if first.nbytes < PREFIX.size:
         wrong("length", first.nbytes, f"a prefix has {PREFIX.size} bytes")
-    magic, version, length, sum_, own = PREFIX.unpack_from(first)
+    magic, version, length, own = PREFIX.unpack_from(first)
     if (magic, version) != (MAGIC, VERSION):
         wrong("magic and version", (magic, version), f"wanted {(MAGIC, VERSION)}")
     head = first[PREFIX.size :][:length]
@@ -152,7 +143,7 @@ def _head(first: memoryview) -> tuple[memoryview, int]:
         wrong("head length", length, f"a multiple of 8, at most {MAX_HEAD}, and the buffer has {first.nbytes} bytes")
     if checksum(first[: PREFIX.size - 4], head) != own:
         wrong("head checksum", own, "the head has another")
-    return head, sum_
+    return head
 
 
 class _Payload(threading.local):
