@@ -262,7 +262,7 @@ def check_sums(run: Any) -> None:
 
 
 def run_and_change(
-    change: Callable[[Cluster], Any], folder: Path, worker: Any = add_ones, workers: int = 3, **options: Any
+    change: Callable[[Cluster], Any], folder: Path, /, worker: Any = add_ones, workers: int = 3, **options: Any
 ) -> Any:
     """A run that ends some steps after the changes."""
 
@@ -305,6 +305,22 @@ def test_nothing_is_lost(rules: dict[str, Any], tmp_path: Path) -> None:
     keys, nbytes = ([int(match[n].replace(",", "")) for match in found if match] for n in (1, 2))
     assert all(2 <= count <= len(KEYS) for count in keys), "the two that are cut at least"
     assert 0 <= nbytes[0] - (50 * 12 + 31 * 8) <= 100 and 0 <= nbytes[4] - (51 * 12 + 32 * 8) <= 100, "rows, and some small keys"
+
+
+@pytest.mark.parametrize("change, servers", [(Cluster.add_server, 3), (lambda cluster: cluster.remove_server(1), 1)])
+def test_a_later_run_goes_on_with_the_servers_that_there_were_at_the_end(change: Any, servers: int, tmp_path: Path) -> None:
+    def read(kv: Any) -> list[float]:
+        outs = [torch.zeros(shape) for shape in KEYS.values()]
+        kv.init(list(KEYS), outs)
+        kv.pull(list(KEYS), outs).wait()
+        return [float(value) for out in outs for value in (out.min(), out.max())]
+
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "disk", "split": 256}
+    first = run_and_change(change, tmp_path, consistency="asp", durability="log", folder=tmp_path / "disk")
+    check_sums(first)
+    wanted = float(sum(steps for steps, _ in first))
+    for _ in range(2):
+        assert kvstore.run(read, 1, servers, **options) == [[wanted] * 2 * len(KEYS)]
 
 
 OPTIMIZERS = [{"name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "adam", "lr": 0.01}, {"name": "adagrad", "lr": 0.1}]

@@ -137,7 +137,7 @@ class Server(State):
             self.entries.pop(key).drop()
         for key, (value, moments, version, owner) in come.items():
             self.entries[key] = Entry(key, value, self.store, moments, version, owner)
-        self.view, self.number, self.stops, self.offers, self.clocks.keys = view, self.number + 1, {}, {}, {}
+        self.view, self.stops, self.offers, self.clocks.keys = view, {}, {}, {}
         return self._go_on({BARRIER})
 
     # ---- answers ----------------------------------------------------------------------------------------------------------
