@@ -419,6 +419,19 @@ def test_every_server_is_killed_at_every_stage(
     assert len(run.servers) == 2 + len(POINTS)
 
 
+def test_a_run_that_ends_while_keys_move_leaves_no_folder_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(resizing: Resizing, number: int) -> None:
+        raise InterruptedError("the end of the run")
+
+    kill_at(monkeypatch, [("take", "after")], end)
+    options: dict[str, Any] = {"durability": "fsync", "folder": tmp_path / "disk"}
+    with pytest.raises(InterruptedError):
+        run_and_change(lambda cluster: cluster.add_server(), tmp_path, **options)
+    (tmp_path / "stop").touch()
+    with pytest.raises(ValueError, match=r"servers='from \[0, 1\] to \[0, 1, 2\], which it was about to change', not 2"):
+        kvstore.run(add_ones, 1, 2, str(tmp_path), split=256, **options)
+
+
 def test_in_memory_the_death_of_a_server_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(resizing: Resizing, number: int) -> None:
         resizing.coordinator.nodes[number].kill()

@@ -97,6 +97,8 @@ class Resizing:
         orders, moves = plan_orders(self.plan, {server: found[server]["parts"] for server in before}, after)
         orders = {server: order | common for server, order in orders.items()}
         yield from self._answers("give", {server: orders[server] for server in before})
+        # From here on some have given away what others have not taken yet: whoever ends now leaves no whole.
+        self.coordinator.mark(servers=f"from {sorted(before)} to {sorted(after)}, which it was about to change")
         yield from self._answers("take", orders)
         self.coordinator.serving = [nodes[server] for server in sorted(after)]
         self.left += [nodes[server] for server in before - after]
