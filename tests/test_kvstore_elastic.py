@@ -371,6 +371,22 @@ def test_no_later_run_goes_on_from_half_a_change(tmp_path: Path) -> None:
             kvstore.run(add_ones, 1, servers, str(tmp_path), split=256, durability="fsync", folder=tmp_path / "store")
 
 
+@pytest.mark.parametrize("change, servers", [(Cluster.add_server, 3), (lambda cluster: cluster.remove_server(1), 1)])
+def test_a_later_run_goes_on_with_the_servers_that_there_were_at_the_end(change: Any, servers: int, tmp_path: Path) -> None:
+    def read(kv: Any) -> list[float]:
+        outs = [torch.zeros(shape) for shape in KEYS.values()]
+        kv.init(list(KEYS), outs)
+        kv.pull(list(KEYS), outs).wait()
+        return [float(value) for out in outs for value in (out.min(), out.max())]
+
+    options: dict[str, Any] = {"durability": "log", "folder": tmp_path / "disk", "split": 256}
+    first = run_and_change(change, tmp_path, consistency="asp", durability="log", folder=tmp_path / "disk")
+    check_sums(first)
+    wanted = float(sum(steps for steps, _ in first))
+    for _ in range(2):
+        assert kvstore.run(read, 1, servers, **options) == [[wanted] * 2 * len(KEYS)]
+
+
 OPTIMIZERS = [{"name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "adam", "lr": 0.01}, {"name": "adagrad", "lr": 0.1}]
 
 

@@ -5,6 +5,8 @@ import gc
 import itertools
 import math
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -246,6 +248,33 @@ def test_the_generators_are_those_of_real_ranks() -> None:
 
     run = simulate(draws, star(3, 1e9))
     assert run == d2lps.run(draws, 3, backend="gloo") and len(set(map(tuple, run))) == 3
+
+
+ERRORS = """
+import torch, d2lps
+
+def fail():
+    try:
+        torch.ones(2) + torch.ones(3)
+    except RuntimeError as error:
+        assert "must match" in str(error)
+
+def work(comm):
+    comm.barrier()
+    fail()
+    for _ in range(3):
+        d2lps.collectives.all_reduce(comm, torch.ones(1000, device=comm.device))
+        fail()
+    return comm.rank
+
+for device, trace in (("cpu", True), ("meta", False)):
+    assert d2lps.simulate(work, d2lps.topology.star(3, 1e9), device=device, trace=trace) == [0, 1, 2]
+"""
+
+
+def test_an_error_of_torch_after_a_wait_is_an_error_and_not_a_crash() -> None:
+    ended = subprocess.run([sys.executable, "-c", ERRORS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_nested_functions_of_d2lps_work_inside_a_rank() -> None:

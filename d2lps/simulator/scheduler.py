@@ -84,7 +84,8 @@ class Scheduler:
             task.greenlet = greenlet(life, parent=self._hub)
             task.greenlet.task = task
             task.go_on = task.greenlet.switch
-            task.greenlet.switch()
+            # It begins where it will go on, in `run`: torch walks the stack when it raises an error, and finds it as it was.
+            self.ready.appendleft(task)
 
         task.pause, task.go_on = self._hub.switch, begin
         self.tasks.append(task)

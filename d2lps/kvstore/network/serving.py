@@ -80,12 +80,13 @@ class Serving:
         if plan.replicated:
             load_state(self.server, self._handed(node))
         self.durable, cut = None, 0
-        if on_disk and plan.earlier and first and node < plan.servers:
+        goes_on = on_disk and bool(plan.earlier) and first and node < plan.servers
+        if on_disk and (goes_on or not first) and not any(plan.disk(node).glob("log-*")):
+            raise LogDamaged(f"{plan.disk(node)}: its log is gone: acknowledged requests are lost")
+        if goes_on:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
             promised = plan.earlier.get("numbers", {}).get(str(node), 0)
             cut = renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
-        if on_disk and not first and not any(plan.disk(node).glob("log-*")):
-            raise LogDamaged(f"{plan.disk(node)}: its log is gone: acknowledged requests are lost")
         if on_disk:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
             cut += self.durable.cut
