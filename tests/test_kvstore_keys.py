@@ -287,3 +287,15 @@ def test_an_optimizer_takes_floats(dtype: torch.dtype, options: dict[str, Any]) 
         return out.tolist()
 
     assert world(False, worker, 2, 1) == [[1]] * 2
+
+
+def test_a_list_that_is_refused_leaves_what_was_known() -> None:
+    def worker(kv: Any) -> float:
+        kv.init("w", torch.ones(40, 3))
+        with pytest.raises(Refused, match="'v' is float8_e4m3fn"):
+            kv.init(["w", "v"], [torch.zeros(40, 3), torch.zeros(2, dtype=torch.float8_e4m3fn)])
+        kv.pull("w", out := torch.empty(40, 3)).wait()  # in two parts
+        kv.init("v", torch.zeros(3))  # of another shape
+        return float(out.sum())
+
+    assert kvstore.simulate(worker, star(4, 1e9), 2, 2, split=64) == [120.0] * 2

@@ -15,10 +15,11 @@ from oracles import digits, joins_later
 
 from d2lps import kvstore
 from d2lps.comm import Mismatch, RankHung
-from d2lps.kvstore import Refused, register_optimizer
+from d2lps.kvstore import Refused, Request, register_optimizer
 from d2lps.kvstore.core.events import alike
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.network.deployment import LEVELS
+from d2lps.kvstore.network.transport import SocketAnswer
 from d2lps.topology import star
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -514,3 +515,15 @@ def test_a_standstill_is_explained() -> None:
     with pytest.raises(RankHung) as caught:
         kvstore.run(worker, 2, 1, timeout=2)
     assert "rank 0 waits for a parameter server's answer (in worker" in str(caught.value)
+
+
+def test_a_thread_that_fails_is_heard_by_whose_request_it_had_in_hand() -> None:
+    def worker(kv: Any) -> None:
+        answer = SocketAnswer(kv.comm, "nobody", 3.0, None)
+        kv.transport.inbox.append((9, Request("barrier"), answer))
+        kv.transport._ring()
+        with pytest.raises(RuntimeError, match=r"the thread that sends this worker's requests has ended: KeyError\(9\)"):
+            answer.wait()
+
+    with pytest.raises(RuntimeError, match="KeyError"):  # nor can it say goodbye
+        kvstore.run(worker, 1, 1, timeout=5)
