@@ -24,7 +24,7 @@ from d2lps.kvstore.core.events import Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part, join_parts, key_of
 
 Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, and waits for their answers
-Found = list[dict[str, Any]]  # of each server: its workers, its options, and {part: [dtype, shape, the optimizer's tensors]}
+Found = dict[int, dict[str, Any]]  # by server: its workers, its options, and {part: [dtype, shape, the optimizer's tensors]}
 Tensors = dict[str, torch.Tensor]
 META = "d2lps"
 
@@ -32,12 +32,13 @@ META = "d2lps"
 def look(ask: Ask, servers: Sequence[int]) -> Found:
     """What the servers have."""
     replies = ask([(Part(server, "", 0), Request("state")) for server in servers])
-    return [json.loads(bytes(reply.value.tolist())) for reply in replies if reply.value is not None]
+    said = zip(servers, replies, strict=True)
+    return {server: json.loads(bytes(reply.value.tolist())) for server, reply in said if reply.value is not None}
 
 
 def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
     """All tensors, each asked for by itself and put together from its parts, of copies one; and the metadata."""
-    places = {(name, m): s for s, one in enumerate(found) for name, (*_, moments) in one["parts"].items() for m in ("", *moments)}
+    places = {(name, m): s for s, one in found.items() for name, (*_, moments) in one["parts"].items() for m in ("", *moments)}
     asked = [(Part(server, name, 0), Request("state", name, options={"moment": m})) for (name, m), server in places.items()]
     parts: dict[str, Tensors] = {}
     for (name, moment), reply in zip(places, ask(asked), strict=True):
@@ -48,12 +49,12 @@ def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
             if _label(key, moment) in tensors:
                 raise ValueError(f"{key!r} has a {moment!r}, and {_label(key, moment)!r} is a key: name it otherwise")
             tensors[_label(key, moment)] = tensor
-    return tensors, {"options": found[0]["options"], "moments": sorted({*parts} - {""})}
+    return tensors, {"options": next(iter(found.values()))["options"], "moments": sorted({*parts} - {""})}
 
 
 def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
     """The keys that the servers have not got yet; Refused if one that they have is another tensor."""
-    there = join_parts({name: _like(*part) for one in found for name, part in one["parts"].items()})
+    there = join_parts({name: _like(*part) for one in found.values() for name, part in one["parts"].items()})
     for key in tensors.keys() & there.keys():
         if describe(tensors[key]) != describe(there[key]):
             raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {describe(there[key])} on the servers")
@@ -64,9 +65,9 @@ def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
 def spread(ask: Ask, found: Found, tensors: Tensors, meta: dict[str, Any]) -> None:
     """Give all servers what they had when it was saved: first the options, then values, then what belongs to these."""
     if "options" in meta:
-        ask([(Part(server, "", 0), Request("restore", options=meta["options"])) for server in range(len(found))])
+        ask([(Part(server, "", 0), Request("restore", options=meta["options"])) for server in found])
     asked = []
-    for server, name in [(server, name) for server, one in enumerate(found) for name in one["parts"]]:
+    for server, name in [(server, name) for server, one in found.items() for name in one["parts"]]:
         (key, first), rows = key_of(name)[:2], found[server]["parts"][name][1][:1]
         for moment in ("", *meta["moments"]):
             if (whole := tensors.get(_label(key, moment))) is not None:

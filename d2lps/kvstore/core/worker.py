@@ -196,7 +196,7 @@ class KVWorker(Asking):
         try:
             ask = partial(self.ask, "state", "")
             found = saving.look(ask, self.placement.servers)
-            if self.rank == found[0]["workers"][0]:
+            if self.rank == found[self.placement.servers[0]]["workers"][0]:
                 do(ask, found)
         finally:
             self.barrier()
