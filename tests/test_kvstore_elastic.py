@@ -369,35 +369,6 @@ def test_training_ends_as_without_the_change_to_the_bit(options: dict[str, Any],
     assert sum(server.nbytes for server in changed.servers) >= sum(server.nbytes for server in plain.servers)
 
 
-def save_and_load(kv: Any, folder: str) -> list[int]:
-    """When servers have changed: what is saved is what is loaded, wherever it lies."""
-    value, copies = torch.arange(100.0), torch.arange(5.0)
-    kv.init("w", value)
-    kv.init("c", copies, everywhere=True)
-    kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
-    while 0 in kv.placement.servers:
-        kv.clock()
-        kv.barrier()
-    for saving in (True, False):
-        if saving:
-            kv.save(f"{folder}/saved")
-        kv.push(["w", "c"], [torch.ones(100), torch.ones(5)])
-        kv.clock()
-        kv.pull(["w", "c"], [value, copies]).wait()
-        if saving:
-            kv.load(f"{folder}/saved")
-        assert torch.equal(value, torch.arange(100.0) - 1) and torch.equal(copies, torch.arange(5.0) - 1)
-    return list(kv.placement.servers)
-
-
-def test_what_was_saved_is_loaded_wherever_it_lies(tmp_path: Path) -> None:
-    def there(cluster: Cluster) -> None:
-        cluster.add_server()
-        cluster.remove_server(0)
-
-    assert run_and_change(there, tmp_path, worker=save_and_load, timeout=30) == [[1, 2]] * 3
-
-
 # ---- whoever is killed meanwhile ----------------------------------------------------------------------------------------------
 
 POINTS = [(stage, when) for stage in ("settled", "give", "take") for when in ("before", "after")]

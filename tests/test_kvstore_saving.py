@@ -195,3 +195,27 @@ def test_the_first_of_those_who_live_writes(tmp_path: Path) -> None:
     run = simulate(worker, 3, 2)
     assert load_file(tmp_path / "file")["hot"].tolist() == [2.0, 2.0] == run.values["hot"].tolist()
     assert [server.values["hot[*]"].tolist() for server in run.servers] == [[2.0, 2.0]] * 2
+
+
+def test_what_was_saved_is_loaded_where_servers_have_gone(tmp_path: Path) -> None:
+    def work(kv: Any) -> list[int]:
+        values = [torch.arange(100.0), torch.arange(5.0)]
+        kv.init("w", values[0])
+        kv.init("c", values[1], everywhere=True)
+        while 0 in kv.placement.servers:
+            kv.clock()
+            kv.barrier()
+        kv.save(tmp_path / "saved")
+        for _ in range(2):  # the second time, what the first one has pushed is forgotten
+            kv.push(["w", "c"], [torch.ones(100), torch.ones(5)])
+            kv.clock()
+            kv.pull(["w", "c"], values).wait()
+            assert torch.equal(values[0], torch.arange(100.0) + 2) and torch.equal(values[1], torch.arange(5.0) + 2)
+            kv.load(tmp_path / "saved")
+        return list(kv.placement.servers)
+
+    def there(cluster: kvstore.Cluster) -> None:
+        cluster.add_server()
+        cluster.remove_server(0)
+
+    assert kvstore.run(work, 2, 2, split=100, saboteur=there) == [[1, 2]] * 2
