@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import ROOT, environment
 
 from d2lps import kvstore
 from d2lps.kvstore.core.events import Append, Request, alike
@@ -356,14 +357,14 @@ def test_a_run_goes_on_from_one_that_was_killed_in_the_middle(tmp_path: Path) ->
     """The caller's whole job goes: of the two pushes of its last step, what was acknowledged is there, each once."""
     code = f"""
 from pathlib import Path
-from tests.test_kvstore_durable import count_up
+from test_kvstore_durable import count_up
 from d2lps import kvstore
 if __name__ == "__main__":
     folder = Path({str(tmp_path)!r})
     kvstore.run(count_up, 1, 2, folder, 10**6, durability="log", folder=folder / "store", split=100, consistency="asp")
 """
     (tmp_path / "job.py").write_text(code)
-    job = subprocess.Popen([sys.executable, str(tmp_path / "job.py")])
+    job = subprocess.Popen([sys.executable, str(tmp_path / "job.py")], env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"))
     try:
         deadline = time.monotonic() + 100
         while not (tmp_path / "0 pushed 20").exists():
