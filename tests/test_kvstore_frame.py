@@ -316,6 +316,7 @@ def test_buffers_missing_left_over_cut_or_swapped_are_refused() -> None:
     for cut in range(len(whole)):
         refused([whole[:cut]])
     refused([whole + b"x"])
+    refused(["not bytes"])  # type: ignore[list-item]
 
 
 # ---- mutations ------------------------------------------------------------------------------------------------------------

@@ -116,7 +116,10 @@ def parse(buffers: Sequence[Bytes], limit: int, lookup: Lookup = _nowhere) -> Ev
     it alive; of read-only ones, such as bytes, they are copies. `limit` counts rows and value together. lookup: the memory of
     an offset and a number of bytes, where the sender may speak of memory that both see.
     """
-    views = [memoryview(buffer).cast("B") for buffer in buffers] or [memoryview(b"")]
+    try:
+        views = [memoryview(buffer).cast("B") for buffer in buffers] or [memoryview(b"")]
+    except TypeError as error:
+        raise FrameError(f"buffers: {error}") from error
     head = _head(views[0])
     rest = [view for view in (views[0][PREFIX.size + head.nbytes :], *views[1:]) if view.nbytes]
     _payload.rest, _payload.limit, _payload.lookup = rest, limit, lookup
