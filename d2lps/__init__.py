@@ -10,6 +10,7 @@ from typing import Any
 
 from d2lps import aggregate, check, collectives, cost, kvstore, topology
 from d2lps.comm import Communicator, Deadlock, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
+from d2lps.figures import style
 from d2lps.launch import run
 from d2lps.result import Run
 from d2lps.simulator import Cut, Kill, Model, Narrow, Slow, simulate
@@ -20,7 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Communicator", "Cut", "Deadlock", "Device", "Kill", "Mismatch", "Model", "Narrow", "OutOfMemory", "RankDied", "RankFailed",
     "RankHung", "ReduceOp", "Run", "Slow", "Topology", "Trace", "Work", "aggregate", "check", "collectives", "cost", "kvstore",
-    "run", "simulate", "topology",
+    "run", "simulate", "style", "topology",
 ]
 
 

@@ -25,8 +25,8 @@ KERNEL = {
 def normalize(notebook: NotebookNode, name: str) -> NotebookNode:
     """A normalized copy; `name` makes the widget ids differ between notebooks."""
     notebook = rename_widgets(notebook, name)
-    widgets = notebook.metadata.get("widgets")
-    notebook.metadata = nbformat.from_dict(KERNEL | ({"widgets": widgets} if widgets else {}))
+    kept = {key: notebook.metadata[key] for key in ("d2lps", "widgets") if notebook.metadata.get(key)}
+    notebook.metadata = nbformat.from_dict(KERNEL | kept)  # d2lps: what the chapter's card says of it
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     name_cells(notebook)
     for cell in notebook.cells:

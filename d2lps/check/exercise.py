@@ -1,5 +1,7 @@
 """Run a reader's function in the simulator, over ranks and sizes, and stop at the first thing that is wrong."""
 
+import dis
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +20,9 @@ _TIMED = 100_000  # elements of the run whose time is shown
 _SMALL, _SMALLER = 1_000, 100  # the same where a tensor is cut into pieces of a fixed size: there would be too many
 
 
+Function = Callable[..., Any]  # a reader's, to be checked
+
+
 class Verdict(NamedTuple):
     """True if the function passed; its text, shown as the result of a cell, says how well, or what is wrong and where."""
 
@@ -31,9 +36,63 @@ class Verdict(NamedTuple):
         return f"{'passed' if self.passed else 'not yet'}: {self.text}"
 
 
+class Wrong(Exception):
+    """What a check has found, in words; `judged` makes a Verdict of it."""
+
+
+def judged(check: Callable[..., str]) -> Callable[..., Verdict]:
+    """Make a check from a function that raises `Wrong`, or says how well the reader's function did.
+
+    >>> @judged
+    ... def double(function):
+    ...     "Check `function(x)`: twice x."
+    ...     if (got := function(3)) != 6:
+    ...         raise Wrong(f"double(3) gives {got!r}, and 3 + 3 is 6")
+    ...     return "it doubles"
+    >>> double(lambda x: x + x), double(lambda x: x ** 2)
+    (passed: it doubles, not yet: double(3) gives 9, and 3 + 3 is 6)
+
+    What the reader's function raises is said as well; a function that holds nothing but `...` is not run.
+    """
+
+    @functools.wraps(check)
+    def verdict(function: Function, *args: Any, **kwargs: Any) -> Verdict:
+        if not callable(function):
+            raise TypeError(f"check.{check.__name__} needs your function, not {function!r}")
+        if unwritten(function):
+            return Verdict(False, f"{function.__name__} is still empty")
+        try:
+            return Verdict(True, check(function, *args, **kwargs))
+        except Wrong as wrong:
+            return Verdict(False, str(wrong))
+        except Exception as error:
+            return Verdict(False, raised(error))
+
+    return verdict
+
+
+def unwritten(function: Function) -> bool:
+    """Whether a function is an exercise's stub: `...`, a docstring or nothing.
+
+    >>> def stub(comm): ...
+    >>> unwritten(stub), unwritten(lambda comm: None), unwritten(print)
+    (True, True, False)
+    """
+    code = getattr(function, "__code__", None)
+    steps = [] if code is None else [step for step in dis.get_instructions(code) if step.opname != "RESUME"]
+    nothing = {"LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
+    return bool(steps) and all(step.opname in nothing and step.argval is None for step in steps)
+
+
+def raised(error: Exception) -> str:
+    """What a reader's function raised, or a deadlock among its ranks, in words."""
+    if isinstance(error, RankHung):
+        return str(error)
+    return f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
+
+
 Case = tuple[list[Any], list[Left]]  # what one rank gets, after comm, and the tensors of it to look at afterwards
 Cases = Callable[[int, int, int], Case]  # the case of (rank, ranks, size)
-Function = Callable[..., Any]  # a reader's, to be checked
 
 
 def exercise(least: float) -> Callable[[Cases], Callable[[Function], Verdict]]:
@@ -46,6 +105,8 @@ def exercise(least: float) -> Callable[[Cases], Callable[[Function], Verdict]]:
         def check(function: Function) -> Verdict:
             if not callable(function):
                 raise TypeError(f"check.{case.__name__} needs your function, not {function!r}")
+            if unwritten(function):
+                return Verdict(False, f"{function.__name__} is still empty")
             for p in RANKS:
                 for size in SIZES:
                     if trouble := _trouble(case, function, p, size):
@@ -73,10 +134,8 @@ def _trouble(case: Cases, function: Function, p: int, size: int) -> str:
     """The first thing wrong in one run; what a rank raised, or a deadlock, first of all."""
     try:
         run = _run(case, function, p, size)
-    except RankHung as error:
-        return str(error)
     except Exception as error:
-        return f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
+        return raised(error)
     for rank, tensors in enumerate(run):
         for left in tensors:
             if said := wrong(rank, left, p, run.trace):

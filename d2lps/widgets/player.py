@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from d2lps import figures
 from d2lps.trace import Trace
 from d2lps.widgets import still
 from d2lps.widgets.scene import Scene
 from d2lps.widgets.texts import PLAYER
 
-# The colours of ranks, as in player.css: Okabe and Ito's, then others between them in lightness.
-COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92b", "#7d848c"]
-COLORS += ["#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
+# The colours of ranks, as in player.css: those of all figures, then others between them in lightness.
+COLORS = [*figures.COLORS, "#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
 REPEATED = "#b3001b"  # the edge of a cell in which something counts more than once
 _COLUMNS = 8
 
