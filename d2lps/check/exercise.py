@@ -41,7 +41,7 @@ class Wrong(Exception):
 
 
 def judged(check: Callable[..., str]) -> Callable[..., Verdict]:
-    """Make a check from a function that raises `Wrong`, or says how well the reader's function did.
+    """Make a check of a reader's function: it raises `Wrong`, or says how well the function did.
 
     >>> @judged
     ... def double(function):
@@ -61,14 +61,40 @@ def judged(check: Callable[..., str]) -> Callable[..., Verdict]:
             raise TypeError(f"check.{check.__name__} needs your function, not {function!r}")
         if unwritten(function):
             return Verdict(False, f"{function.__name__} is still empty")
-        try:
-            return Verdict(True, check(function, *args, **kwargs))
-        except Wrong as wrong:
-            return Verdict(False, str(wrong))
-        except Exception as error:
-            return Verdict(False, raised(error))
+        return _verdict(check, function, *args, **kwargs)
 
     return verdict
+
+
+def answered(check: Callable[..., str]) -> Callable[..., Verdict]:
+    """Make a check of a reader's answers, numbers or words, likewise; `...` stands for what is not answered yet.
+
+    >>> @answered
+    ... def half(answer):
+    ...     "Check the answer: what is half of 12?"
+    ...     if answer != 6:
+    ...         raise Wrong(f"twice {answer!r} is {2 * answer}, not 12")
+    ...     return "twice 6 is 12"
+    >>> half(...), half(5), half(6)
+    (not yet: nothing is filled in, not yet: twice 5 is 10, not 12, passed: twice 6 is 12)
+    """
+
+    @functools.wraps(check)
+    def verdict(*answers: Any, **named: Any) -> Verdict:
+        if any(answer is ... for answer in (*answers, *named.values())):
+            return Verdict(False, "nothing is filled in" if len(answers) + len(named) == 1 else "not all is filled in")
+        return _verdict(check, *answers, **named)
+
+    return verdict
+
+
+def _verdict(check: Callable[..., str], *args: Any, **kwargs: Any) -> Verdict:
+    try:
+        return Verdict(True, check(*args, **kwargs))
+    except Wrong as wrong:
+        return Verdict(False, str(wrong))
+    except Exception as error:
+        return Verdict(False, raised(error))
 
 
 def unwritten(function: Function) -> bool:
