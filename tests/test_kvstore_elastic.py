@@ -183,10 +183,10 @@ def test_no_worker_is_no_settled_server() -> None:
 
 
 class Promised:
-    """The answer to a hold."""
+    """The answer to a hold, or to a settle: the servers are in a view then."""
 
-    def __init__(self, clock: int = 0, error: str = "") -> None:
-        self.reply = Reply(0, 0, 1, clock=clock, error=error) if clock or error else None
+    def __init__(self, clock: int = 0, error: str = "", view: int = 0) -> None:
+        self.reply = Reply(0, 0, 1, clock=clock, error=error, view=view) if clock or error else None
 
     def wait(self) -> Reply:
         assert self.reply is not None
@@ -205,7 +205,7 @@ def test_a_worker_stops_where_all_do() -> None:
 
     def request(server: int, request: Request) -> Any:
         asked.append((server, request.op))
-        return Promised(8)
+        return Promised(8, view=1)
 
     changes.reached(8, [], placement, request)
     assert asked == [(0, "settle")] and placement.servers == [0, 1] and list(changes.followed) == [wanted]
@@ -215,6 +215,28 @@ def test_a_worker_stops_where_all_do() -> None:
     assert changes.heard(Membership(3, (3,)), None) is not None, "who takes no part only takes notes"
     changes.catch_up(placement)
     assert placement.servers == [3]
+
+
+def test_a_change_is_called_off_for_who_has_stopped_and_for_who_has_not() -> None:
+    stopped, computing, placement = Changes(), Changes(), Placement([0])
+    for changes in (stopped, computing):
+        assert changes.heard(Membership(1, (0, 1)), Promised(1)) == Request("hold", clock=1)
+    stopped.reached(1, [], placement, lambda server, request: Promised(1, view=0))
+    assert placement.servers == [0] and not stopped.followed
+    again = Membership(2, (0, 1), instead=1)
+    assert stopped.heard(again, Promised(2)) == Request("hold", clock=2)
+    assert computing.heard(again, Promised(2)) == Request("hold", clock=1)
+    assert [[change.wanted for change in changes.open] for changes in (stopped, computing)] == [[again], [again]]
+
+
+def test_a_server_tells_a_barrier_in_front_of_the_place_where_all_stop() -> None:
+    server = Server([0, 1], consistency="asp")
+    zero, one = Asking(server, 0), Asking(server, 1)
+    assert not one("barrier") and not server.stuck
+    assert not zero("settle") and server.stuck and not server.settled
+    assert [(reply.client, reply.op, reply.view, reply.error) for reply in server.resume()] == [(0, "settle", 0, "")]
+    assert not server.stuck and not server.stops
+    assert [op for _, op, *_ in zero("barrier")] == ["barrier", "barrier"] and not server.stuck
 
 
 def test_sessions_begin_and_end() -> None:
@@ -587,6 +609,39 @@ def test_who_ends_no_iteration_any_more_holds_the_change_up_and_the_run_can_end_
     run = kvstore.run(fall_silent, 2, 2, str(tmp_path), saboteur=saboteur)
     assert list(run) == [1, 1] and [type(error) for error in raised] == [RunIsOver]
     assert len(run.servers) == 2 and not run.history
+
+
+def meet_in_a_barrier(kv: Any, folder: str) -> list[int]:
+    """Worker 1 ends many iterations more than the others, which wait for it in a barrier; then they go on together."""
+    kv.init("w", torch.zeros(1))
+    for step in range(2 + 30 * (kv.rank == 1)):
+        kv.push("w", torch.ones(1))
+        kv.clock()
+        Path(folder, f"begun-{kv.rank}-{step}").touch()
+        time.sleep(0.02 * (kv.rank == 1))
+    kv.barrier()
+    out = torch.zeros(1)
+    while not os.path.exists(f"{folder}/stop") or kv.iteration < 40:
+        kv.push("w", torch.ones(1))
+        kv.clock()
+        kv.pull("w", out).wait()
+        time.sleep(0.01)
+    return [kv.iteration, *kv.placement.servers]
+
+
+@pytest.mark.parametrize("durability", ["memory", "log"])
+def test_a_barrier_in_front_of_where_all_stop_calls_the_change_off_until_later(durability: str, tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        while not (tmp_path / "begun-1-4").exists():
+            cluster.sleep(0.01)
+        cluster.add_server()
+        cluster.servers[0].kill() if durability == "log" else cluster.remove_server(0)
+        (tmp_path / "stop").touch()
+
+    options: dict[str, Any] = {"consistency": "asp", "durability": durability, "timeout": 20}
+    run = kvstore.run(meet_in_a_barrier, 3, 2, str(tmp_path), saboteur=saboteur, **options)
+    assert run.values["w"] == sum(iterations for iterations, *_ in run)
+    assert [servers for _, *servers in run] == [[0, 1, 2] if durability == "log" else [1, 2]] * 3
 
 
 @pytest.mark.parametrize(

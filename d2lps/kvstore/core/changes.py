@@ -5,6 +5,9 @@ computing, or wait for another worker. So the thread that carries its requests a
 clock 7 before it knows more" (hold). When the first server has heard this of all workers, it answers with the latest of these
 clocks, and there all of them stop, at the same line of the same program, so that none of them waits for one that has stopped.
 Then each has the answers to all that it has asked, and waits for other servers (settle): nothing is open, anywhere.
+
+It may be that a worker comes to a barrier before it comes to that clock, and waits there for others that have stopped. Then the
+change is called off: they go on, and the coordinator begins another in its stead.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Changes:
     def heard(self, wanted: Membership, answer: Any) -> Request | None:
         """What the first server is to be told, if this is new; one change after the other, but for one who takes no part."""
         with self.lock:
+            self._drop(wanted.instead)
             busy = self.open and (self.open[-1].answer.reply is None or not self.open[-1].answer.reply.error)
             if wanted.view <= self.view or busy:
                 return None
@@ -59,10 +63,14 @@ class Changes:
         for answer in asked:
             answer.wait()
         settling = {server: request(server, Request("settle", clock=clock)) for server in placement.servers}
-        for server, answer in settling.items():
-            if server in wanted.servers and (error := answer.wait().error):
-                raise Refused(f"a change of servers: {error}")
-        self._follow(placement)
+        replies = [answer.wait() for server, answer in settling.items() if server in wanted.servers]
+        if error := next((reply.error for reply in replies if reply.error), ""):
+            raise Refused(f"a change of servers: {error}")
+        if any(reply.view < wanted.view for reply in replies):  # it was called off
+            with self.lock:
+                self._drop(wanted.view)
+        else:
+            self._follow(placement)
 
     def at(self, clock: int) -> Membership | None:
         """What is wanted, if it is at this clock that all stop for it."""
@@ -78,6 +86,9 @@ class Changes:
         """With what has changed while this worker took no part."""
         while self.open:
             self._follow(placement)
+
+    def _drop(self, view: int) -> None:
+        self.open = deque(change for change in self.open if change.wanted.view != view)
 
     def _follow(self, placement: Placement) -> None:
         placement.follow(self.open[0].wanted.servers)

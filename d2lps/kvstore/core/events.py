@@ -90,6 +90,7 @@ class Membership(_Record, frozen=True):
 
     view: Count
     servers: tuple[Count, ...]
+    instead: Count = 0  # of the view that was wanted before, and has been called off (see `Changes`)
 
 
 # ---- effects: what a server wants done, in this order ---------------------------------------------------------------------

@@ -129,6 +129,13 @@ class Server(State):
         self.view, self.stops, self.offers, self.clocks.keys = view, {}, {}, {}
         return self._go_on({BARRIER})
 
+    def resume(self) -> list[Reply]:
+        """A change of servers is called off: who has stopped for it goes on. It is in no log, either."""
+        settling = [request for request in self.waiting[BARRIER] if request.op == "settle"]
+        self.waiting[BARRIER] = [request for request in self.waiting[BARRIER] if request.op != "settle"]
+        self.stops = {}
+        return [self._reply(request) for request in settling]
+
     # ---- answers ----------------------------------------------------------------------------------------------------------
 
     def _go_on(self, moved: set[Hashable], new: Request | None = None) -> list[Reply]:

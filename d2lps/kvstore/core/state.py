@@ -157,8 +157,16 @@ class State:
     @property
     def settled(self) -> bool:
         """Whether all workers wait for the servers to change, so that nothing else is open: no round, no read."""
-        asking = {request.client for request in self.waiting.get(BARRIER, ()) if request.op == "settle"}
-        return bool(self.clocks.at) and asking >= self.clocks.at.keys()
+        return self._all_wait("settle")
+
+    @property
+    def stuck(self) -> bool:
+        """Whether some workers wait for the servers to change, and all others in a barrier, for those."""
+        return not self.settled and self._all_wait("settle", "barrier") and not self._all_wait("barrier")
+
+    def _all_wait(self, *ops: str) -> bool:
+        waiting = {request.client for request in self.waiting.get(BARRIER, ()) if request.op in ops}
+        return bool(self.clocks.at) and waiting >= self.clocks.at.keys()
 
     def optimize(self, options: Mapping[str, Any]) -> None:
         """A new learning rate keeps the state that there is; another optimizer begins with its own."""

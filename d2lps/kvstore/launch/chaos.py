@@ -57,8 +57,8 @@ class Cluster:
         """Start one more server, which takes its share of the keys over; its number, as soon as it has them.
 
         That is at the end of an iteration, the same for all workers, where they wait for one another; so one that calls
-        kv.clock() no more holds it up, and all of them. What moves is written to the disk, and read, once; meanwhile nothing
-        is served. Not with durability "replica", nor over tcp: ValueError. RunIsOver if the run ends before.
+        kv.clock() no more, nor kv.barrier(), holds it up, and all of them. What moves is written to the disk, and read, once;
+        meanwhile nothing is served. Not with durability "replica", nor over tcp: ValueError. RunIsOver if the run ends before.
         """
         self.servers.append(node := self.resize(None))
         return node.number

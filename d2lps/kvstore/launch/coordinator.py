@@ -144,7 +144,7 @@ class Coordinator:
             self.say(f"server {node.server} goes on without a backup: {text}")
         elif word == b"measured" and self.monitor is not None and node in self.serving:
             self.monitor.heard(node.server, text)
-        elif word in (b"settled", b"give", b"take"):
+        elif word in (b"settled", b"resume", b"give", b"take"):
             self.resizing.heard(node.number, word.decode(), text)
         elif word == b"over":
             node.over = True

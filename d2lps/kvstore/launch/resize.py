@@ -3,6 +3,7 @@
 All that it says it says over and over, until it is answered, so it does not matter who is killed and started again meanwhile:
 
     settled     all workers have stopped at the same clock, and wait; what each server has      (see `Changes`)
+    resume      or one of them waits in a barrier, for one that has stopped: they go on, and all is tried anew
     give        what goes to other servers is written to files; nothing has changed yet         (see `parcels`)
     take        each server takes what is for it, saves that, and lets the workers go on
 """
@@ -90,10 +91,7 @@ class Resizing:
             nodes[number].start()
         while not nodes[number].ready.is_set():
             yield
-        self.view += 1
-        common: Order = {"view": self.view, "folder": str(Path(self.plan.room) / f"view-{self.view}")}
-        wanted = Membership(self.view, tuple(sorted(after)))
-        found = yield from self._answers("settled", dict.fromkeys(before, common), wanted)
+        common, found = yield from self._settled(before, after)
         orders, moves = plan_orders(self.plan, {server: found[server]["parts"] for server in before}, after)
         orders = {server: order | common for server, order in orders.items()}
         yield from self._answers("give", {server: orders[server] for server in before})
@@ -111,6 +109,21 @@ class Resizing:
         self.word = ""
         if self.wishes:
             self.wishes.popleft()[1].set_result(number)
+
+    def _settled(self, before: set[int], after: set[int]) -> Generator[None, None, tuple[Order, Said]]:
+        """Try until all workers have stopped, at longer and longer intervals: what all servers are told, and what they have."""
+        pause, called_off = BEAT, 0
+        while True:
+            self.view += 1
+            common: Order = {"view": self.view, "folder": str(Path(self.plan.room) / f"view-{self.view}")}
+            wanted = Membership(self.view, tuple(sorted(after)), called_off)
+            found = yield from self._answers("settled", dict.fromkeys(before, common), wanted)
+            if all(said["parts"] is not None for said in found.values()):
+                return common, found
+            yield from self._answers("resume", dict.fromkeys(before, common))
+            self.word, self.due = "", time.monotonic() + pause
+            yield
+            pause, called_off = 2 * pause, self.view
 
     def _answers(self, word: str, orders: Mapping[int, Order], wanted: Membership | None = None) -> Generator[None, None, Said]:
         """Tell servers, and workers what is wanted, until all servers have answered."""

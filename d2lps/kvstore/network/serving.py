@@ -204,7 +204,7 @@ class Serving:
                 self._send(backup.released())
             elif word == b"handover":
                 self._hand_over(int(parts[0]))
-            elif word in (b"settled", b"give", b"take"):
+            elif word in (b"settled", b"resume", b"give", b"take"):
                 said, replies = parcels.carry_out(word.decode(), json.loads(parts[0]), self.server, self.durable)
                 self._send(replies)
                 self.tell(word, json.dumps(said).encode())

@@ -22,21 +22,25 @@ Order = dict[str, Any]  # what the coordinator wants of one server: see `Resizin
 def carry_out(word: str, order: Order, server: Server, durable: Durable | None) -> tuple[Order, list[Reply]]:
     """What a server says to an order, when it has carried it out, and the answers that workers get then.
 
-    "settled": what it has, {name: (shape, dtype)}, or that it is too early. "give": see there. "take": what it was given is
-    safe here. What was done before is not done again, only said.
+    "settled": what it has, {name: (shape, dtype)}, or that it is too early, or None: it never will be. "resume": workers go on.
+    "give": see there. "take": what it was given is safe here. What was done before is not done again, only said.
     """
-    said, replies = {"view": order["view"]}, list[Reply]()
-    if word == "settled" and not server.settled:
+    said, replies, changed = {"view": order["view"]}, list[Reply](), False
+    if word == "settled" and server.stuck:
+        said["parts"] = None
+    elif word == "settled" and not server.settled:
         said["view"] = server.view
     elif word == "settled":
         likes = {name: entry.like for name, entry in server.entries.items()}
         said["parts"] = {name: (list(like.shape), str(like.dtype).removeprefix("torch.")) for name, like in likes.items()}
+    elif word == "resume" and server.stuck:
+        replies, changed = server.resume(), True
     elif word == "give":
         give(server, order)
     elif word == "take" and server.view < order["view"]:
-        replies = take(server, order)
-        if durable is not None:
-            durable.checkpoint()
+        replies, changed = take(server, order), True
+    if changed and durable is not None:
+        durable.checkpoint()
     return said, replies
 
 
