@@ -1,1 +1,13 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and how often a test runs."""
+
+import os
+
+import pytest
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.soak(50)`: under D2LPS_SOAK=1 the test runs so many times over."""
+    often = metafunc.definition.get_closest_marker("soak")
+    if often and os.environ.get("D2LPS_SOAK"):
+        metafunc.fixturenames.append("again")
+        metafunc.parametrize("again", range(*often.args))

@@ -315,6 +315,7 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.soak(50)
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(map(str, rules.values())))
 def test_nothing_is_lost(rules: dict[str, Any], tmp_path: Path) -> None:
     run = run_and_change(there_and_back, tmp_path, **rules)
@@ -438,6 +439,7 @@ def descend(kv: Any, folder: str, options: dict[str, Any], steps: int) -> None:
             time.sleep(0.01)  # so that the change comes in the middle
 
 
+@pytest.mark.soak(50)
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda options: options["name"])
 def test_training_ends_as_without_the_change_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
     def saboteur(cluster: Cluster) -> None:
@@ -485,6 +487,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, points: list[tuple[str, str]], kill
     return log
 
 
+@pytest.mark.soak(50)
 @pytest.mark.parametrize(("consistency", "durability"), [("bsp", "log"), ("asp", "fsync")])
 def test_every_server_is_killed_at_every_stage(
     consistency: str, durability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -515,6 +518,7 @@ def test_in_memory_the_death_of_a_server_ends_the_run(tmp_path: Path, monkeypatc
         run_and_change(lambda cluster: cluster.add_server(), tmp_path)
 
 
+@pytest.mark.soak(50)
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
 def test_a_worker_is_killed_at_every_stage(point: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clusters: list[Cluster] = []
@@ -570,6 +574,7 @@ def late(kv: Any, folder: str) -> tuple[int, list[int]]:
     return steps, list(kv.placement.servers)
 
 
+@pytest.mark.soak(50)
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_who_was_away_finds_the_servers_that_there_are(consistency: str, tmp_path: Path) -> None:
     def change(cluster: Cluster) -> None:
@@ -629,6 +634,7 @@ def meet_in_a_barrier(kv: Any, folder: str) -> list[int]:
     return [kv.iteration, *kv.placement.servers]
 
 
+@pytest.mark.soak(50)
 @pytest.mark.parametrize("durability", ["memory", "log"])
 def test_a_barrier_in_front_of_where_all_stop_calls_the_change_off_until_later(durability: str, tmp_path: Path) -> None:
     def saboteur(cluster: Cluster) -> None:

@@ -143,6 +143,7 @@ def layer_by_layer(kv: Any, layers: int, same: bool) -> list[list[float]]:
     return [outs[key].unique().tolist() for key in range(layers)]
 
 
+@pytest.mark.soak(20)
 @pytest.mark.parametrize("address", ["ipc", "tcp"])
 @pytest.mark.parametrize(("consistency", "staleness"), [("bsp", 0), ("ssp", 1), ("asp", 0)])
 def test_no_request_waits_behind_one_that_waits_for_other_workers(consistency: str, staleness: int, address: str) -> None:
