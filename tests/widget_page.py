@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import anywidget
 import pytest
+
+from d2lps.widgets.still import Still
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -46,15 +47,14 @@ def chromium() -> Iterator[Any]:
 
 
 @contextmanager
-def shown(browser: Any, widget: anywidget.AnyWidget, width: int = 760, **options: Any) -> Iterator[Any]:
+def shown(browser: Any, widget: Still, width: int = 760, **options: Any) -> Iterator[Any]:
     """The page with the widget; at the end the widget leaves it without a trace, and nothing must have gone wrong."""
     page = browser.new_page(viewport={"width": width, "height": 900}, **options)
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.set_content('<!DOCTYPE html><html data-theme="light"><head></head><body></body></html>')
-    own = [name for name, trait in widget.traits(sync=True).items() if trait.this_class.__module__.startswith("d2lps")]
-    state = {name: getattr(widget, name) for name in own if not name.startswith("_")}
-    page.evaluate(RENDER, {"esm": widget._esm, "css": widget._css, "state": json.loads(json.dumps(state))})
+    state = json.loads(json.dumps(widget._state()))
+    page.evaluate(RENDER, {"esm": widget._esm, "css": widget._css, "state": state})
     yield page
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.evaluate("destroy()")

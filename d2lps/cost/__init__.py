@@ -12,6 +12,7 @@ matters. Ranks send and receive at the same time, all at the same speed; nothing
 """
 
 from d2lps.cost.choice import ALPHA, BETA, Choice, choose
+from d2lps.cost.fitting import fit, message_times
 from d2lps.cost.moving import all_gather, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
 from d2lps.cost.numbers import algbw, busbw
 from d2lps.cost.reducing import (
@@ -33,6 +34,6 @@ from d2lps.cost.reducing import (
 from d2lps.cost.servers import byteps, colocated_servers, one_server, parameter_servers
 
 __all__ = ["ALPHA", "BETA", "Choice", "algbw", "all_gather", "all_reduce", "all_to_all", "best_chunks", "blockwise"]
-__all__ += ["broadcast", "busbw", "byteps", "choose", "colocated_servers", "double_tree", "flat", "flat_together", "gather"]
-__all__ += ["halving_doubling", "hierarchical", "in_switch", "one_server", "parameter_servers", "recursive_doubling", "reduce"]
-__all__ += ["reduce_scatter", "ring", "scatter", "through_host", "tree", "two_rings"]
+__all__ += ["broadcast", "busbw", "byteps", "choose", "colocated_servers", "double_tree", "fit", "flat", "flat_together"]
+__all__ += ["gather", "halving_doubling", "hierarchical", "in_switch", "message_times", "one_server", "parameter_servers"]
+__all__ += ["recursive_doubling", "reduce", "reduce_scatter", "ring", "scatter", "through_host", "tree", "two_rings"]

@@ -1,8 +1,10 @@
 """What people look at: widgets that live in Jupyter, in Colab, and in the built page without a kernel or a network."""
 
+from d2lps.widgets.bet import Bet
+from d2lps.widgets.choices import Choices
 from d2lps.widgets.player import Player
 from d2lps.widgets.race import Race
 from d2lps.widgets.sweep import Sweep
 from d2lps.widgets.topology_explorer import TopologyExplorer
 
-__all__ = ["Player", "Race", "Sweep", "TopologyExplorer"]
+__all__ = ["Bet", "Choices", "Player", "Race", "Sweep", "TopologyExplorer"]

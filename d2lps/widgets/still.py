@@ -18,7 +18,24 @@ LINES: list[tuple[str, tuple[float, ...]]] = [
 
 
 class Still(anywidget.AnyWidget):
-    """A widget that says what it shows: `repr(self)` in words, `self._figure()` as a picture."""
+    """A widget that says what it shows: `repr(self)` in words, `self._figure()` as a picture.
+
+    It is opened in the browser once somebody shows it or refers to it: one that is held within another (within.py) never is.
+    """
+
+    def open(self) -> None:
+        """Wait for `model_id`."""
+
+    @property
+    def model_id(self) -> str | None:
+        if self.comm is None:
+            super().open()
+        return super().model_id
+
+    def _state(self) -> dict[str, Any]:
+        """The traits that its script reads."""
+        theirs = anywidget.AnyWidget.class_traits(sync=True)
+        return {name: getattr(self, name) for name in self.traits(sync=True) if name not in theirs and not name.startswith("_")}
 
     def _figure(self) -> Figure:
         raise NotImplementedError
@@ -37,13 +54,13 @@ class Still(anywidget.AnyWidget):
         return bundle, metadata
 
 
-def source(name: str) -> str:
+def source(name: str, *more: str) -> str:
     """The JavaScript or the style sheet of a widget in one text: what all widgets share, then its own files.
 
-    `source("player.js")` is common.js, player.js and what begins with player_, such as player_cards.js.
+    `source("player.js")` is common.js, player.js and what begins with player_, such as player_cards.js; then the files `more`.
     """
     own = Path(__file__).with_name(name)
-    parts = [own.with_stem("common"), own, *sorted(own.parent.glob(f"{own.stem}_*{own.suffix}"))]
+    parts = [own.with_stem("common"), own, *sorted(own.parent.glob(f"{own.stem}_*{own.suffix}")), *map(own.with_name, more)]
     return "".join(part.read_text("utf-8") for part in parts)
 
 

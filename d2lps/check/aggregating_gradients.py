@@ -1,0 +1,110 @@
+"""Checks of the exercises of *Aggregating gradients*."""
+
+from typing import Any
+
+import torch
+
+from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercises import all_reduce
+from d2lps.check.tools import number, own, played, right
+from d2lps.simulator import simulate
+from d2lps.topology import pcie_tree, star
+
+__all__ = ["all_reduce", "by_hand", "by_owner", "cable", "pipelined", "statistics"]
+
+_N = 160_000_000  # bytes, as in the chapter
+_MACHINE = pcie_tree(4, 16e9, 0)
+
+
+@answered
+def by_hand(one_gpu: float, cpu: float, blockwise: float) -> str:
+    """Check the answers: 8 GPUs with links of 32 GB/s, gradients of 1.6 GB; milliseconds of each plan."""
+    number(one_gpu, 700, "ms", "on one GPU, how many gradients pass its link on their way in, and how many on their way out?")
+    number(cpu, 800, "ms", "on the CPU, which has no gradient of its own, how many pass its link in each phase?")
+    number(blockwise, 87.5, "ms", "blockwise, how long is a block, and how many of them does each GPU take in?")
+    return "the factor between the first plan and the third is p, here 8"
+
+
+@answered
+def cable(bandwidth: float) -> str:
+    """Check the answer: the bandwidth in GB/s from which on the cable between two switches costs blockwise nothing."""
+    least = 64 / 3
+    if isinstance(bandwidth, int | float) and 0 < bandwidth < 0.99 * least:
+        raise Wrong(f"with a cable of {bandwidth:g} GB/s blockwise takes {320 / bandwidth:.1f} ms; without the cable it took 15")
+    number(bandwidth, least, "GB/s", "blockwise takes 15 ms with that, but with a slower cable as well")
+    return "four blocks cross the cable in each phase, in the time in which three pass a GPU's own link"
+
+
+@judged
+def pipelined(function: Function) -> str:
+    """Check `function(comm, tensor, k)`: rank 0 adds up everything, in k chunks; a sum leaves while the next chunk comes in."""
+    own(function)
+    for k in (1, 2, 5):
+        right(all_reduce, lambda comm, tensor, k=k: function(comm, tensor, k))
+    once = played(function, _MACHINE, _N, 1).time
+    for k in (2, 4, 16):
+        run = played(function, _MACHINE, _N, k)
+        took_in = run.trace.bytes_received()[0] / _N
+        if abs(took_in - 3) > 0.01:
+            raise Wrong(f"with {k} chunks, rank 0 takes in {took_in:.2f} n: it should add up the gradients of all others, 3 n")
+        if run.time > 0.03001 * (1 + 1 / k):
+            raise Wrong(
+                f"160 MB take {run.time * 1e3:.1f} ms in {k} chunks, and {once * 1e3:.1f} ms in one: a chunk's sum should be on "
+                "its way out in the same moments in which the next chunk comes in; post both before you wait for either"
+            )
+    return f"160 MB take {once * 1e3:.1f} ms in one chunk, {run.time * 1e3:.1f} ms in {k}, and rank 0 still adds up everything"
+
+
+@judged
+def by_owner(function: Function) -> str:
+    """Check `function(comm, tensors)`: each tensor has an owner, who adds it up and sends the sum back to all."""
+    own(function)
+    for many in (1, 5):
+        right(all_reduce, lambda comm, tensor, many=many: function(comm, tensor.tensor_split(many)))
+    for p in (2, 4, 5):
+        trace = simulate(lambda comm, p=p: function(comm, [torch.ones(30) for _ in range(2 * p)]), star(p, 1e9, 1e-6)).trace
+        case = f"with {p} ranks and {2 * p} equal tensors"
+        if parts := [int(m) for m in trace.messages["nbytes"] if m % 120]:
+            raise Wrong(f"{case}, a message has {parts[0]} bytes, and a tensor 120: tensors should stay whole")
+        sent = trace.bytes_sent()
+        if sent.max() > 1.01 * sent.mean():
+            raise Wrong(
+                f"{case}, rank {sent.argmax()} sends {sent.max() / sent.mean():.1f} times as much as the ranks do on average: "
+                "let it own as many tensors as the others"
+            )
+        if trace.rounds > 2:
+            raise Wrong(
+                f"{case}, there are {trace.rounds} steps one after another: let all messages of a phase be under way at once"
+            )
+    return "tensors stay whole, all ranks own as many, and there are two steps, whatever the number of ranks"
+
+
+@judged
+def statistics(function: Function) -> str:
+    """Check `function(comm, mine)`: each column's smallest and largest value, and the deviation of all, on every rank."""
+    for p in (1, 2, 3, 8):
+        first, sent = 0, []
+        for rows in (3, 60):
+            generator = torch.Generator().manual_seed(p)
+            parts = [torch.rand(rows + 2 * r, 4, generator=generator, dtype=torch.float64) * (1 + r) - r for r in range(p)]
+            run = simulate(lambda comm, parts=parts: function(comm, parts[comm.rank].clone()), star(p, 1e9, 1e-6))
+            for rank, got in enumerate(run):
+                _statistics(got, torch.cat(parts), f"with {p} ranks, rank {rank}")
+            sent.append(int(run.trace.bytes_sent().sum()))
+            first = first or sent[0]
+        if sent[1] > first:
+            raise Wrong(f"with {p} ranks, more data make {sent[1] / first:.0f} times the bytes: send what sums the data up")
+    return "exact extremes, the deviation of all the data, and no more bytes for more data"
+
+
+def _statistics(got: Any, data: torch.Tensor, who: str) -> None:
+    low, high, deviation = got
+    for name, value, wanted in (("smallest", low, data.min(0).values), ("largest", high, data.max(0).values)):
+        if not torch.equal(torch.as_tensor(value).double(), wanted):
+            raise Wrong(f"{who}: the {name} values are not those of all ranks' data")
+    spread = data.std(correction=0).item()
+    if not abs(float(deviation) - spread) <= 1e-6 * spread:
+        raise Wrong(
+            f"{who}: a deviation of {float(deviation):.4f}, and that of all the data is {spread:.4f}; the ranks have different "
+            "means, and different numbers of values"
+        )

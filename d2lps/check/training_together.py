@@ -1,0 +1,158 @@
+"""Checks of the exercises of *Training together*."""
+
+import random
+from threading import Event, Lock, get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from d2lps.check.exercise import Function, Wrong, judged
+from d2lps.collectives import all_reduce
+from d2lps.result import Run
+from d2lps.simulator import simulate
+from d2lps.topology import star
+
+__all__ = ["accuracy", "backward", "shares", "weighted_mean"]
+
+_PATIENCE = 1.0  # seconds for what takes microseconds where it happens at all
+_LENGTH = 60  # of a gradient
+
+
+@judged
+def weighted_mean(function: Function) -> str:
+    """Check `function(comm, gradient, count)`: every rank's gradient becomes that of the whole batch."""
+    for counts in ([4], [5, 0], [3, 3, 3], [0, 9, 1], [40, 8, 8, 8], [5, 0, 1, 0, 2], [0, 0, 0, 0, 0, 0, 0, 7]):
+        images = torch.rand(sum(counts), _LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        run, case = _shared(function, images, counts), f"shards of {counts}"
+        usual = simulate(lambda comm: all_reduce(comm, torch.ones(_LENGTH + 1).double()), star(len(counts), 1e9, 1e-6)).trace
+        for rank, got in enumerate(run):
+            if not (off := ((got - images.mean(0)).norm() / images.mean(0).norm()).item()) < 1e-12:
+                raise Wrong(f"{case}, rank {rank}: off by {off:.0%}; does every image count as much as every other?")
+        if len(run.trace) > len(usual):
+            raise Wrong(f"{case}: {len(run.trace)} messages, and one all-reduce has {len(usual)}; let the count travel along")
+        sent, least = (int(trace.bytes_sent().sum()) // 8 for trace in (run.trace, usual))
+        if sent > least:
+            raise Wrong(f"{case}: {sent} numbers are sent; with one number more than the gradient has, {least} would do")
+    return "every image counts alike, in one all-reduce of one number more than the gradient has"
+
+
+def _shared(function: Function, images: torch.Tensor, counts: list[int]) -> Run:
+    """What each rank's gradient becomes, where an image's gradient is the image. Without images it is 0, as torch has it."""
+
+    def work(comm: Any) -> torch.Tensor:
+        shard = images.split(counts)[comm.rank]
+        gradient = shard.mean(0) if len(shard) else torch.zeros(_LENGTH, dtype=torch.float64)
+        function(comm, gradient, counts[comm.rank])
+        return gradient
+
+    return simulate(work, star(len(counts), 1e9, 1e-6))
+
+
+@judged
+def shares(function: Function) -> str:
+    """Check `function(speeds, batch)`: whole numbers of images that add up to the batch and are done the soonest."""
+    dice = random.Random(0)
+    cases = [([1000, 1000, 250, 250], 100), ([1000, 700, 300, 7], 100), ([1], 8), ([3, 3, 3], 10), ([1000, 1], 3)]
+    cases += [([dice.randint(1, 1000) for _ in range(dice.randint(2, 8))], dice.randint(1, 300)) for _ in range(40)]
+    for speeds, batch in cases:
+        counts, case = list(function(list(speeds), batch)), f"speeds {speeds}, a batch of {batch}: "
+        if len(counts) != len(speeds) or any(count != int(count) or count < 0 for count in counts):
+            raise Wrong(f"{case}{counts} are not {len(speeds)} whole numbers from 0 up")
+        if sum(counts) != batch:
+            raise Wrong(f"{case}{counts} add up to {sum(counts)}")
+        last = max(count / speed for count, speed in zip(counts, speeds, strict=True))
+        if last > _soonest(speeds, batch) * (1 + 1e-9):
+            slow = max(range(len(speeds)), key=lambda k: counts[k] / speeds[k])
+            raise Wrong(
+                f"{case}{counts} keep all waiting for device {slow}, {1e3 * last:.1f} ms; another one could take an image of it"
+            )
+    return f"in {len(cases)} cases nobody could be done sooner"
+
+
+def _soonest(speeds: list[int], batch: int) -> float:
+    """When all can be done: the next image always goes to the device that would be done with it first."""
+    counts = [0] * len(speeds)
+    for _ in range(batch):
+        k = min(range(len(speeds)), key=lambda k: (counts[k] + 1) / speeds[k])
+        counts[k] += 1
+    return max(count / speed for count, speed in zip(counts, speeds, strict=True))
+
+
+@judged
+def accuracy(function: Function) -> str:
+    """Check `function(comm, correct, seen)`: the share of correct answers among all ranks' images, on every rank."""
+    large = 2**24
+    for pairs in ([(3, 4)], [(9, 10), (0, 1)], [(52, 52), (0, 51), (13, 51)], [(0, 0), (1, 3)], [(large, large)] + [(1, 2)] * 4):
+        run = simulate(lambda comm, pairs=pairs: function(comm, *pairs[comm.rank]), star(len(pairs), 1e9, 1e-6))
+        correct, seen = (sum(column) for column in zip(*pairs, strict=True))
+        for rank, got in enumerate(run):
+            if isinstance(got, bool) or float(got) != correct / seen:
+                large_too = "; these are whole numbers beyond what a float32 can count" if seen > large else ""
+                raise Wrong(
+                    f"(correct, seen) = {pairs}: rank {rank} says {float(got):.10g}, and it is {correct}/{seen}{large_too}"
+                )
+    return "every image counts alike, and the count is exact"
+
+
+@judged
+def backward(function: Function) -> str:
+    """Check `function(loss, model, aggregate)`: the backward pass, and beside it `aggregate(gradient)` as each gets ready.
+
+    Neither is clocked. The check's first layer holds the backward pass up until an aggregation has begun, and the first
+    aggregation is held up until the backward pass has come to the first layer: who lets the two overlap never notices.
+    """
+    for layers in (2, 5):
+        watch = _Watch()
+        model = nn.Sequential(_Gate(watch), *(nn.Linear(4, 4, bias=False) for _ in range(layers)))
+        for again in range(2):  # a hook that was left behind is called twice
+            model.zero_grad()
+            watch.start()
+            start = torch.ones(2, 4, requires_grad=True)
+            function(model(start).sum(), model, watch.aggregate)
+            weights = [layer.weight for layer in list(model)[1:]]
+            if watch.late:
+                raise Wrong(watch.late)
+            if (times := [watch.seen.count(id(weight.grad)) for weight in weights]) != [1] * layers:
+                raise Wrong(
+                    f"run {again + 1} with {layers} layers: the gradients were aggregated {times} times when it returned; each "
+                    "should be, once: wait for all before you return, and remove your hooks"
+                )
+            if watch.seen != [id(weight.grad) for weight in reversed(weights)]:
+                raise Wrong("the gradients were aggregated in another order than they got ready, so ranks may not agree on it")
+    return "the first aggregation began while the backward pass went on, and each gradient was aggregated once, in order"
+
+
+class _Watch:
+    """What was aggregated, and whether it and the backward pass waited for each other."""
+
+    def start(self) -> None:
+        self.seen, self.late, self.reached, self.begun, self._lock = list[int](), "", Event(), Event(), Lock()
+        self._backward = get_ident()
+
+    def first_layer(self) -> None:
+        """The backward pass is at the first layer."""
+        self._backward = get_ident()
+        self.reached.set()
+        if not self.begun.wait(_PATIENCE):
+            self.late = self.late or "no aggregation began before the backward pass was over: start one when a gradient is ready"
+
+    def aggregate(self, gradient: torch.Tensor) -> None:
+        self.begun.set()
+        if not self.reached.wait(_PATIENCE):
+            self.late = self.late or "the backward pass stood still while a gradient was aggregated: do that in another thread"
+        with self._lock:
+            self.seen.append(id(gradient))
+
+
+class _Gate(nn.Module):
+    """A layer that changes nothing and tells when the backward pass comes by."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y.register_hook(lambda gradient: self.watch.first_layer())
+        return y

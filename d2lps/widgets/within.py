@@ -1,0 +1,101 @@
+"""Widgets that hold things: other widgets, figures, texts. One script draws them all, however many there are."""
+
+import base64
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+from matplotlib.figure import Figure
+
+from d2lps.widgets.still import Still, figure, source
+
+Thing = Still | Figure | str
+_COLOURS = 64  # of a stored picture: more can't be told apart in a plot
+_COMMON, _WITHIN = ({kind: Path(__file__).with_name(f"{stem}.{kind}").read_text("utf-8") for kind in ("js", "css")}
+                    for stem in ("common", "within"))  # fmt: skip
+
+
+class Holder(Still):
+    """A widget whose script, `own`.js, shows the things that it holds."""
+
+    def __init__(self, own: str, things: Iterable[Thing], **state: Any) -> None:
+        held = {_kind(thing): thing for thing in things if isinstance(thing, Still)}
+        scripts = (_inner(kind, str(thing._esm)) for kind, thing in held.items())
+        styles = (str(thing._css).removeprefix(_COMMON["css"]) for thing in held.values())
+        files = {kind: source(f"{own}.{kind}").removeprefix(_COMMON[kind]) for kind in ("js", "css")}
+        self._esm = "".join([_COMMON["js"], _WITHIN["js"], *scripts, files["js"]])
+        self._css = "".join([_COMMON["css"], *styles, _WITHIN["css"], files["css"]])
+        super().__init__(**state)
+
+
+def _kind(widget: Still) -> str:
+    """`_kind(player) == "player"`: its module."""
+    return str(widget._anywidget_id).split(".")[-2]
+
+
+def _inner(kind: str, script: str) -> str:
+    """A widget's script as one expression among others: names in it are its own."""
+    body = script.removeprefix(_COMMON["js"]).replace("\nexport default ", "\nconst shown = ")
+    return f"KINDS.{kind} = (() => {{\n{body}\nreturn shown;\n}})();\n"
+
+
+def held(thing: Thing, alt: str = "") -> dict[str, Any]:
+    """A thing as within.js takes it; alt: what a figure shows, in words. TypeError for what is no thing."""
+    if isinstance(thing, Still):
+        return {"kind": _kind(thing), "state": thing._state()}
+    if isinstance(thing, str):
+        return {"kind": "text", "text": thing}
+    if not isinstance(thing, Figure):
+        raise TypeError(f"{thing!r} is no widget of d2lps, no matplotlib Figure and no text")
+    if not alt:
+        raise ValueError("a figure needs alt=: a sentence that says what it shows to those who can't see it")
+    data, width, height = picture(thing)
+    return {"kind": "picture", "src": f"data:image/png;base64,{data}", "alt": alt, "width": width, "height": height}
+
+
+def packed(things: Iterable[dict[str, Any]]) -> str:
+    """Things as one text: scenes of one algorithm are much alike, and become a tenth as large."""
+    return base64.b64encode(zlib.compress(json.dumps(list(things), separators=(",", ":")).encode(), 9)).decode()
+
+
+def picture(drawn: Figure) -> tuple[str, int, int]:
+    """A figure as a small PNG in base64, its width and its height."""
+    out = io.BytesIO()
+    image = PIL.Image.open(io.BytesIO(png(drawn))).convert("RGB")
+    image.quantize(_COLOURS, dither=PIL.Image.Dither.NONE).save(out, format="png", optimize=True)
+    return base64.b64encode(out.getvalue()).decode(), *image.size
+
+
+def png(thing: Thing) -> bytes:
+    """A thing as it stands in a printed page: the same bytes each time."""
+    if isinstance(thing, Still):
+        return thing._still()
+    drawn = _written(thing) if isinstance(thing, str) else thing
+    out = io.BytesIO()
+    drawn.savefig(out, format="png", dpi=drawn.dpi, metadata={"Software": None})
+    if "matplotlib.pyplot" in sys.modules:  # or a notebook would show it once more
+        sys.modules["matplotlib.pyplot"].close(drawn)
+    return out.getvalue()
+
+
+def _written(text: str) -> Figure:
+    drawn = figure(6.4, 0.3 + 0.2 * (1 + len(text) // 90))
+    drawn.text(0.01, 0.5, text, wrap=True, va="center", fontsize=10)
+    return drawn
+
+
+def below(*pngs: bytes) -> bytes:
+    """Pictures below each other, on white."""
+    images = [PIL.Image.open(io.BytesIO(data)).convert("RGB") for data in pngs]
+    whole = PIL.Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), "white")
+    top = 0
+    for image in images:
+        whole.paste(image, (0, top))
+        top += image.height
+    whole.save(out := io.BytesIO(), format="png")
+    return out.getvalue()

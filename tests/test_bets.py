@@ -1,0 +1,210 @@
+"""Bets and choices: what a reader is asked, what is hidden until then, and that each choice shows what was made for it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from matplotlib.figure import Figure
+from widget_page import chromium, needs_chromium, picture, shown, until
+
+import d2lps
+from d2lps.collectives import all_reduce
+from d2lps.comm import Communicator
+from d2lps.topology import star
+from d2lps.widgets import Bet, Choices, Player, Race
+
+
+def play(ranks: int, algorithm: str) -> Player:
+    def work(comm: Communicator) -> None:
+        all_reduce(comm, torch.ones(2 * comm.size, device=comm.device), algorithm=algorithm)
+
+    return Player(d2lps.simulate(work, star(ranks, 1e9)).trace, title=f"{algorithm} on {ranks}")
+
+
+def line(slope: float) -> Figure:
+    figure, ax = plt.subplots()
+    ax.plot([0, 1], [0, slope])
+    return figure
+
+
+def choices() -> Choices:
+    options = {"ranks": [2, 3, 4], "algorithm": ["ring", "tree"]}
+    return Choices(options, play, title="All-reduce", first={"ranks": 3}, names={"algorithm": "by"})
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+# ---- choices ------------------------------------------------------------------------------------------------------------
+
+
+def test_make_is_called_once_for_each_combination() -> None:
+    made: list[tuple[int, str, bool]] = []
+
+    def make(n: int, how: str, late: bool) -> str:
+        made.append((n, how, late))
+        return f"{n} {how} {late}" if late else "in time"
+
+    widget = Choices({"n": [1, 2, 3], "how": {"one way": "a", "another": "b"}, "late": [False, True]}, make)
+    assert made == [(n, how, late) for n in (1, 2, 3) for how in "ab" for late in (False, True)]
+    assert widget.data["which"] == "0 1 0 2 0 3 0 4 0 5 0 6"  # what is equal is stored once
+    assert [option["kind"] for option in widget.data["options"]] == ["slider", "list", "switch"]
+    assert widget.data["options"][1]["values"] == ["one way", "another"]
+
+
+def test_scenes_share_one_script_and_what_is_alike_in_them() -> None:
+    one, six = play(4, "ring"), choices()
+    assert six._esm.count("class Player ") == six._esm.count("class Timed ") == 1
+    assert len(six._esm) < len(one._esm) + 6000
+    assert len(str(six.data)) < len(str(one.scene))
+
+
+def test_what_is_held_in_a_widget_is_not_sent_to_the_browser() -> None:
+    player = play(2, "ring")
+    assert player.comm is None
+    Bet("How many steps?", unit="steps", prediction=2, then=player)
+    assert player.comm is None
+    assert player.model_id == player.comm.comm_id  # once it is shown or referred to
+
+
+def test_a_figure_leaves_pyplot_and_has_an_alt() -> None:
+    before = plt.get_fignums()
+    widget = Choices({"slope": [1, 2]}, line, alt="A line that rises by {slope}.", first={"slope": 2})
+    assert plt.get_fignums() == before
+    assert repr(widget) == "Choices: slope 2 (of 1, 2): A line that rises by 2."
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "error", "words"), [
+    (lambda: Choices({}, line, first={"slope": 2}), ValueError, "slope"),
+    (lambda: Choices({"slope": []}, line), ValueError, "0 combinations"),
+    (lambda: Choices({"a": range(15), "b": range(15)}, str), ValueError, "225 combinations"),
+    (lambda: Choices({"slope": [1, 2]}, line, first={"slope": 3}), ValueError, "'slope': 3"),
+    (lambda: Choices({"slope": [1, 2]}, line), ValueError, "alt="),
+    (lambda: Choices({"x": [1, 2]}, lambda x: x), TypeError, "1 is no widget"),
+    (lambda: Bet("Why?"), ValueError, "needs one of them"),
+    (lambda: Bet("Who?", choices=["a", "b"], prediction="c"), ValueError, "prediction='c' is none of the choices"),
+    (lambda: Bet("How long?", unit="s", measurement="c"), ValueError, "measurement='c' is no number"),
+    (lambda: Bet("How long?", unit="s", measurement=1, then=3), TypeError, "3 is no widget"),
+])  # fmt: skip
+def test_bad_arguments_are_named(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+# ---- stills -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [
+    choices,
+    lambda: Choices({"slope": [1, 2]}, line, alt="A line that rises by {slope}."),
+    lambda: Bet("Who wins?", choices=["tree", "ring"], prediction="ring", then=["Because.", play(2, "ring")]),
+    lambda: Bet("How long?", unit="ms", prediction=3, measurement=4.5),
+])  # fmt: skip
+def test_a_sentence_and_a_picture_stand_in(make: Callable[[], Any]) -> None:
+    widget = make()
+    bundle, _ = widget._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(widget)
+    assert widget._still().startswith(b"\x89PNG")
+    assert widget._still() == widget._still()
+
+
+# ---- pages --------------------------------------------------------------------------------------------------------------
+
+
+@needs_chromium
+def test_a_choice_shows_what_was_made_for_it(browser: Any) -> None:
+    with shown(browser, choices()) as page:
+        title = page.locator(".d2lps-player .d2lps-title")
+        assert title.inner_text() == "ring on 3"
+        first = picture(page)
+        page.locator('[data-action="algorithm"]').select_option("1")
+        assert title.inner_text() == "tree on 3"
+        assert picture(page) != first
+        page.locator('[data-action="ranks"]').focus()
+        page.keyboard.press("ArrowRight")
+        assert title.inner_text() == "tree on 4"
+        assert page.locator(".d2lps-player").count() == 1
+        page.locator('[data-action="next"]').click()
+        second = picture(page)
+        until(page, second)
+        assert page.evaluate("model.get('chosen')") == [2, 1]
+        page.evaluate("model.set('chosen', [1, 0])")  # as Python does
+        assert title.inner_text() == "ring on 3"
+        assert picture(page) == first
+
+
+@needs_chromium
+def test_a_knob_shows_another_figure_and_says_it(browser: Any) -> None:
+    with shown(browser, Choices({"slope": [1, 2, 3]}, line, alt="A line that rises by {slope}."), width=390) as page:
+        image, knob = page.locator("img"), page.locator('[data-action="slope"]')
+        first = image.get_attribute("src")
+        assert image.get_attribute("alt") == "A line that rises by 1."
+        knob.focus()
+        page.keyboard.press("End")
+        assert image.get_attribute("alt") == "A line that rises by 3."
+        assert image.get_attribute("src") != first
+        assert knob.get_attribute("aria-valuetext") == "3"
+        assert image.evaluate("image => image.complete && image.naturalWidth") > 0
+
+
+@needs_chromium
+def test_a_bet_hides_its_result_until_it_is_made(browser: Any) -> None:
+    race = Race(star(4, bandwidth=1e9), ["tree", "ring"], nbytes=16e6)
+    bet = Bet("Who wins?", choices=["the tree", "the ring"], prediction="the ring", measurement="the ring", then=race)
+    with shown(browser, bet) as page:
+        result, inner = page.locator(".result"), page.locator(".d2lps-race")
+        inner.wait_for(state="attached")
+        assert not result.is_visible()
+        assert not inner.is_visible()
+        assert "predicted" not in page.locator(".d2lps-bet").inner_text()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        assert result.is_visible()
+        assert inner.is_visible()
+        assert page.locator(".verdict").inner_text() == "It is: the ring."
+        assert page.locator(".choice").all_inner_texts() == ["the tree\nyour bet", "the ring\npredicted\nmeasured"]
+        assert page.locator(".verdict").evaluate("node => node === document.activeElement")
+        first = picture(page)
+        page.locator('[data-action="next"]').click()
+        until(page, first)
+
+
+@needs_chromium
+@pytest.mark.parametrize(("bet", "words"), [
+    ("30", "Your bet is 2 times what was measured."), ("3", "What was measured is 5 times your bet."),
+    ("15.5", "You are within a tenth of what was measured."), ("15", "You were right."),
+    ("-1", "It is: 15 ms."), ("0", "It is: 15 ms."),
+])  # fmt: skip
+def test_a_number_is_judged_by_the_measurement(browser: Any, bet: str, words: str) -> None:
+    with shown(browser, Bet("How long?", unit="ms", prediction=12, measurement=15), width=390) as page:
+        page.locator('[data-action="submit"]').click()  # nothing was said yet
+        assert not page.locator(".result").is_visible()
+        page.keyboard.type(bet)
+        page.keyboard.press("Enter")
+        assert page.locator(".verdict").inner_text() == words
+        assert page.locator(".bar").all_inner_texts() == [f"your bet\n{bet} ms", "predicted\n12 ms", "measured\n15 ms"]
+
+
+@needs_chromium
+def test_one_click_skips_a_bet_and_print_shows_everything(browser: Any) -> None:
+    with shown(browser, Bet("How long?", unit="ms", prediction=12, then=choices())) as page:
+        page.locator(".d2lps-player").wait_for(state="attached")
+        assert not page.locator(".d2lps-player").is_visible()
+        page.emulate_media(media="print")
+        assert page.locator(".d2lps-player").is_visible()
+        assert page.locator(".bar").all_inner_texts() == ["predicted\n12 ms"]
+        assert not page.locator('[data-action="skip"]').is_visible()
+        page.emulate_media(media="screen")
+        page.locator('[data-action="skip"]').click()
+        assert page.locator(".d2lps-player").is_visible()
+        assert page.locator(".verdict").inner_text() == "Here it is, without a bet."
+        page.locator('[data-action="algorithm"]').select_option("1")
+        assert page.locator(".d2lps-player .d2lps-title").inner_text() == "tree on 3"
