@@ -32,6 +32,7 @@ from d2lps.kvstore.core.events import Refused, alike
 from d2lps.kvstore.core.pieces import Pieces
 from d2lps.kvstore.core.placement import Placement, join_parts
 from d2lps.kvstore.launch.chaos import RunIsOver
+from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.launch.resize import Resizing, plan_orders
 from d2lps.kvstore.network.deployment import deploy
 
@@ -660,6 +661,35 @@ def test_a_barrier_in_front_of_where_all_stop_calls_the_change_off_until_later(d
 def test_where_it_cannot_be_it_is_refused(options: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=why):
         run_and_change(lambda cluster: cluster.add_server(), tmp_path, add_alone, **options)
+
+
+@pytest.mark.parametrize("how", ["no room", "killed", "raises"])
+def test_who_cannot_come_is_not_waited_for(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Node.start
+
+    def starting(self: Node) -> None:
+        if self.number == 2 and how == "no room" and not failed:
+            failed.append(self)
+            raise OSError(28, "No space left on device")
+        start(self)
+        if self.number == 2 and how == "killed" and not failed and self.group is not None:
+            failed.append(self)
+            os.kill(self.group.pids[0], signal.SIGKILL)
+
+    failed, in_the_way = list[Node](), tmp_path / "store" / "server-2"
+    monkeypatch.setattr(Node, "start", starting)
+
+    def change(cluster: Cluster) -> None:
+        if how == "raises":
+            in_the_way.touch()
+        with pytest.raises(RankDied, match=r"server 2 .* before it had anything: the others go on without it"):
+            cluster.add_server()
+        in_the_way.unlink(missing_ok=True)
+        cluster.add_server()
+
+    run = run_and_change(change, tmp_path, durability="log", folder=tmp_path / "store")
+    check_sums(run)
+    assert [servers for _, servers in run] == [[0, 1, 2]] * 3
 
 
 def test_who_is_not_there_cannot_go_and_the_last_one_stays(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ class Coordinator:
     def _started(self, node: Node, cut: int) -> None:
         """What a server has found on the disk. Had it missed anything that was acknowledged, it would have raised that."""
         who, earlier = f"server {node.server}", self.plan.earlier
-        if not node.needed:
+        if self.plan.replicated and not node.needed:
             self.say(f"node {node.number} is the backup of {who}")
         elif node.starts > 1:
             self.say(f"{who} runs again, with all that was acknowledged")
@@ -185,6 +185,8 @@ class Coordinator:
     def _died(self, node: Node, death: str) -> None:
         if self.plan.replicated:
             self._replace(node, death)
+        elif not node.needed:
+            self.say(f"server {node.server} {death} before it had anything")
         elif self.plan.durability == "memory":
             raise RankDied(f"server {node.server} {death}, and what it had is lost: durability='log' would have kept it")
         elif node.failed == ATTEMPTS:

@@ -65,7 +65,7 @@ class Node(Victim):
         self.heard = 0.0  # when it last said something
         self.report: ServerReport | None = None
         self.logs: Sequence[Recorder] = ()  # of its trace
-        self.over = False  # it has said its last word
+        self.over, self.death = False, ""  # it has said its last word; how it died the last time
 
     @property
     def pid(self) -> int:
@@ -105,6 +105,7 @@ class Node(Victim):
         elif self.group.dead:
             death = how_it_ended(self.group.dead[0])
         if death:
+            self.death = death
             self.end()
         return death
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from d2lps.comm import RankDied
 from d2lps.kvstore.core.events import Membership
 from d2lps.kvstore.core.placement import Move, Placement, name_of
 from d2lps.kvstore.launch.chaos import RunIsOver
@@ -86,11 +87,11 @@ class Resizing:
             self.wishes.popleft()
             wished.set_exception(ValueError(f"server {gone} cannot go: there are servers {sorted(before)}"))
             return
-        if gone is None:
-            nodes[number] = Node(self.plan, number, self.coordinator.live)
-            nodes[number].start()
-        while not nodes[number].ready.is_set():
-            yield
+        if gone is None and (failed := (yield from self._started(number))):
+            del nodes[number]
+            self.wishes.popleft()
+            wished.set_exception(RankDied(f"server {number} {failed}, before it had anything: the others go on without it"))
+            return
         common, found = yield from self._settled(before, after)
         orders, moves = plan_orders(self.plan, {server: found[server]["parts"] for server in before}, after)
         orders = {server: order | common for server, order in orders.items()}
@@ -109,6 +110,18 @@ class Resizing:
         self.word = ""
         if self.wishes:
             self.wishes.popleft()[1].set_result(number)
+
+    def _started(self, number: int) -> Generator[None, None, str]:
+        """Let a newcomer begin. If it can't, why: that is the end of the wish, and not of the run."""
+        node = self.coordinator.nodes[number] = Node(self.plan, number, self.coordinator.live, needed=False)
+        try:
+            node.start()
+        except OSError as error:
+            return f"cannot be started: {error}"
+        while not node.ready.is_set() and not node.death:
+            yield
+        node.needed = True
+        return node.death
 
     def _settled(self, before: set[int], after: set[int]) -> Generator[None, None, tuple[Order, Said]]:
         """Try until all workers have stopped, at longer and longer intervals: what all servers are told, and what they have."""
