@@ -1,5 +1,6 @@
 """The book's Sphinx extension: theme options that depend on where the book is built, and the mechanisms of the site."""
 
+import calls
 import formulas
 import landing
 import lean_widgets
@@ -33,6 +34,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("build-finished", sharing.finish)
     app.connect("build-finished", written_pages.finish, priority=900)
     formulas.setup(app)
+    app.add_directive("calls", calls.Calls)
     app.add_directive("chapters", landing.Chapters)
     app.add_directive("playing", landing.Playing)
     app.add_post_transform(still_pictures.StillPictures)

@@ -73,7 +73,8 @@ def both(page: str, path: Path) -> str:
         dark = light.with_name(f"{light.stem}-dark.png")
         if not dark.exists():
             dark.write_bytes(dark_picture(light.read_bytes()))
-        lazy = tag.replace("<img ", '<img loading="lazy" ', 1)
+        width, height = Image.open(light).size  # room is kept for what is loaded late
+        lazy = tag.replace("<img ", f'<img loading="lazy" width="{width}" height="{height}" ', 1)
         return "".join(shown(lazy, mode).replace(source[1], source[1] + end) for mode, end in (("light", ""), ("dark", "-dark")))
 
     return PICTURE.sub(twice, page)

@@ -80,7 +80,7 @@ class Playing(SphinxDirective):
         self.state.nested_parse(self.content, self.content_offset, words)
         view = f'<script type="{VIEW}">{json.dumps({"model_id": model})}</script>'
         still = f"data:image/png;base64,{base64.b64encode(base64.b64decode(text(forms['image/png']))).decode()}"
-        alt = html.escape(text(forms["text/plain"]).strip())
+        alt = html.escape(f"Still picture. {text(forms['text/plain']).strip()}.")
         before = f'<div class="d2lps-playing" data-d2lps-plays>{view}<noscript><img src="{still}" alt="{alt}"></noscript>'
         return [raw(before), *words.children, raw("</div>")]
 
