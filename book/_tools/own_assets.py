@@ -1,9 +1,9 @@
 """Scripts and fonts served by the site itself: no page asks another server for anything.
 
 They come from the node modules that `make` installs (package.json names them) and from anywidget's wheel, and are copied to
-`_static/d2lps/` of the site:
+`_static/d2lps/` of the site. Pages whose widgets are all ours load widgets.js; the others load four scripts in this order:
 
-    require.js  widget_settings.js  embed-amd.js  anywidget.js  @jupyter-widgets/...  mathjax/...
+    require.js  widget_settings.js  embed-amd.js  anywidget.js  @jupyter-widgets/...
 """
 
 import shutil
@@ -18,16 +18,15 @@ HERE = Path(__file__).parent
 NODE_MODULES = HERE.parents[1] / "_build" / "node" / "node_modules"
 ANYWIDGET = Path(sys.prefix) / "share" / "jupyter" / "nbextensions" / "anywidget" / "index.js"
 FOLDER = "d2lps"
-# Of MathJax: TeX in, HTML out, its menu, and what reads formulas aloud.
-MATHJAX_PARTS = ("tex-mml-chtml.js", "input/tex", "output/chtml", "ui", "a11y", "sre")
 
 
 def sources() -> dict[str, Path]:
     """What is copied, by its name under `_static/d2lps/`."""
-    mathjax = NODE_MODULES / "mathjax" / "es5"
     manager = NODE_MODULES / "@jupyter-widgets" / "html-manager" / "dist"
     fonts = sorted(manager.glob("*.woff2"))
+    letters = "mathjax/output/chtml/fonts/woff-v2"
     return {
+        "widgets.js": HERE / "widgets.js",
         "require.js": NODE_MODULES / "requirejs" / "require.js",
         "widget_settings.js": HERE / "widget_settings.js",
         "anywidget.js": ANYWIDGET,
@@ -35,13 +34,12 @@ def sources() -> dict[str, Path]:
         # embed-amd.js holds two bundles, which look for their fonts in two places.
         **{f"@jupyter-widgets/{font.name}": font for font in fonts},
         **{f"@jupyter-widgets/html-manager/dist/{font.name}": font for font in fonts},
-        **{f"mathjax/{part}": mathjax / part for part in MATHJAX_PARTS},
+        letters: NODE_MODULES / letters.replace("mathjax", "mathjax/es5", 1),
     }
 
 
 def configure(app: Sphinx, config: Config) -> None:
-    """Point MathJax and the widgets at our copies; the order of the three scripts matters."""
-    config.mathjax_path = f"{FOLDER}/mathjax/tex-mml-chtml.js"
+    """Point ipywidgets at our copies; the order of the three scripts matters."""
     names = ("require.js", "widget_settings.js", "embed-amd.js")
     config.nb_ipywidgets_js = {f"{FOLDER}/{name}": {} for name in names}
 

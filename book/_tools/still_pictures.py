@@ -16,7 +16,7 @@ def is_bundle(node: nodes.Node) -> bool:
 
 
 def noscript(picture: nodes.Element, alt: str) -> list[nodes.Node]:
-    """The picture between <noscript> tags, with a text for those who cannot see it either."""
+    """The picture between <noscript> tags, with a sentence for those who cannot see it either."""
     for image in picture.findall(nodes.image):
         image["alt"] = alt
     begin = nodes.raw(text="<noscript>", format="html")
@@ -33,5 +33,5 @@ class StillPictures(SphinxPostTransform):
         for bundle in self.document.findall(is_bundle):
             parts = {part["mime_type"]: part for part in bundle.children}
             if VIEW in parts and "image/png" in parts:
-                alt = parts["text/plain"].astext() if "text/plain" in parts else "a widget's first picture"
-                parts[VIEW].extend(noscript(parts["image/png"], alt.strip()))
+                alt = parts["text/plain"].astext() if "text/plain" in parts else "What a widget shows first"
+                parts[VIEW].extend(noscript(parts["image/png"], f"Still picture. {alt.strip()}."))

@@ -1,0 +1,132 @@
+"""The reference of the library's calls: signatures and docstrings as they are, on a page and in the index.
+
+    ```{calls}
+    d2lps.run
+    d2lps.collectives.*        all public names of a module
+    d2lps.Trace.+              a class and its public methods
+    ```
+"""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.util.docutils import SphinxDirective
+
+
+def resolve(name: str) -> Any:
+    """What a dotted name means.
+
+    >>> resolve("d2lps.collectives.broadcast").__name__
+    'broadcast'
+    """
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"nothing is called {name!r}")
+
+
+def expanded(name: str) -> Iterator[str]:
+    """The names that one line of the directive stands for.
+
+    >>> list(expanded("d2lps.aggregate.*"))
+    ['d2lps.aggregate.on_device', 'd2lps.aggregate.on_host', 'd2lps.aggregate.blockwise']
+    """
+    owner, _, last = name.rpartition(".")
+    if last == "*":
+        module = resolve(owner)
+        here = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        names = getattr(module, "__all__", [key for key in here if key[0] != "_"])
+        yield from (f"{owner}.{each}" for each in names if callable(getattr(module, each)))
+    elif last == "+":
+        yield owner
+        members = inspect.getmembers(resolve(owner), inspect.isfunction)
+        yield from (f"{owner}.{key}" for key, value in members if key[0] != "_" and inspect.getdoc(value))
+    else:
+        yield name
+
+
+def signature(thing: Any) -> str:
+    """The parameters as a caller writes them, without types.
+
+    >>> def send(self, tensor: object, dst: int, tag: int = 0) -> None: ...
+    >>> signature(send)
+    '(tensor, dst, tag=0)'
+    """
+    try:
+        found = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return ""
+    bare = [each.replace(annotation=each.empty) for name, each in found.parameters.items() if name != "self"]
+    shown = str(found.replace(parameters=bare, return_annotation=found.empty))
+    return re.sub(r"<(?:RedOpType|ReduceOp)\.(\w+)[^>]*>", r"ReduceOp.\1", shown)
+
+
+def inline(text: str) -> list[nodes.Node]:
+    """Words and `code`."""
+    parts = re.split(r"`+([^`]+)`+", text)
+    return [nodes.literal("", part) if index % 2 else nodes.Text(part) for index, part in enumerate(parts) if part]
+
+
+def kinds(text: str) -> Iterator[tuple[str, str]]:
+    """Each line of a docstring, and whether it is an example, a table's, empty, or prose.
+
+    >>> list(kinds("Add.  Twice.\\n\\n>>> 1\\n1\\n\\na    b"))
+    [('prose', 'Add.  Twice.'), ('', ''), ('example', '>>> 1'), ('example', '1'), ('', ''), ('table', 'a    b')]
+    """
+    kind = ""
+    for line in text.splitlines():
+        if not line.strip():
+            kind = ""
+        elif line.startswith(">>>") or kind == "example":
+            kind = "example"
+        else:
+            kind = "table" if re.search(r"\S {3,}\S|^ {2,}\S", line) else "prose"
+        yield kind, line
+
+
+def described(text: str) -> list[nodes.Node]:
+    """A docstring as paragraphs, examples and tables."""
+    found: list[nodes.Node] = []
+    for kind, lines in groupby(kinds(text), lambda pair: pair[0]):
+        body = "\n".join(line for _, line in lines)
+        if kind == "prose":
+            found.append(nodes.paragraph("", "", *inline(body)))
+        elif kind:
+            body = re.sub(r" *# doctest: \+\w+", "", body)
+            found.append(nodes.literal_block(body, body, language="pycon" if kind == "example" else "text"))
+    return found
+
+
+class Calls(SphinxDirective):
+    """One entry for each name."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        names = [name for line in self.content if line.strip() for name in expanded(line.strip())]
+        return [node for name in names for node in self.entry(name)]
+
+    def entry(self, name: str) -> list[nodes.Node]:
+        thing, (owner, _, last) = resolve(name), name.rpartition(".")
+        if not (doc := inspect.getdoc(thing)):
+            raise self.error(f"{name} has no docstring")
+        head = addnodes.desc_signature(name, "", ids=[name], classes=["d2lps-call"])
+        head += addnodes.desc_addname(f"{owner}.", f"{owner}.")
+        head += addnodes.desc_name(last, last)
+        head += nodes.inline("", signature(thing), classes=["d2lps-parameters"])
+        body = addnodes.desc_content("", *described(doc))
+        entry = addnodes.desc("", head, body, domain="py", objtype="function", noindex=False)
+        words = f"{last}() ({owner})" if callable(thing) else f"{last} ({owner})"
+        return [addnodes.index(entries=[("single", words, name, "", None)]), entry]

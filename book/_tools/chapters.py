@@ -1,0 +1,111 @@
+"""What the site knows of a chapter: its number, title, minutes, needs, teaser, and a picture from its stored outputs.
+
+A chapter says so itself, in its notebook's metadata:
+
+    "d2lps": {"minutes": 75, "needs": "two cores", "teaser": "One sentence.", "picture": "fig-ring-used"}
+
+The picture is named as the figure is (`mystnb`, `figure`, `name`); without a name it is the first that the chapter shows,
+which may be a player's still picture.
+"""
+
+import base64
+import functools
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+STATE = "application/vnd.jupyter.widget-state+json"
+WIDTH = 480  # of a picture on a card, in pixels: twice what it takes on the page
+WIDEST = 3  # times as wide as high
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One chapter; `minutes` is 0, `needs` and `teaser` are empty and `picture` is None where the notebook does not say."""
+
+    page: str
+    part: str
+    number: int
+    title: str
+    minutes: int
+    needs: str
+    teaser: str
+    picture: bytes | None
+
+    def facts(self) -> str:
+        """Minutes and needs on one line.
+
+        >>> Chapter("book/a", "A", 1, "B", 75, "two cores", "", None).facts()
+        '75 minutes · two cores'
+        """
+        return " · ".join(filter(None, [f"{self.minutes} minutes" if self.minutes else "", self.needs]))
+
+
+def notebook(root: Path, page: str) -> dict[str, Any]:
+    """The notebook of a page."""
+    return json.loads((root / f"{page}.ipynb").read_text("utf-8"))
+
+
+def outputs(book: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each cell with one output of its, in order: the cell, and the output's forms by their kind."""
+    return [(cell, output["data"]) for cell in book["cells"] for output in cell.get("outputs", []) if "data" in output]
+
+
+def text(value: str | list[str]) -> str:
+    """A notebook's text, which may be stored in lines."""
+    return value if isinstance(value, str) else "".join(value)
+
+
+def picture(book: dict[str, Any], name: str = "") -> bytes | None:
+    """The stored picture of that name, or, without one, the first."""
+    for cell, forms in outputs(book):
+        called = cell["metadata"].get("mystnb", {}).get("figure", {}).get("name", "")
+        if "image/png" in forms and name in ("", called):
+            return base64.b64decode(text(forms["image/png"]))
+    if name:
+        raise ValueError(f"no cell with a picture is named {name!r}")
+    return None
+
+
+def small(png: bytes, width: int = WIDTH) -> bytes:
+    """A picture made smaller for a card, in few colours; of a very wide one, the middle."""
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    if image.width > WIDEST * image.height:  # a player's
+        margin = image.width // 2 - image.height
+        image = image.crop((margin, 0, image.width - margin, image.height))
+    image.thumbnail((width, width), Image.Resampling.LANCZOS)
+    out = io.BytesIO()
+    image.quantize(64).save(out, format="png", optimize=True)
+    return out.getvalue()
+
+
+def title(book: dict[str, Any]) -> str:
+    """The first heading."""
+    return re.findall(r"^# (.*)$", "\n".join(text(cell["source"]) for cell in book["cells"]), flags=re.MULTILINE)[0].strip()
+
+
+@functools.cache
+def chapters(root: Path) -> tuple[Chapter, ...]:
+    """The chapters of the numbered parts, in order."""
+    toc = yaml.safe_load((root / "_toc.yml").read_text("utf-8"))
+    pages = [(part["caption"], chapter["file"]) for part in toc["parts"] if part.get("numbered") for chapter in part["chapters"]]
+    return tuple(chapter(root, page, part, number) for number, (part, page) in enumerate(pages, 1))
+
+
+def chapter(root: Path, page: str, part: str, number: int) -> Chapter:
+    """What one notebook says of itself."""
+    book = notebook(root, page)
+    said = book["metadata"].get("d2lps", {})
+    words = {name: said.get(name, default) for name, default in (("minutes", 0), ("needs", ""), ("teaser", ""))}
+    try:
+        found = picture(book, said.get("picture", ""))
+    except ValueError as error:
+        raise ValueError(f"{page}: {error}") from error
+    return Chapter(page, part, number, title(book), picture=small(found) if found else None, **words)

@@ -1,0 +1,27 @@
+"""What is done to pages when all of them are written: formulas are typeset, plots get a dark companion, a script is taken out."""
+
+import re
+from pathlib import Path
+
+import dark_pictures
+import formulas
+from sphinx.application import Sphinx
+
+# The theme's icons as 1.5 MB of pictures in a script. Its style sheet has the same icons as a font, which loads a tenth of that.
+ICONS = re.compile(r'\s*<!-- So that users can add custom icons -->\s*<script defer src="[^"]*fontawesome\.js[^"]*"></script>')
+
+
+def finish(app: Sphinx, error: Exception | None) -> None:
+    """Rewrite every page."""
+    if error or app.builder.format != "html":
+        return
+    top = Path(app.outdir)
+    pages = {path: path.read_text("utf-8") for path in sorted(top.rglob("*.html")) if "_static" not in path.parts}
+    asked = list(dict.fromkeys(formula for page in pages.values() for formula in formulas.found(page)))
+    markup, css = formulas.typeset(asked)
+    (top / "_static" / formulas.SHEET).write_text(css, "utf-8")
+    for path, page in pages.items():
+        up = "../" * (len(path.relative_to(top).parts) - 1)
+        page = dark_pictures.both(formulas.put(ICONS.sub("", page), markup, up), path)
+        path.write_text(page, "utf-8")
+    (top / "_static" / "scripts" / "fontawesome.js").unlink()
