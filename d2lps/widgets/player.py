@@ -1,7 +1,6 @@
 """The player: a run, step by step, as it happened; and its still picture, a few steps side by side."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ from matplotlib.figure import Figure
 from d2lps import figures
 from d2lps.trace import Trace
 from d2lps.widgets import still
+from d2lps.widgets.board import Places, board
+from d2lps.widgets.captions import given
 from d2lps.widgets.scene import Scene
 from d2lps.widgets.texts import PLAYER
 
@@ -20,8 +21,6 @@ from d2lps.widgets.texts import PLAYER
 COLORS = [*figures.COLORS, "#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
 REPEATED = "#b3001b"  # the edge of a cell in which something counts more than once
 _COLUMNS = 8
-
-Places = Sequence[tuple[float, float]]
 
 
 class Player(still.Still):
@@ -35,6 +34,12 @@ class Player(still.Still):
     runs beside it, is seen in a strip below).
     names: of the cards, by default "rank 0" and so on. once: mark in red what counts a contribution more than once; a server
     that adds up push after push does so rightly.
+    sentences: what to say of steps, in place of a sentence that the messages give: in their order, or by label or number, as
+    {"reduce-scatter": "Each rank passes on a part.", "reduce-scatter 3/3": "Now one rank holds the whole sum."}; of labels that
+    end in numbers the word before them stands for all. at: the step that is shown first, 2.5 is the middle of the third; by
+    default in the middle of the first message. topology: draw the simulated cluster below the cards, which stand at their
+    devices; by default where it can be read. groups: {name: ranks} to draw boxes around, by default the topology's machines.
+    badges: {step: {rank: "5"}}, what is written at a card in a step, to say what happens there.
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
@@ -45,15 +50,20 @@ class Player(still.Still):
     def __init__(
         self, trace: Trace, title: str = "", show: Sequence[str] | None = None, layout: Places | None = None,
         clock: str = "rounds", names: Sequence[str] | None = None, once: bool = True,
+        sentences: Mapping[str | int, str] | Sequence[str] | None = None, at: float | None = None,
+        topology: bool | None = None, groups: Mapping[str, Sequence[int]] | None = None,
+        badges: Mapping[str | int, Mapping[int, str]] | None = None,
     ) -> None:  # fmt: skip
-        for what, given in (("layout", layout), ("names", names)):
-            if given is not None and len(given) != trace.ranks:
-                raise ValueError(f"{what} has {len(given)} entries, but the trace has {trace.ranks} ranks")
-        called, places = names or [str(rank) for rank in range(trace.ranks)], layout or circle(trace.ranks)
-        ranks = [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in zip(called, places, strict=True)]
+        for what, entries in (("layout", layout), ("names", names)):
+            if entries is not None and len(entries) != trace.ranks:
+                raise ValueError(f"{what} has {len(entries)} entries, but the trace has {trace.ranks} ranks")
+        called, below = names or [str(rank) for rank in range(trace.ranks)], board(trace, layout, topology, groups)
+        places = zip(called, below.pop("places"), strict=True)
+        ranks = [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in places]
         drawn = Scene(trace, show, clock, called, once)
-        told = {**drawn.memory(), **drawn.moments(), "note": drawn.note(), "texts": PLAYER}
-        super().__init__(scene={"title": title, "ranks": ranks, **told})
+        told = {**drawn.memory(), **drawn.moments(), **below, "note": drawn.note(), "texts": PLAYER}
+        _tell(told["stops"], sentences, badges)
+        super().__init__(scene={"title": title, "ranks": ranks, **told}, t=_opening(told, at))
         self._timed = trace if "strip" in self.scene else None
 
     def __repr__(self) -> str:
@@ -80,10 +90,26 @@ class Player(still.Still):
         return drawn
 
 
-def circle(ranks: int) -> Places:
-    """Places on a circle in the unit square, the first at the top, then clockwise."""
-    angles = [2 * math.pi * rank / ranks for rank in range(ranks)]
-    return [(0.5 + 0.5 * math.sin(a), 0.5 - 0.5 * math.cos(a)) for a in angles]
+def _tell(stops: list[dict[str, Any]], sentences: Any, badges: Any) -> None:
+    """Give each step the author's words."""
+    labels = [stop["label"] for stop in stops]
+    values = zip(stops, given("sentences", labels, sentences or {}), given("badges", labels, badges or {}), strict=True)
+    for stop, sentence, marks in values:
+        if sentence is not None:
+            stop["say"] = sentence
+        if marks:
+            stop["badges"] = [{"rank": rank, "text": text} for rank, text in marks.items()]
+
+
+def _opening(scene: dict[str, Any], at: float | None) -> float:
+    """Where the clock stands when a player opens."""
+    times = [stop["t"] for stop in scene["stops"]]
+    if at is not None:
+        if not 0 <= at < len(times):
+            raise ValueError(f"at={at!r} is no step: there are {len(times) - 1}")
+        return float(np.interp(at, range(len(times)), times))
+    first = min(scene["messages"], key=lambda message: message["start"], default={"start": 0.0, "end": 0.0})
+    return (first["start"] + first["end"]) / 2
 
 
 def _column(ax: Axes, scene: dict[str, Any], stop: dict[str, Any]) -> None:
