@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from beside import beside
+from matplotlib.patches import ConnectionPatch
 from oracles import told
 from widget_page import chromium, needs_chromium, picture, shown, until
 
@@ -127,6 +128,14 @@ def test_a_store_that_adds_up_push_after_push_with_cards_that_say_who_is_who() -
     assert whose(1) == (["0", "1", "2"], [0, 1, 2])  # the server has begun with something of its own
     assert whose(2) == (["0", "1", "2"], [0, 0, 1, 1, 2])
     assert whose(2, names=names, once=False) == (names, [0, 1, 2])
+
+
+def test_the_picture_that_stands_in_has_an_arrow_for_each_message_of_a_step() -> None:
+    drawn = Player(two_ranks())._figure()
+    arrows = [artist for artist in drawn.artists if isinstance(artist, ConnectionPatch)]
+    rows = [(arrow.xy1[1], arrow.xy2[1]) for arrow in arrows]
+    assert rows == [(0.5, 1.5), (1.5, 0.5)] * 2  # from rank 0 to rank 1 and back, twice
+    assert len(Player(d2lps.simulate(pushes, star(3, 8.0)).trace)._figure().artists) == 2  # bundles
 
 
 def test_a_sentence_and_a_picture_stand_in() -> None:
@@ -401,7 +410,7 @@ def test_it_opens_with_arrows_that_stay_faded_until_the_next_step(browser: Any, 
         page.evaluate("model.set('t', 2)")
         assert trails.count() == 2
         page.locator(".d2lps").press("Home")
-        assert arrows.count() == 2 and page.locator(".d2lps-now").first.inner_text().startswith("start")
+        assert arrows.count() == trails.count() == 0 and page.locator(".d2lps-now").first.inner_text().startswith("start")
 
 
 @needs_chromium

@@ -34,13 +34,14 @@ class Player extends Timed {
     const width = Math.max(300, this.width);
     this.picture.resize(width);
     this.strip?.resize(width);
+    if (this.cable) this.cable.style.display = this.picture.drawn.links ? "" : "none"; // a small screen may have no room
     this.show(this.t);
   }
 
   // What the colours and signs mean, of those that this run shows.
   legend() {
     const { story, texts } = this, { scene } = story, list = html("ul");
-    const item = (sign, ...text) => list.append(html("li", {}, sign, html("span", {}, ...text)));
+    const item = (sign, ...text) => list.appendChild(html("li", {}, sign, html("span", {}, ...text)));
     const icon = (kind, style = "") => html("i", { class: kind, style });
     const drawn = (...nodes) => svg("svg", { viewBox: "0 0 26 16", width: 26, height: 16, "aria-hidden": "true" }, ...nodes);
     const arrow = (kind) => drawn(svg("g", { class: `arrow ${kind}` }, svg("path", { class: "shaft", style: "stroke-width: 2.5", d: "M2 8H16" }), svg("path", { class: "head", d: "M14 3L24 8L14 13Z" })));
@@ -54,7 +55,7 @@ class Player extends Timed {
     if (scene.messages.length) item(arrow(""), texts.see_arrow), item(arrow("trail"), texts.see_trail);
     if (happens.has("combine")) item(mark("M9.5 8H16.5M13 4.5V11.5"), texts.see_combine);
     if (happens.has("recv")) item(mark("M13 4.5V11.5M10 8.5L13 11.5L16 8.5"), texts.see_recv);
-    if (scene.links) item(drawn(svg("path", { class: "link used", d: "M1 8H25" })), texts.see_link);
+    if (scene.links) this.cable = item(drawn(svg("path", { class: "link used", d: "M1 8H25" })), texts.see_link);
     if (scene.stops.some(({ badges }) => badges)) item(icon("badged"), texts.see_badge);
     return folded(texts.legend, html("div", { class: "d2lps-see" }, html("p", {}, texts.see_card), list));
   }

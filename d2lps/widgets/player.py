@@ -8,6 +8,7 @@ import traitlets
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch
 
 from d2lps import figures
 from d2lps.trace import Trace
@@ -78,10 +79,13 @@ class Player(still.Still):
         stops, rows = scene["stops"], scene["rows"]
         chosen = np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)  # also the first and the last
         heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
-        drawn = still.figure(1.3 * len(chosen) + 0.9, sum(heights))
+        drawn = still.figure(1.4 * len(chosen) + 0.9, sum(heights))
+        drawn.get_layout_engine().set(wspace=0.25)  # for arrows
         grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights)
         for column, step in enumerate(chosen):
             _column(drawn.add_subplot(grid[0, column]), scene, stops[step])
+            if column:
+                _arrows(drawn, scene, stops[step - 1]["t"], stops[step]["t"])
         names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
         drawn.axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
         if trace is not None:
@@ -134,6 +138,20 @@ def _column(ax: Axes, scene: dict[str, Any], stop: dict[str, Any]) -> None:
     ax.set(xlim=(-0.03, 1.03), ylim=(max(1, len(scene["rows"])), 0), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     ax.set_title(stop["label"].replace(" · ", "\n"), fontsize=7)
+
+
+def _arrows(drawn: Figure, scene: dict[str, Any], start: float, end: float) -> None:
+    """What has arrived in a step, from the column before it to its own."""
+    before, after = drawn.axes[-2:]
+    rows = [[index + 0.5 for index, row in enumerate(scene["rows"]) if row["rank"] == rank] for rank in range(len(scene["ranks"]))]
+    for message in scene["messages"]:
+        ways = rows[message["src"]], rows[message["dst"]]
+        if start < message["end"] <= end and all(ways):
+            (x, y), (z, w) = (1.06, np.mean(ways[0]).item()), (-0.06, np.mean(ways[1]).item())
+            look: dict[str, Any] = {"arrowstyle": "-|>", "color": "#6b7280", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
+            patch = ConnectionPatch((x, y), (z, w), before.transData, after.transData, mutation_scale=6, **look)
+            patch.set_in_layout(False)
+            drawn.add_artist(patch)
 
 
 def _boxes(spans: list[tuple[float, float, int]]) -> Any:

@@ -115,7 +115,7 @@ class Picture {
       if (i > 0 && age < fade) keep(`c${c}.${i}`, () => this.mark(c, history[c][i]), 1 - Math.max(0, age) / fade);
     });
     messages.forEach((message, i) => {
-      if (message.start > t + eps || message.gone <= t + eps) return;
+      if (message.start >= t - eps || message.gone <= t + eps) return;
       keep(i, () => this.flight(message), t);
     });
     for (const [key, { nodes }] of this.live) if (!wanted.has(key)) for (const [, node] of nodes) node.remove();
@@ -123,7 +123,7 @@ class Picture {
     const added = [...wanted.keys()].some((key) => !this.live.has(key));
     if (added) for (const { nodes } of wanted.values()) for (const [layer, node] of nodes) layer.append(node);
     this.live = wanted;
-    this.board.draw(messages.filter(({ start, stay }) => start <= t + eps && t <= stay + eps));
+    this.board.draw(messages.filter(({ start, stay }) => start < t - eps && t <= stay + eps));
     this.badges(this.story.stopIndex(t));
   }
 
