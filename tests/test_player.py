@@ -210,6 +210,22 @@ def test_a_simulated_cluster_lies_below_the_cards() -> None:
     assert "links" not in scene(d2lps.simulate(sum_up, fat_tree(4, 8.0, 0.0)).trace)  # 16 cards in a row cannot be read
 
 
+def test_a_run_is_told_in_the_steps_of_a_text_of_which_some_send_nothing() -> None:
+    steps = {"1 think": None, "2 share": "all-gather", "3 rest": None}
+    drawn = scene(two_ranks(), steps=steps, sentences=["One.", "Two.", "Three."], badges={"1 think": {0: "1"}})
+    assert [(stop["t"], stop["label"]) for stop in drawn["stops"]] == [*enumerate(["start", *steps])]
+    assert [stop["say"] for stop in drawn["stops"][1:]] == ["One.", "Two.", "Three."] and drawn["end"] == 3
+    assert [(m["src"], m["start"], m["end"]) for m in drawn["messages"]] == [(0, 1, 2), (1, 1, 2)]
+    assert [(c["t"], c["cell"]) for c in drawn["changes"]] == [(2, 0), (2, 3)]
+    assert [held["from"] for held in drawn["initial"]] == [[0], [0, 1], [0, 1], [1]]  # the reduce-scatter has been
+    both = scene(two_ranks(), steps={"all": "reduce-scatter"})
+    assert [(m["start"], m["end"]) for m in both["messages"]] == [(0, 0.5)] * 2 + [(0.5, 1)] * 2
+    with pytest.raises(ValueError, match=r"'push'}: the rounds from there on are called \['reduce-scatter 1/1', 'all-gather"):
+        scene(two_ranks(), steps={"one": "push"})
+    with pytest.raises(ValueError, match="steps= needs clock='rounds'"):
+        scene(two_ranks(), steps=steps, clock="time")
+
+
 # ---- the strip ----------------------------------------------------------------------------------------------------------
 
 

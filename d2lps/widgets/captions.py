@@ -22,18 +22,18 @@ def given(what: str, stops: Sequence[str], values: Mapping[Any, T] | Sequence[T]
     values: a sequence, in the order of the steps, or by number (0 is the start) or label: a whole one, one of the labels that
     a step joins by " · ", or one without the numbers at its end. ValueError for what no step is called, with the names of all.
     """
-    keys = [[number, *_called(label)] for number, label in enumerate(stops)]
+    keys = [[number, *known(label)] for number, label in enumerate(stops)]
     if not isinstance(values, Mapping):
         if len(values) not in (len(stops), len(stops) - 1):
             raise ValueError(f"{what} has {len(values)} entries, but there are {len(stops) - 1} steps and the start")
         values = dict(enumerate(values, len(stops) - len(values)))
-    if strangers := [key for key in values if not any(key in known for known in keys)]:
+    if strangers := [key for key in values if not any(key in names for names in keys)]:
         raise ValueError(f"{what} has {strangers}, but the steps are called {list(dict.fromkeys(stops))}")
-    return [next((values[key] for key in known if key in values), None) for known in keys]
+    return [next((values[key] for key in names if key in values), None) for names in keys]
 
 
-def _called(label: str) -> list[str]:
-    """`_called("a 1/2 · b") == ["a 1/2 · b", "a 1/2", "b", "a", "b"]`"""
+def known(label: str) -> list[str]:
+    """By what names an author may call a step: `known("a 1/2 · b") == ["a 1/2 · b", "a 1/2", "b", "a", "b"]`."""
     parts = label.split(" · ")
     return [label, *parts, *(part.rstrip("0123456789/ ") for part in parts)]
 

@@ -16,6 +16,7 @@ from d2lps.widgets import still
 from d2lps.widgets.board import Places, board
 from d2lps.widgets.captions import given
 from d2lps.widgets.scene import Scene
+from d2lps.widgets.steps import retold
 from d2lps.widgets.texts import PLAYER
 
 # The colours of ranks, as in player.css: those of all figures, then others between them in lightness.
@@ -40,7 +41,9 @@ class Player(still.Still):
     end in numbers the word before them stands for all. at: the step that is shown first, 2.5 is the middle of the third; by
     default in the middle of the first message. topology: draw the simulated cluster below the cards, which stand at their
     devices; by default where it can be read. groups: {name: ranks} to draw boxes around, by default the topology's machines.
-    badges: {step: {rank: "5"}}, what is written at a card in a step, to say what happens there.
+    steps: {name: label of the round that it begins with, or None}, to tell the run in the steps of a text, of which some send
+    nothing; what was before the first has happened when it starts. badges: {step: {rank: "5"}}, what is written at a card in
+    a step, to say what happens there.
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
@@ -53,7 +56,7 @@ class Player(still.Still):
         clock: str = "rounds", names: Sequence[str] | None = None, once: bool = True,
         sentences: Mapping[str | int, str] | Sequence[str] | None = None, at: float | None = None,
         topology: bool | None = None, groups: Mapping[str, Sequence[int]] | None = None,
-        badges: Mapping[str | int, Mapping[int, str]] | None = None,
+        badges: Mapping[str | int, Mapping[int, str]] | None = None, steps: Mapping[str, str | None] | None = None,
     ) -> None:  # fmt: skip
         for what, entries in (("layout", layout), ("names", names)):
             if entries is not None and len(entries) != trace.ranks:
@@ -62,7 +65,9 @@ class Player(still.Still):
         places = zip(called, below.pop("places"), strict=True)
         ranks = [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in places]
         drawn = Scene(trace, show, clock, called, once)
-        told = {**drawn.memory(), **drawn.moments(), **below, "note": drawn.note(), "texts": PLAYER}
+        told = {**drawn.memory(), **drawn.moments(), **below, "placed": layout is not None, "note": drawn.note(), "texts": PLAYER}
+        if steps:
+            told = retold(told, steps)
         _tell(told["stops"], sentences, badges)
         super().__init__(scene={"title": title, "ranks": ranks, **told}, t=_opening(told, at))
         self._timed = trace if "strip" in self.scene else None
@@ -143,7 +148,9 @@ def _column(ax: Axes, scene: dict[str, Any], stop: dict[str, Any]) -> None:
 def _arrows(drawn: Figure, scene: dict[str, Any], start: float, end: float) -> None:
     """What has arrived in a step, from the column before it to its own."""
     before, after = drawn.axes[-2:]
-    rows = [[index + 0.5 for index, row in enumerate(scene["rows"]) if row["rank"] == rank] for rank in range(len(scene["ranks"]))]
+    rows: dict[int, list[float]] = {rank: [] for rank in range(len(scene["ranks"]))}
+    for index, row in enumerate(scene["rows"]):
+        rows[row["rank"]].append(index + 0.5)
     for message in scene["messages"]:
         ways = rows[message["src"]], rows[message["dst"]]
         if start < message["end"] <= end and all(ways):

@@ -59,7 +59,7 @@ function layout(scene, width) {
   let w = widest;
   while (!fits(w, 64, limit)) w -= 2;
   while (!fits(w, 40, 1.25 * limit)) w -= 2; // rather a higher picture than slimmer cards
-  if (nodes.length && (w < 56 || needed(w) > 1.25 * limit)) return layout(ringed(scene), width);
+  if (nodes.length && !scene.placed && (w < 56 || needed(w) > 1.25 * limit)) return layout(ringed(scene), width);
   const uneven = at.some((p) => p.y !== at[0].y), tiers = new Set(all.slice(n).map((p) => p.y.toFixed(2))).size;
   const round = uneven ? h + width * (n < 3 ? 0.2 : n < 4 ? 0.3 : n < 6 ? 0.42 : 0.52) : Math.max(h, top + bottom + TIER * tiers); // not too flat
   const inner = Math.max(round, Math.min(needed(w), 2 * limit));
