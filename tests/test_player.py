@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from beside import beside
+from matplotlib.patches import ConnectionPatch
 from oracles import told
 from widget_page import chromium, needs_chromium, picture, shown, until
 
@@ -14,10 +15,10 @@ import d2lps
 from d2lps import kvstore
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
-from d2lps.topology import ring, star
+from d2lps.topology import fat_tree, ring, spine_leaf, star
 from d2lps.trace import Trace
 from d2lps.widgets import Player
-from d2lps.widgets.player import circle
+from d2lps.widgets.board import circle
 
 
 def sum_up(comm: Communicator, numel: int = 4) -> None:
@@ -64,6 +65,8 @@ def test_messages_last_from_stop_to_stop(clock: str) -> None:
     assert messages == [(0, 1, 0, 1, 8), (1, 0, 0, 1, 8), (0, 1, 1, 2, 8), (1, 0, 1, 2, 8)]
     assert drawn["stops"][1]["label"] == "reduce-scatter 1/1"
     assert drawn["stops"][1]["text"] == "0 → 1: part 0, 8 B; 1 → 0: part 1, 8 B"
+    says = [stop["say"] for stop in drawn["stops"]]
+    assert says[1:] == [f"2 messages, at the same time. What arrives is {what}." for what in ("added to what is there", "kept")]
 
 
 def test_time_ends_with_the_last_sum() -> None:
@@ -127,12 +130,100 @@ def test_a_store_that_adds_up_push_after_push_with_cards_that_say_who_is_who() -
     assert whose(2, names=names, once=False) == (names, [0, 1, 2])
 
 
+def test_the_picture_that_stands_in_has_an_arrow_for_each_message_of_a_step() -> None:
+    drawn = Player(two_ranks())._figure()
+    arrows = [artist for artist in drawn.artists if isinstance(artist, ConnectionPatch)]
+    rows = [(arrow.xy1[1], arrow.xy2[1]) for arrow in arrows]
+    assert rows == [(0.5, 1.5), (1.5, 0.5)] * 2  # from rank 0 to rank 1 and back, twice
+    assert len(Player(d2lps.simulate(pushes, star(3, 8.0)).trace)._figure().artists) == 2  # bundles
+
+
 def test_a_sentence_and_a_picture_stand_in() -> None:
     player = Player(two_ranks(), title="Two")
     bundle, _ = player._repr_mimebundle_()
     assert bundle["text/plain"] == "Player: Two, 2 ranks, 4 messages (reduce-scatter 1/1; all-gather 1/1)"
     assert player._still().startswith(b"\x89PNG")
     assert player._still() == player._still()
+
+
+# ---- what an author says, and what lies below ---------------------------------------------------------------------------
+
+
+def test_an_authors_sentences_stand_at_their_steps() -> None:
+    def says(given: Any) -> list[str]:
+        return [stop["say"] for stop in scene(two_ranks(), sentences=given)["stops"]]
+
+    assert says({"reduce-scatter": "Add.", "all-gather 1/1": "Pass on.", 0: "Look."}) == ["Look.", "Add.", "Pass on."]
+    assert says({2: "Pass on."})[1] == "2 messages, at the same time. What arrives is added to what is there."
+    assert says(["Add.", "Pass on."])[1:] == ["Add.", "Pass on."]
+    with pytest.raises(ValueError, match=r"sentences has \['reduce'\], but the steps are called \['start', 'reduce-scatter 1/1'"):
+        says({"reduce": "Add."})
+    with pytest.raises(ValueError, match="sentences has 4 entries, but there are 2 steps and the start"):
+        says(["a"] * 4)
+    badges = scene(two_ranks(), badges={"all-gather": {1: "7"}})["stops"]
+    assert [stop.get("badges") for stop in badges] == [None, None, [{"rank": 1, "text": "7"}]]
+    with pytest.raises(ValueError, match="badges has"):
+        scene(two_ranks(), badges={"7": {0: "7"}})
+
+
+def test_a_player_opens_in_the_middle_of_the_first_message_or_where_it_is_told_to() -> None:
+    assert Player(two_ranks()).t == Player(two_ranks(), clock="time").t == 0.5
+    assert Player(slow_cable(), clock="time", at=1.5).t == pytest.approx((3 + 6) / 2)
+    with pytest.raises(ValueError, match="at=3 is no step: there are 2"):
+        Player(two_ranks(), at=3)
+
+
+def pushes(comm: Communicator) -> None:
+    """16 messages from every other rank to rank 0, which adds them up."""
+    mine, sums = torch.ones(16), torch.zeros(16)
+    if comm.rank:
+        comm.exchange([(mine[k : k + 1], 0) for k in range(16)], [])
+    else:
+        came = [torch.zeros(16) for _ in range(1, comm.size)]
+        comm.exchange([], [(came[r - 1][k : k + 1], r) for r in range(1, comm.size) for k in range(16)])
+        for part in came:
+            comm.combine(sums, part)
+
+
+@pytest.mark.parametrize("clock", ["rounds", "time"])
+def test_messages_that_go_the_same_way_together_are_one_bundle(clock: str) -> None:
+    drawn = scene(d2lps.simulate(pushes, star(3, bandwidth=8.0)).trace, clock=clock)
+    found = [(m["src"], m["dst"], m["n"], m["bytes"], len(m["parts"])) for m in drawn["messages"]]
+    assert found == [(1, 0, 16, 64, 16), (2, 0, 16, 64, 16)]
+    assert drawn["stops"][1]["say"].startswith("2 send to rank 0.")
+
+
+def test_a_simulated_cluster_lies_below_the_cards() -> None:
+    drawn = scene(two_ranks())
+    assert [(node["name"], node["kind"]) for node in drawn["nodes"]] == [("switch", "switch")]
+    assert (drawn["links"], drawn["routes"]) == ("0 2 1 2", {"0 1": "0 2 1", "1 0": "1 2 0"})
+    assert "links" not in scene(two_ranks(), topology=False) and "links" not in scene(two_ranks(), layout=[(0, 0), (1, 0)])
+    assert scene(two_ranks(), layout=[(0, 0), (1, 0)], topology=True)["nodes"][0]["x"] == 0.5  # between its neighbours
+    with pytest.raises(ValueError, match="topology=True needs a simulated run"):
+        scene(d2lps.run(sum_up, 2, trace=True).trace, topology=True)
+    racks = scene(d2lps.simulate(sum_up, spine_leaf(racks=2, per_rack=2, spines=1, bandwidth=8.0)).trace)
+    assert racks["groups"] == [{"name": "rack 0", "ranks": [0, 1]}, {"name": "rack 1", "ranks": [2, 3]}]
+    assert [rank["y"] for rank in racks["ranks"]] == [racks["ranks"][0]["y"]] * 4
+    assert scene(two_ranks(), groups={"a machine": [1]})["groups"] == [{"name": "a machine", "ranks": [1]}]
+    with pytest.raises(ValueError, match=r"groups has \[2\], but the ranks are 0 to 1"):
+        scene(two_ranks(), groups={"a machine": [1, 2]})
+    assert "links" not in scene(d2lps.simulate(sum_up, fat_tree(4, 8.0, 0.0)).trace)  # 16 cards in a row cannot be read
+
+
+def test_a_run_is_told_in_the_steps_of_a_text_of_which_some_send_nothing() -> None:
+    steps = {"1 think": None, "2 share": "all-gather", "3 rest": None}
+    drawn = scene(two_ranks(), steps=steps, sentences=["One.", "Two.", "Three."], badges={"1 think": {0: "1"}})
+    assert [(stop["t"], stop["label"]) for stop in drawn["stops"]] == [*enumerate(["start", *steps])]
+    assert [stop["say"] for stop in drawn["stops"][1:]] == ["One.", "Two.", "Three."] and drawn["end"] == 3
+    assert [(m["src"], m["start"], m["end"]) for m in drawn["messages"]] == [(0, 1, 2), (1, 1, 2)]
+    assert [(c["t"], c["cell"]) for c in drawn["changes"]] == [(2, 0), (2, 3)]
+    assert [held["from"] for held in drawn["initial"]] == [[0], [0, 1], [0, 1], [1]]  # the reduce-scatter has been
+    both = scene(two_ranks(), steps={"all": "reduce-scatter"})
+    assert [(m["start"], m["end"]) for m in both["messages"]] == [(0, 0.5)] * 2 + [(0.5, 1)] * 2
+    with pytest.raises(ValueError, match=r"'push'}: the rounds from there on are called \['reduce-scatter 1/1', 'all-gather"):
+        scene(two_ranks(), steps={"one": "push"})
+    with pytest.raises(ValueError, match="steps= needs clock='rounds'"):
+        scene(two_ranks(), steps=steps, clock="time")
 
 
 # ---- the strip ----------------------------------------------------------------------------------------------------------
@@ -171,11 +262,11 @@ def test_a_collective_that_was_started_lies_beside_what_its_rank_does_meanwhile(
     assert [stop["t"] for stop in drawn["stops"]] == [0, 1, 2]
 
 
-def test_where_nothing_is_computed_or_beside_or_where_rounds_count_there_is_no_strip() -> None:
-    assert "strip" not in scene(two_ranks(), clock="time")
+def test_where_seconds_count_there_is_a_strip_and_where_rounds_count_there_is_none() -> None:
+    lanes = [{bar["kind"]: bar["times"] for bar in lane["bars"]} for lane in scene(two_ranks(), clock="time")["strip"]]
+    assert lanes == [{"waiting": "0 1 1 2", "moving": "0 1 1 2"}] * 2
     assert "strip" not in scene(under_a_backward_pass())
-    assert "strip" in scene(beside(two_ranks()), clock="time")  # nothing computes, but all happens beside
-    assert "strip" in scene(beside(two_ranks(), (0, "sleep", "", 0.0, 1.0), lane=0), clock="time")
+    assert "strip" in scene(beside(two_ranks()), clock="time")  # all happens beside
 
 
 def test_a_strip_of_many_short_bars_is_as_fine_as_a_picture_and_no_finer() -> None:
@@ -207,12 +298,12 @@ def test_on_a_real_clock_two_collectives_that_ran_beside_have_steps_of_their_own
 
 
 def test_the_picture_that_stands_in_has_a_timeline_below_even_without_a_message() -> None:
-    def height(trace: Trace) -> int:
-        return int.from_bytes(Player(trace, clock="time")._still()[20:24])  # as PNG tells it
+    def height(trace: Trace, clock: str) -> int:
+        return int.from_bytes(Player(trace, clock=clock)._still()[20:24])  # as PNG tells it
 
     silent = told("", "")
-    assert height(beside(silent, (0, "compute", "alone", 0.0, 1.0))) > height(silent) + 100
-    assert height(under_a_backward_pass()) > height(two_ranks()) + 100
+    for trace in (silent, beside(silent, (0, "compute", "alone", 0.0, 1.0)), two_ranks(), under_a_backward_pass()):
+        assert height(trace, "time") > height(trace, "rounds") + 100
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------------
@@ -229,6 +320,7 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize("width", [760, 390])
 def test_the_picture_depends_on_the_time_alone(browser: Any, clock: str, width: int) -> None:
     with shown(browser, Player(slow_cable(), clock=clock), width, reduced_motion="reduce") as page:
+        page.locator('[data-action="first"]').click()
         forth = [picture(page)]
         for _ in range(6):
             page.locator('[data-action="next"]').click()
@@ -243,7 +335,7 @@ def test_the_picture_depends_on_the_time_alone(browser: Any, clock: str, width: 
 
 @needs_chromium
 def test_buttons_keys_and_slider_move_it(browser: Any) -> None:
-    with shown(browser, Player(slow_cable(), clock="time", title="Slow")) as page:
+    with shown(browser, Player(slow_cable(), clock="time", title="Slow", at=0)) as page:
         first, counter = picture(page), page.locator(".d2lps-counter")
         page.locator('[data-action="next"]').click()
         until(page, first)
@@ -275,13 +367,14 @@ def test_it_plays_to_the_end_and_pauses(browser: Any) -> None:
         play.click()
         page.wait_for_function("model.get('t') === 2")
         assert play.get_attribute("aria-label") == "Play"
-        assert page.locator("g.complete").count() == 4
+        assert page.locator(".cell g.complete").count() == 4
+        assert page.locator("g.token").count() == 0  # all have arrived
 
 
 @needs_chromium
 @pytest.mark.parametrize("width", [760, 390])
 def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(browser: Any, width: int) -> None:
-    with shown(browser, Player(under_a_backward_pass(), clock="time"), width, reduced_motion="reduce") as page:
+    with shown(browser, Player(under_a_backward_pass(), clock="time", at=0), width, reduced_motion="reduce") as page:
         strip, now = page.locator(".strip svg"), page.locator(".strip .now")
         assert strip.get_attribute("aria-label") == "What every rank does over time, backward, optimizer"
         assert page.locator(".strip .rank").all_text_contents() == ["rank 0", "rank 1"]
@@ -303,9 +396,9 @@ def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(brow
 
 
 @needs_chromium
-def test_without_a_strip_a_player_has_one_picture(browser: Any) -> None:
-    with shown(browser, Player(two_ranks(), clock="time")) as page:
-        assert page.locator(".d2lps svg").count() == 1
+def test_where_rounds_count_a_player_has_one_picture(browser: Any) -> None:
+    with shown(browser, Player(two_ranks())) as page:
+        assert page.locator(".d2lps svg[role=img]").count() == 1
 
 
 @needs_chromium
@@ -316,3 +409,83 @@ def test_a_run_without_messages_that_only_computes_plays_too(browser: Any) -> No
         assert page.locator(".strip rect.computing").count() == 1
         page.locator('[data-action="next"]').click()
         assert page.evaluate("model.get('t')") == 1
+
+
+@needs_chromium
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_it_opens_with_arrows_that_stay_faded_until_the_next_step(browser: Any, motion: str) -> None:
+    with shown(browser, Player(two_ranks()), reduced_motion=motion) as page:
+        arrows, trails = page.locator("g.arrows .arrow:not(.trail) .shaft"), page.locator("g.arrows .trail .shaft")
+        assert (arrows.count(), page.locator("g.token").count(), trails.count()) == (2, 2, 0)
+        page.evaluate("model.set('t', 1)")
+        assert page.locator("g.token").count() == 0 and trails.count() == 2
+        assert [arrow.get_attribute("opacity") for arrow in page.locator("g.arrows .trail").all()] == ["0.550"] * 2
+        page.evaluate("model.set('t', 1.3)")  # the next step is on its way
+        assert (arrows.count(), trails.count()) == (2, 2)
+        assert 0 < float(page.locator("g.arrows .trail").first.get_attribute("opacity")) < 0.3
+        page.evaluate("model.set('t', 2)")
+        assert trails.count() == 2
+        page.locator(".d2lps").press("Home")
+        assert arrows.count() == trails.count() == 0 and page.locator(".d2lps-now").first.inner_text().startswith("start")
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [760, 390])
+def test_bundles_are_thick_and_counted_and_tokens_lie_under_cards(browser: Any, width: int) -> None:
+    with shown(browser, Player(d2lps.simulate(pushes, star(4, bandwidth=8.0)).trace), width) as page:
+        assert page.locator("g.token .label").all_text_contents() == ["×16"] * 3
+        assert page.locator("g.arrow title").all_text_contents()[1] == "2 → 0: 16 messages, 64\u00a0B"
+        order = page.locator(".d2lps-player > svg").evaluate("svg => [...svg.children].map((node) => node.classList[0])")
+        assert order.index("board") < order.index("arrows") < order.index("tokens") < order.index("card") < order.index("marks")
+
+
+@needs_chromium
+def test_thick_arrows_carry_more_bytes(browser: Any) -> None:
+    def work(comm: Communicator) -> None:
+        sizes = [0, 4, 64, 1024]
+        if comm.rank:
+            comm.send(torch.ones(sizes[comm.rank]), 0)
+        else:
+            comm.exchange([], [(torch.zeros(sizes[rank]), rank) for rank in range(1, 4)])
+
+    with shown(browser, Player(d2lps.simulate(work, star(4, bandwidth=8.0)).trace, show=None)) as page:
+        widths = [float(shaft.evaluate("path => path.style.strokeWidth")) for shaft in page.locator("g.arrows .shaft").all()]
+        assert widths[0] < widths[1] < widths[2]
+
+
+@needs_chromium
+def test_links_in_use_are_coloured_machines_have_boxes_and_badges_show_in_their_step(browser: Any) -> None:
+    trace = d2lps.simulate(sum_up, spine_leaf(racks=2, per_rack=2, spines=1, bandwidth=8.0)).trace
+    with shown(browser, Player(trace, badges={"reduce-scatter 2/3": {3: "5"}}), reduced_motion="reduce") as page:
+        assert page.locator("text.group").all_text_contents() == ["rack 0", "rack 1"]
+        assert page.locator("text.node").all_text_contents() == ["leaf0", "spine0", "leaf1"]
+        used, badges = page.locator(".board .link.used"), page.locator(".badge text")
+        assert (page.locator(".board .link").count(), used.count(), badges.count()) == (6, 6, 0)
+        page.locator('[data-action="next"]').click()
+        page.locator('[data-action="next"]').click()
+        assert badges.all_text_contents() == ["5"]
+        page.locator('[data-action="first"]').click()
+        page.evaluate("model.set('t', 0)")
+        assert badges.count() == 0
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [760, 390])
+def test_bytes_and_the_legend_are_unfolded_by_keyboard(browser: Any, width: int) -> None:
+    with shown(browser, Player(two_ranks(), sentences={"reduce-scatter": "Each gives away half."}), width) as page:
+        messages, legend = page.locator("summary").all()
+        assert messages.inner_text() == "Messages" and legend.inner_text() == "What do I see?"
+        told = page.get_by_text("0 → 1: part 0, 8 B; 1 → 0: part 1, 8 B")
+        assert page.locator(".d2lps-now").first.inner_text() == "reduce-scatter 1/1 Each gives away half."
+        assert not told.first.is_visible() and not page.locator(".d2lps-see").is_visible()
+        messages.press("Enter")
+        assert told.last.is_visible()
+        legend.press(" ")
+        items = page.locator(".d2lps-see li").all_inner_texts()
+        assert [text.split()[-1] for text in items[:2]] == ["1", "it"]
+        assert any("coloured while messages" in text for text in items)
+        assert model_time(page) == 0.5  # the space did not play
+
+
+def model_time(page: Any) -> float:
+    return float(page.evaluate("model.get('t')"))

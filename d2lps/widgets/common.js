@@ -90,7 +90,7 @@ class Widget {
   listen(event) {
     event.stopPropagation();
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
-    if ([" ", "Enter"].includes(event.key) && event.target.tagName === "BUTTON") return;
+    if ([" ", "Enter"].includes(event.key) && ["BUTTON", "SUMMARY"].includes(event.target.tagName)) return;
     if (this.key(event)) event.preventDefault();
   }
 }

@@ -1,7 +1,6 @@
 """The player: a run, step by step, as it happened; and its still picture, a few steps side by side."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,19 +8,21 @@ import traitlets
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch
 
 from d2lps import figures
 from d2lps.trace import Trace
 from d2lps.widgets import still
+from d2lps.widgets.board import Places, board
+from d2lps.widgets.captions import given
 from d2lps.widgets.scene import Scene
+from d2lps.widgets.steps import retold
 from d2lps.widgets.texts import PLAYER
 
 # The colours of ranks, as in player.css: those of all figures, then others between them in lightness.
 COLORS = [*figures.COLORS, "#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
 REPEATED = "#b3001b"  # the edge of a cell in which something counts more than once
 _COLUMNS = 8
-
-Places = Sequence[tuple[float, float]]
 
 
 class Player(still.Still):
@@ -35,6 +36,14 @@ class Player(still.Still):
     runs beside it, is seen in a strip below).
     names: of the cards, by default "rank 0" and so on. once: mark in red what counts a contribution more than once; a server
     that adds up push after push does so rightly.
+    sentences: what to say of steps, in place of a sentence that the messages give: in their order, or by label or number, as
+    {"reduce-scatter": "Each rank passes on a part.", "reduce-scatter 3/3": "Now one rank holds the whole sum."}; of labels that
+    end in numbers the word before them stands for all. at: the step that is shown first, 2.5 is the middle of the third; by
+    default in the middle of the first message. topology: draw the simulated cluster below the cards, which stand at their
+    devices; by default where it can be read. groups: {name: ranks} to draw boxes around, by default the topology's machines.
+    steps: {name: label of the round that it begins with, or None}, to tell the run in the steps of a text, of which some send
+    nothing; what was before the first has happened when it starts. badges: {step: {rank: "5"}}, what is written at a card in
+    a step, to say what happens there.
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
@@ -45,15 +54,22 @@ class Player(still.Still):
     def __init__(
         self, trace: Trace, title: str = "", show: Sequence[str] | None = None, layout: Places | None = None,
         clock: str = "rounds", names: Sequence[str] | None = None, once: bool = True,
+        sentences: Mapping[str | int, str] | Sequence[str] | None = None, at: float | None = None,
+        topology: bool | None = None, groups: Mapping[str, Sequence[int]] | None = None,
+        badges: Mapping[str | int, Mapping[int, str]] | None = None, steps: Mapping[str, str | None] | None = None,
     ) -> None:  # fmt: skip
-        for what, given in (("layout", layout), ("names", names)):
-            if given is not None and len(given) != trace.ranks:
-                raise ValueError(f"{what} has {len(given)} entries, but the trace has {trace.ranks} ranks")
-        called, places = names or [str(rank) for rank in range(trace.ranks)], layout or circle(trace.ranks)
-        ranks = [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in zip(called, places, strict=True)]
+        for what, entries in (("layout", layout), ("names", names)):
+            if entries is not None and len(entries) != trace.ranks:
+                raise ValueError(f"{what} has {len(entries)} entries, but the trace has {trace.ranks} ranks")
+        called, below = names or [str(rank) for rank in range(trace.ranks)], board(trace, layout, topology, groups)
+        places = zip(called, below.pop("places"), strict=True)
+        ranks = [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in places]
         drawn = Scene(trace, show, clock, called, once)
-        told = {**drawn.memory(), **drawn.moments(), "note": drawn.note(), "texts": PLAYER}
-        super().__init__(scene={"title": title, "ranks": ranks, **told})
+        told = {**drawn.memory(), **drawn.moments(), **below, "placed": layout is not None, "note": drawn.note(), "texts": PLAYER}
+        if steps:
+            told = retold(told, steps)
+        _tell(told["stops"], sentences, badges)
+        super().__init__(scene={"title": title, "ranks": ranks, **told}, t=_opening(told, at))
         self._timed = trace if "strip" in self.scene else None
 
     def __repr__(self) -> str:
@@ -68,10 +84,13 @@ class Player(still.Still):
         stops, rows = scene["stops"], scene["rows"]
         chosen = np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)  # also the first and the last
         heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
-        drawn = still.figure(1.3 * len(chosen) + 0.9, sum(heights))
+        drawn = still.figure(1.4 * len(chosen) + 0.9, sum(heights))
+        drawn.get_layout_engine().set(wspace=0.25)  # for arrows
         grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights)
         for column, step in enumerate(chosen):
             _column(drawn.add_subplot(grid[0, column]), scene, stops[step])
+            if column:
+                _arrows(drawn, scene, stops[step - 1]["t"], stops[step]["t"])
         names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
         drawn.axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
         if trace is not None:
@@ -80,10 +99,26 @@ class Player(still.Still):
         return drawn
 
 
-def circle(ranks: int) -> Places:
-    """Places on a circle in the unit square, the first at the top, then clockwise."""
-    angles = [2 * math.pi * rank / ranks for rank in range(ranks)]
-    return [(0.5 + 0.5 * math.sin(a), 0.5 - 0.5 * math.cos(a)) for a in angles]
+def _tell(stops: list[dict[str, Any]], sentences: Any, badges: Any) -> None:
+    """Give each step the author's words."""
+    labels = [stop["label"] for stop in stops]
+    values = zip(stops, given("sentences", labels, sentences or {}), given("badges", labels, badges or {}), strict=True)
+    for stop, sentence, marks in values:
+        if sentence is not None:
+            stop["say"] = sentence
+        if marks:
+            stop["badges"] = [{"rank": rank, "text": text} for rank, text in marks.items()]
+
+
+def _opening(scene: dict[str, Any], at: float | None) -> float:
+    """Where the clock stands when a player opens."""
+    times = [stop["t"] for stop in scene["stops"]]
+    if at is not None:
+        if not 0 <= at < len(times):
+            raise ValueError(f"at={at!r} is no step: there are {len(times) - 1}")
+        return float(np.interp(at, range(len(times)), times))
+    first = min(scene["messages"], key=lambda message: message["start"], default={"start": 0.0, "end": 0.0})
+    return (first["start"] + first["end"]) / 2
 
 
 def _column(ax: Axes, scene: dict[str, Any], stop: dict[str, Any]) -> None:
@@ -108,6 +143,22 @@ def _column(ax: Axes, scene: dict[str, Any], stop: dict[str, Any]) -> None:
     ax.set(xlim=(-0.03, 1.03), ylim=(max(1, len(scene["rows"])), 0), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     ax.set_title(stop["label"].replace(" · ", "\n"), fontsize=7)
+
+
+def _arrows(drawn: Figure, scene: dict[str, Any], start: float, end: float) -> None:
+    """What has arrived in a step, from the column before it to its own."""
+    before, after = drawn.axes[-2:]
+    rows: dict[int, list[float]] = {rank: [] for rank in range(len(scene["ranks"]))}
+    for index, row in enumerate(scene["rows"]):
+        rows[row["rank"]].append(index + 0.5)
+    for message in scene["messages"]:
+        ways = rows[message["src"]], rows[message["dst"]]
+        if start < message["end"] <= end and all(ways):
+            (x, y), (z, w) = (1.06, np.mean(ways[0]).item()), (-0.06, np.mean(ways[1]).item())
+            look: dict[str, Any] = {"arrowstyle": "-|>", "color": "#6b7280", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
+            patch = ConnectionPatch((x, y), (z, w), before.transData, after.transData, mutation_scale=6, **look)
+            patch.set_in_layout(False)
+            drawn.add_artist(patch)
 
 
 def _boxes(spans: list[tuple[float, float, int]]) -> Any:

@@ -15,7 +15,7 @@ class Picture {
 
   // Starts afresh: at the beginning and when the width has changed.
   resize(width) {
-    const { scene } = this.story, boxes = layout(scene, width);
+    const boxes = layout(this.story.scene, width), scene = boxes.drawn;
     Object.assign(this, boxes);
     const slim = Math.min(...boxes.cellBoxes.map((box) => box.w));
     const labels = this.story.history.flat().map((state) => String(state.label ?? ""));
@@ -23,12 +23,16 @@ class Picture {
     this.layered = slim / Math.max(1, scene.whole) < 2.5; // too slim for upright stripes: lay them on top of one another
     this.root.classList.toggle("slim", slim < 10);
     this.arrows = svg("g", { class: "arrows" });
-    this.tokens = svg("g", { class: "tokens" });
+    this.tokens = svg("g", { class: "tokens" }); // below the cards: they come from under one and vanish under another
+    this.marks = svg("g", { class: "marks" });
     this.groups = boxes.cellBoxes.map(() => svg("g", { class: "cell" }));
     this.shown = boxes.cellBoxes.map(() => -1);
     this.live = new Map();
     this.root.setAttribute("viewBox", `0 0 ${width} ${Math.round(boxes.height)}`);
-    this.root.replaceChildren(this.arrows, ...scene.ranks.map((_, r) => this.card(r)), this.tokens);
+    this.board = new Board(scene, boxes, this.texts);
+    const cards = scene.ranks.map((_, r) => this.card(r));
+    this.root.replaceChildren(this.board.root, this.arrows, this.tokens, ...cards, this.marks);
+    this.badged = undefined;
   }
 
   card(r) {
@@ -111,14 +115,29 @@ class Picture {
       if (i > 0 && age < fade) keep(`c${c}.${i}`, () => this.mark(c, history[c][i]), 1 - Math.max(0, age) / fade);
     });
     messages.forEach((message, i) => {
-      if (message.start > t + eps || message.end <= t + eps) return;
-      keep(i, () => this.flight(message), Math.max(0, (t - message.start) / (message.end - message.start)));
+      if (message.start >= t - eps || message.gone <= t + eps) return;
+      keep(i, () => this.flight(message), t);
     });
     for (const [key, { nodes }] of this.live) if (!wanted.has(key)) for (const [, node] of nodes) node.remove();
     // What lies above what depends on t alone, not on what was drawn before.
     const added = [...wanted.keys()].some((key) => !this.live.has(key));
     if (added) for (const { nodes } of wanted.values()) for (const [layer, node] of nodes) layer.append(node);
     this.live = wanted;
+    this.board.draw(messages.filter(({ start, stay }) => start < t - eps && t <= stay + eps));
+    this.badges(this.story.stopIndex(t));
+  }
+
+  // What an author has written at cards for this step.
+  badges(stop) {
+    if (stop === this.badged) return;
+    this.badged = stop;
+    this.badgeLayer?.remove();
+    const marked = (this.story.stops[stop].badges ?? []).map(({ rank, text }) => {
+      const { x, y, w } = this.cards[rank], wide = Math.max(20, textWidth(text, 12) + 10);
+      return svg("g", { class: "badge" }, svg("rect", { x: x + w - wide / 2 - 4, y: y - 9, width: wide, height: 20, rx: 10 }), svg("text", { x: x + w - 4, y: y + 5.5 }, text));
+    });
+    this.badgeLayer = svg("g", {}, ...marked);
+    this.root.append(this.badgeLayer);
   }
 
   describe({ label, from }) {
@@ -132,40 +151,43 @@ class Picture {
     const cross = `M${x - s} ${y - s}L${x + s} ${y + s}M${x - s} ${y + s}L${x + s} ${y - s}`, equal = `M${x - s} ${y - s / 2}H${x + s}M${x - s} ${y + s / 2}H${x + s}`;
     const sign = how === "combine" ? (/^prod/i.test(op ?? "") ? cross : plus) : how === "copy" ? equal : down;
     const group = svg("g", { class: `mark ${how}` }, ...(new Set(from).size < from.length ? [] : [this.frame(box)]), svg("circle", { cx: x, cy: y, r }), svg("path", { d: sign }));
-    return { nodes: [[this.tokens, group]], move: (strength) => group.setAttribute("opacity", strength.toFixed(3)) };
+    return { nodes: [[this.marks, group]], move: (strength) => group.setAttribute("opacity", strength.toFixed(3)) };
   }
 
   frame(box) {
     return svg("rect", { class: "focus", x: box.x - 1.5, y: box.y - 1.5, width: box.w + 3, height: box.h + 3, rx: 3 });
   }
 
-  // A message in flight: an arrow under the cards, and a token that lifts off from its source cells and lands on its targets.
+  // A message in flight: an arrow, on it a token with what it carries, and frames around the cells that it is read from. Once
+  // it has arrived, the arrow alone stays for a while, faded.
   flight(message) {
-    const { scene } = this.story, from = this.story.sources(message), to = this.story.targets(message);
-    const source = this.cards[message.src], target = this.cards[message.dst], curve = this.curve(middle(source), middle(target), message.lane);
-    const lift = this.offset(from, source), land = this.offset(to, target);
-    const title = [fill(this.texts.sends, {
-      what: "", src: scene.ranks[message.src].name, dst: scene.ranks[message.dst].name, bytes: quantity(message.bytes ?? 0, "B"),
-    }), message.tag ? fill(this.texts.tag, { tag: message.tag }) : ""].filter(Boolean).join(", ");
-    const arrow = svg("g", { class: "arrow" }, svg("title", {}, title), ...this.arrow(curve, source, target));
-    const focus = svg("g", { class: "sending" }, ...from.map((c) => this.frame(this.cellBoxes[c])));
-    const token = svg("g", { class: "token", "data-src": message.src, "data-dst": message.dst }, svg("title", {}, title), ...this.load(message.parts, from));
-    const move = (progress) => {
+    const { scene, eps } = this.story, source = this.cards[message.src], target = this.cards[message.dst];
+    const curve = this.curve(middle(source), middle(target), message.lane), [a, b] = this.between(curve, source, target);
+    const title = svg("title", {}, this.title(message)), wide = this.story.thick(message.bytes ?? 0);
+    const arrow = svg("g", { class: "arrow", "data-src": message.src, "data-dst": message.dst }, title, ...this.arrow(curve, a, b, wide));
+    const frames = [...new Set(this.story.sources(message))].map((c) => this.frame(this.cellBoxes[c])), focus = svg("g");
+    const load = [title.cloneNode(true), ...this.load(message)], token = svg("g", { "data-src": message.src, "data-dst": message.dst });
+    const move = (t) => {
+      const progress = Math.max(0, (t - message.start) / (message.end - message.start || 1)), flying = t < message.end - eps;
       // Rounds have no duration of their own, so they may start and stop softly; real time must run evenly.
-      const f = scene.unit === "s" ? progress : smooth(progress), { x, y } = curve(f);
-      const up = 1 - smooth(clamp(f * 3, 0, 1)), down = smooth(clamp(f * 3 - 2, 0, 1));
-      const strength = clamp(progress / 0.06, 0, 1).toFixed(3);
-      token.setAttribute("transform", `translate(${(x + up * lift.x + down * land.x).toFixed(2)} ${(y + up * lift.y + down * land.y).toFixed(2)})`);
-      for (const node of [arrow, token, focus]) node.setAttribute("opacity", strength);
+      const f = scene.unit === "s" ? progress : smooth(Math.min(1, progress)), { x, y } = curve(a + (b - a) * f);
+      token.setAttribute("transform", `translate(${x.toFixed(2)} ${y.toFixed(2)})`);
+      const left = t <= message.stay + eps ? 1 : Math.max(0, (message.gone - t) / (message.gone - message.stay));
+      arrow.classList.toggle("trail", !flying);
+      arrow.setAttribute("opacity", (flying ? clamp(progress / 0.06, 0, 1) : 0.55 * left).toFixed(3));
+      for (const [name, node, inside] of [["token", token, load], ["sending", focus, frames]]) {
+        node.setAttribute("opacity", clamp(progress / 0.06, 0, 1).toFixed(3));
+        node.setAttribute("class", flying ? name : "");
+        if (flying !== node.hasChildNodes()) node.replaceChildren(...(flying ? inside : []));
+      }
     };
-    return { nodes: [[this.arrows, arrow], [this.tokens, focus], [this.tokens, token]], move };
+    return { nodes: [[this.arrows, arrow], [this.tokens, token], [this.marks, focus]], move };
   }
 
-  // From the middle of a card to the middle of some of its cells.
-  offset(cells, card) {
-    const points = cells.map((c) => middle(this.cellBoxes[c])), centre = middle(card);
-    const mean = (key) => points.reduce((sum, p) => sum + p[key] - centre[key], 0) / (points.length || 1);
-    return { x: mean("x"), y: mean("y") };
+  title(message) {
+    const { ranks } = this.story.scene, { texts } = this, [src, dst] = [message.src, message.dst].map((r) => ranks[r].name);
+    const what = message.n ? fill(texts.bundle, { n: message.n }) : "", sent = fill(texts.sends, { what, src, dst, bytes: quantity(message.bytes ?? 0, "B") });
+    return [sent, message.tag ? fill(texts.tag, { tag: message.tag }) : ""].filter(Boolean).join(", ");
   }
 
   // Bends to the right of its direction, so that there and back are two paths; messages that leave together bend apart.
@@ -180,25 +202,31 @@ class Picture {
     return point;
   }
 
-  // The piece of the curve between the two cards, with a head.
-  arrow(curve, source, target) {
+  // Where the curve leaves one card and meets the other.
+  between(curve, source, target) {
     const within = (p, box, d) => p.x > box.x - d && p.x < box.x + box.w + d && p.y > box.y - d && p.y < box.y + box.h + d;
     let a = 0, b = 1;
     while (a < 1 && within(curve(a), source, 3)) a += 0.01;
     while (b > 0 && within(curve(b), target, 4)) b -= 0.01;
-    if (a >= b) return []; // nothing between them
-    const [p, q, r] = curve.part(a, b), angle = Math.atan2(r.y - q.y, r.x - q.x);
-    const wing = (turn) => `${r.x - 9 * Math.cos(angle + turn)} ${r.y - 9 * Math.sin(angle + turn)}`;
-    const neck = mix(r, { x: r.x - Math.cos(angle), y: r.y - Math.sin(angle) }, 6);
-    return [svg("path", { class: "shaft", d: `M${p.x} ${p.y}Q${q.x} ${q.y} ${neck.x} ${neck.y}` }), svg("path", { class: "head", d: `M${wing(0.4)}L${r.x} ${r.y}L${wing(-0.4)}Z` })];
+    return a < b ? [a, b] : [0.5, 0.5]; // nothing between them
   }
 
-  // The parts of a message side by side around the origin.
-  load(parts, cells) {
-    const natural = cells.length ? this.cellBoxes[cells[0]].w : 24;
-    const w = Math.max(Math.min(natural, 40, 110 / Math.max(1, parts.length)), 110 / parts.length < 9 ? 4 : 9), h = 28;
-    const total = w * Math.max(1, parts.length), left = -total / 2;
+  // That piece of the curve, with a head.
+  arrow(curve, a, b, wide) {
+    if (a === b) return [];
+    const [p, q, r] = curve.part(a, b), angle = Math.atan2(r.y - q.y, r.x - q.x), long = 8 + wide;
+    const wing = (turn) => `${r.x - long * Math.cos(angle + turn)} ${r.y - long * Math.sin(angle + turn)}`;
+    const neck = mix(r, { x: r.x - Math.cos(angle), y: r.y - Math.sin(angle) }, long * 0.7), style = `stroke-width: ${wide.toFixed(2)}`;
+    return [svg("path", { class: "shaft", style, d: `M${p.x} ${p.y}Q${q.x} ${q.y} ${neck.x} ${neck.y}` }), svg("path", { class: "head", d: `M${wing(0.45)}L${r.x} ${r.y}L${wing(-0.45)}Z` })];
+  }
+
+  // The parts of a message side by side around the origin, and of a bundle its number; a dot where nothing known is carried.
+  load({ parts, n }) {
+    const shown = parts.slice(0, n ? 4 : parts.length), h = 24, w = shown.length * 9 > 90 ? 4 : Math.min(26, Math.max(9, 90 / shown.length));
+    const count = n ? fill(this.texts.times, { n }) : "", room = count ? textWidth(count, 11) + 8 : 0, total = w * shown.length + room, left = -total / 2;
+    if (!total) return [svg("circle", { class: "back", r: 4 })];
     const back = svg("rect", { class: "back", x: left - 2.5, y: -h / 2 - 2.5, width: total + 5, height: h + 5, rx: 4 });
-    return [back, ...parts.map((part, i) => this.content({ x: left + i * w, y: -h / 2, w, h }, part))];
+    const number = count ? [svg("text", { class: "label", x: left + total - room / 2, y: 4 }, count)] : [];
+    return [back, ...shown.map((part, i) => this.content({ x: left + i * w, y: -h / 2, w, h }, part)), ...number];
   }
 }

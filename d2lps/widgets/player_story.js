@@ -27,7 +27,9 @@ class Story {
     this.eps = this.end * 1e-9; // times that went through JSON and a slider are equal up to this
     this.stops = scene.stops;
     this.stride = this.end / Math.max(1, this.stops.length - 1);
-    this.messages = withLanes(scene.messages);
+    this.messages = withLanes(scene.messages).map((message) => ({ ...message, ...this.trail(message) }));
+    const sizes = this.messages.map(({ bytes = 0 }) => bytes), least = Math.min(...sizes.filter(Boolean));
+    this.thick = (bytes) => (!bytes ? 1 : Math.max(...sizes) <= least ? 2 : 1.5 + (4 * Math.log(bytes / least)) / Math.log(Math.max(...sizes) / least));
     this.cellsOf = scene.ranks.map(() => []);
     scene.cells.forEach((cell, c) => this.cellsOf[scene.rows[cell.row].rank].push(c));
     this.history = scene.cells.map((_, c) => [{ t: -Infinity, label: "", from: [], ...scene.initial[c] }]);
@@ -54,6 +56,12 @@ class Story {
     return this.scene.whole > 0 && new Set(from).size === this.scene.whole && from.length === this.scene.whole;
   }
 
+  // Until when an arrow is seen, though its message has arrived: faded up to the next step, in which it vanishes.
+  trail({ end }) {
+    const s = this.stops.findIndex(({ t }) => t >= end - this.eps), stay = this.stops[s]?.t ?? this.end, next = this.stops[s + 1]?.t;
+    return { stay, gone: next === undefined ? Infinity : stay + 0.6 * (next - stay) };
+  }
+
   // The cells that a message is read from: those that look like its parts when it leaves.
   sources(message) {
     const alike = (a, b) => [...a].sort().join() === [...b].sort().join();
@@ -65,7 +73,7 @@ class Story {
 
   // The cells that a message ends in: those that change first once it has arrived.
   targets(message) {
-    const changed = (c, label) => this.history[c].find((s) => s.t >= message.end - this.eps && s.label === label && s.how !== "copy");
+    const changed = (c, label) => this.history[c].find((s) => s.t >= (message.first ?? message.end) - this.eps && s.label === label && s.how !== "copy");
     return message.parts.map(({ label }) => this.cellsOf[message.dst].map((c) => ({ c, change: changed(c, label) }))
       .filter(({ change }) => change).sort((a, b) => a.change.t - b.change.t)[0]?.c).filter((c) => c !== undefined);
   }

@@ -2,12 +2,13 @@
 // messages move. A lane is a row of bars; along its foot run, as a thin line, the messages that it sends and receives.
 
 const KINDS = ["computing", "sleeping", "waiting", "combining", "copying", "moving"]; // each has its colour in player.css
-const LANE = 15, FOOT = 3, APART = 5; // pixels: a lane, its messages, the space between two ranks
+const FOOT = 3, MANY = 10; // pixels: a lane's messages; lanes, beyond which they lie closer
 
 class Strip {
   // `seek` is called with the time at which a reader points.
   constructor(scene, texts, seek) {
-    Object.assign(this, { scene, texts });
+    const [high, apart] = scene.strip.length > MANY ? [10, 3] : [15, 5]; // pixels: a lane, the space between two ranks
+    Object.assign(this, { scene, texts, high, apart });
     const all = scene.strip.flatMap(({ bars }) => bars), blocks = new Set(all.map(({ label }) => label).filter(Boolean));
     this.drawing = svg("svg", { role: "img", "aria-label": [texts.strip, ...blocks].join(", ") });
     for (const name of ["pointerdown", "pointermove"]) this.drawing.addEventListener(name, (event) => event.buttons && seek(this.time(event)));
@@ -26,10 +27,10 @@ class Strip {
     let y = 2;
     strip.forEach(({ rank, bars }, i) => {
       const first = strip[i - 1]?.rank !== rank;
-      if (first && i) y += APART;
-      if (first) lanes.append(svg("text", { class: "rank", x: 2, y: y + 11 }, shorten(names[rank], 11, this.left - 6)));
-      lanes.append(svg("rect", { class: "bed", x: this.left, y, width: this.x(end) - this.left, height: LANE - 1 }), ...this.lane(bars, y));
-      y += LANE;
+      if (first && i) y += this.apart;
+      if (first) lanes.append(svg("text", { class: "rank", x: 2, y: y + this.high - 2 - (this.high > 10) * 2 }, shorten(names[rank], 11, this.left - 6)));
+      lanes.append(svg("rect", { class: "bed", x: this.left, y, width: this.x(end) - this.left, height: this.high - 1 }), ...this.lane(bars, y));
+      y += this.high;
     });
     this.bottom = y;
     this.drawing.setAttribute("viewBox", `0 0 ${width} ${y + 24}`);
@@ -41,7 +42,7 @@ class Strip {
   // What was told first lies below: one may wait and add up while one computes.
   lane(bars, y) {
     return bars.flatMap(({ kind, label, times }) => {
-      const t = times.split(" ").map(Number), box = kind === "moving" ? { y: y + LANE - 1 - FOOT, height: FOOT } : { y, height: LANE - 1 };
+      const t = times.split(" ").map(Number), box = kind === "moving" ? { y: y + this.high - 1 - FOOT, height: FOOT } : { y, height: this.high - 1 };
       return t.flatMap((start, i) => (i % 2 ? [] : [this.bar(kind, label, start, t[i + 1], box)]));
     });
   }
@@ -50,7 +51,7 @@ class Strip {
     const { x, texts } = this, left = x(start), width = Math.max(0.5, x(end) - left);
     const title = fill(texts.bar, { what: label || texts[kind], start: quantity(start, "s"), end: quantity(end, "s") });
     const group = svg("g", {}, svg("title", {}, title), svg("rect", { class: kind, x: left, width, ...box }));
-    const text = label && shorten(label, 10.5, width - 6);
+    const text = label && this.high > 10 && shorten(label, 10.5, width - 6);
     if (text) group.append(svg("text", { class: "block", x: left + width / 2, y: box.y + 10.5 }, text));
     return group;
   }

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from d2lps.trace import Origins, Trace
+from d2lps.widgets import captions
 from d2lps.widgets.cells import Cells, seconds, variables
 from d2lps.widgets.texts import PLAYER
 
 _MOST_MESSAGES = 3000
-_NAMED = 6  # messages that a caption names one by one
 _FINEST = 1 / 1000  # of the whole time: what is shorter in a strip is joined to its neighbour
 
 
@@ -36,6 +36,8 @@ class Scene:
         # Whole rounds are drawn, from the first on, as many as a browser can hold.
         totals = np.cumsum(np.bincount(rounds, minlength=1))
         self.last_round = max(1, int(np.searchsorted(totals, _MOST_MESSAGES, side="right")) - 1)
+        # What was started has a group, and stops, of its own.
+        self.calls: np.ndarray = np.where(m["src_lane"] * self.timed > 0, m["group"], -1)
         # Not in the order of the clock, which differs from run to run.
         order = np.lexsort((m["src_seq"], m["src_thread"], m["src"], rounds))
         self.shown = order[rounds[order] <= self.last_round]
@@ -68,39 +70,51 @@ class Scene:
         stops, changes = self._stops(), self._changes()
         end = max([stops[-1]["t"], *(change["t"] for change in changes)])  # the last sum may follow the last message
         found = {"unit": "s" if self.timed else "round", "end": end, "stops": stops, "changes": changes}
-        found["messages"] = [self._message(int(index)) for index in self.shown]
+        found["messages"] = [self._message(rows) for rows in self._bundles()]
         # A round takes no certain time, so what is computed meanwhile has no place in it.
         return found | (strip(self.trace, end, whole=len(self.shown) == len(self.trace)) if self.timed else {})
 
     def _stops(self) -> list[dict[str, Any]]:
         """One for each round; on a real clock, what ran beside has stops of its own, since it may begin at any time."""
-        m, rounds = self.trace.messages, self.rounds
-        calls = np.where(m["src_lane"] * self.timed > 0, m["group"], -1)  # what was started has a group of its own
-        stops: list[dict[str, Any]] = [{"t": 0, "label": PLAYER["start"], "text": PLAYER["before"]}]
+        rounds, calls = self.rounds, self.calls
+        stops: list[dict[str, Any]] = [{"t": 0, "label": PLAYER["start"], "say": PLAYER["before"], "text": ""}]
+        happened = defaultdict(set)  # in each round
+        for change in self.origins.changes:
+            happened[change.event.round].add(change.event.kind)
         for call, round in sorted(set(zip(calls[self.shown].tolist(), rounds[self.shown].tolist(), strict=True))):
             messages = self.shown[(rounds[self.shown] == round) & (calls[self.shown] == call)]
-            labels = list(dict.fromkeys(self.trace.steps[step] for step in m["step"][messages]))
+            labels = list(dict.fromkeys(self.trace.steps[step] for step in self.trace.messages["step"][messages]))
             label = " · ".join(filter(None, labels[:3])) or PLAYER["round"].format(k=round)
             t = np.nanmax(self.ends[(rounds <= round) & (calls == call)], initial=0).item()
-            stops.append({"t": t, "label": label, "text": self._caption(messages)})
+            say = captions.reason(self.trace, messages, self.names, happened[round])
+            stops.append({"t": t, "label": label, "say": say, "text": self._listed(messages)})
         return sorted(stops, key=lambda stop: stop["t"])
 
-    def _caption(self, messages: np.ndarray) -> str:
-        m, named = self.trace.messages, []
-        for index in messages[:_NAMED]:
-            labels = [str(part["label"]) for part in self._parts(int(index)) if part["label"]]
-            what = PLAYER["part"].format(label=", ".join(labels)) if 0 < len(labels) <= 3 else ""
-            src, dst = (self.names[m[end][index]] for end in ("src", "dst"))
-            named.append(PLAYER["sends"].format(bytes=f"{m['nbytes'][index]:,} B", what=what, src=src, dst=dst))
-        if len(messages) > _NAMED:
-            named.append(PLAYER["more"].format(n=len(messages) - _NAMED))
-        return "; ".join(named)
+    def _listed(self, messages: np.ndarray) -> str:
+        parts = {index: [str(part["label"]) for part in self._parts(index) if part["label"]] for index in messages.tolist()}
+        return captions.listed(self.trace, messages, self.names, parts)
 
-    def _message(self, index: int) -> dict[str, Any]:
-        m = self.trace.messages
-        columns = {"src": m["src"], "dst": m["dst"], "start": self.starts, "end": self.ends}
-        columns |= {"bytes": m["nbytes"], "tag": m["tag"]}
-        return {name: column[index].item() for name, column in columns.items()} | {"parts": self._parts(index)}
+    def _bundles(self) -> list[list[int]]:
+        """Messages that go the same way in the same round, and are on their way together: they are drawn as one."""
+        m, bundles = self.trace.messages, dict[tuple[int, ...], list[list[int]]]()
+        ways = zip(self.calls.tolist(), self.rounds.tolist(), m["src"].tolist(), m["dst"].tolist(), strict=True)
+        keys = list(ways)
+        for index in self.shown.tolist():
+            mine = bundles.setdefault(keys[index], [])
+            if mine and self.starts[index] < max(self.ends[mine[-1]]):
+                mine[-1].append(index)
+            else:
+                mine.append([index])
+        return [bundle for mine in bundles.values() for bundle in mine]
+
+    def _message(self, bundle: list[int]) -> dict[str, Any]:
+        """A bundle as one: from the first start to the last end; `first`, the first end, tells where its parts land."""
+        m, index = self.trace.messages, bundle[0]
+        found = {"src": m["src"][index].item(), "dst": m["dst"][index].item(), "start": min(self.starts[bundle]).item()}
+        found |= {"end": max(self.ends[bundle]).item(), "bytes": m["nbytes"][bundle].sum().item(), "tag": m["tag"][index].item()}
+        if len(bundle) > 1:
+            found |= {"n": len(bundle), "first": min(self.ends[bundle]).item()}
+        return found | {"parts": [part for row in bundle for part in self._parts(row)]}
 
     def _parts(self, index: int) -> list[dict[str, Any]]:
         """What a message carries, one part for each cell of where it came from (neighbours alike are one)."""
@@ -124,12 +138,9 @@ def strip(trace: Trace, end: float, whole: bool = True) -> dict[str, Any]:
     """What every lane of every rank does over time, as a player shows it under its picture:
     {"strip": [of each lane {"rank", "bars": [{"kind", "label", "times": "start end start end ..."}]}], "end": s}.
 
-    whole: until the last bar ends, however late; else until `end`. Empty where there is nothing to see beside messages and
-    waits: no block of computing, no sleep, nothing that ran beside a rank.
+    whole: until the last bar ends, however late; else until `end`.
     """
     drawn, used = trace.bars(), trace.lanes()
-    if used.max(initial=1) == 1 and not len(drawn["computing"]["rank"]) + len(drawn["sleeping"]["rank"]):
-        return {}
     if whole:
         end = float(max([end, *(table["end"].max(initial=0.0) for table in drawn.values())]))
     found: list[dict[str, Any]] = [{"rank": rank, "bars": []} for rank in range(trace.ranks) for _ in range(used[rank])]
