@@ -120,15 +120,15 @@ class Scene:
         return sorted(changes, key=lambda change: change["t"])
 
 
-def strip(trace: Trace, end: float, whole: bool = True) -> dict[str, Any]:
+def strip(trace: Trace, end: float, whole: bool = True, always: bool = False) -> dict[str, Any]:
     """What every lane of every rank does over time, as a player shows it under its picture:
     {"strip": [of each lane {"rank", "bars": [{"kind", "label", "times": "start end start end ..."}]}], "end": s}.
 
-    whole: until the last bar ends, however late; else until `end`. Empty where there is nothing to see beside messages and
-    waits: no block of computing, no sleep, nothing that ran beside a rank.
+    whole: until the last bar ends, however late; else until `end`. Empty, unless `always`, where there is nothing to see beside
+    messages and waits: no block of computing, no sleep, nothing that ran beside a rank.
     """
     drawn, used = trace.bars(), trace.lanes()
-    if used.max(initial=1) == 1 and not len(drawn["computing"]["rank"]) + len(drawn["sleeping"]["rank"]):
+    if not always and used.max(initial=1) == 1 and not len(drawn["computing"]["rank"]) + len(drawn["sleeping"]["rank"]):
         return {}
     if whole:
         end = float(max([end, *(table["end"].max(initial=0.0) for table in drawn.values())]))
