@@ -1,5 +1,10 @@
 """Bets and choices: what a reader is asked, what is hidden until then, and that each choice shows what was made for it."""
 
+import base64
+import importlib
+import inspect
+import json
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +15,13 @@ from matplotlib.figure import Figure
 from widget_page import chromium, needs_chromium, picture, shown, until
 
 import d2lps
+from d2lps import collectives
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.topology import star
-from d2lps.widgets import Bet, Choices, Player, Race
+from d2lps.widgets import Bet, Choices, Lanes, Player, Race, collective_player, late_ring
+from d2lps.widgets.ready import ALGORITHMS
+from d2lps.widgets.within import svg
 
 
 def play(ranks: int, algorithm: str) -> Player:
@@ -79,6 +87,79 @@ def test_a_figure_leaves_pyplot_and_has_an_alt() -> None:
     assert repr(widget) == "Choices: slope 2 (of 1, 2): A line that rises by 2."
 
 
+def test_a_figure_is_stored_small_and_takes_the_pages_colours() -> None:
+    figure = line(2)
+    figure.axes[0].set_title("a line", color="black")
+    figure.axes[0].plot([0, 1], [0.123456789, 1], color="#0072b2")
+    drawn = svg(figure)
+    assert drawn == svg(figure)
+    assert len(drawn) < 16_000
+    assert "currentColor" in drawn
+    assert "#0072b2" in drawn
+    assert not [word for word in ("<style", "#ffffff", "#000000", "<metadata", "<?xml", 'id="axes') if word in drawn]
+    assert "scale(0.1" in drawn  # letters keep their size
+
+
+# ---- lanes, and players that are ready ----------------------------------------------------------------------------------
+
+
+def two_of_them(comm: Communicator, late: float) -> None:
+    """Rank 1 sleeps for `late` seconds before it gives rank 0 something."""
+    data = torch.ones(250_000_000, device=comm.device)
+    if comm.rank == 0:
+        comm.recv(data, 1)
+    else:
+        comm.sleep(late)
+        comm.send(data, 0)
+
+
+def lanes(**options: Any) -> Lanes:
+    cluster = star(2, bandwidth=1e9)
+    runs = {f"{late} s late": d2lps.simulate(two_of_them, cluster, late, device="meta").trace for late in (1, 3)}
+    return Lanes(runs, title="Who waits?", **options)
+
+
+def test_lanes_stand_on_one_clock() -> None:
+    data = lanes().data
+    assert [run["seconds"] for run in data["runs"]] == pytest.approx([2, 4])  # a second for 1 GB
+    assert data["end"] == pytest.approx(4)
+    assert data["stops"] == pytest.approx([0, 1, 2, 3, 4])
+    waits = [[bar["times"] for bar in lane["bars"] if bar["kind"] == "waiting"] for lane in data["runs"][1]["strip"]]
+    assert waits == [["0 4"], ["3 4"]]
+
+
+def test_lanes_show_the_ranks_that_are_asked_for() -> None:
+    widget = lanes(ranks=[1], names=["the sender"])
+    assert [lane["rank"] for run in widget.data["runs"] for lane in run["strip"]] == [0, 0]
+    assert widget.data["ranks"] == [{"name": "the sender"}]
+    assert "sleeping" in str(widget.data["runs"])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_collective_has_a_player_for_all_its_algorithms(name: str) -> None:
+    widget = collective_player(name)
+    count = len(ALGORITHMS[name])
+    assert len(widget.data["which"].split()) == 5 * count
+    assert name.replace("_", "-") in repr(widget)
+    assert len(json.dumps(widget.data)) < 40_000
+    signature = getattr(collectives, name).__module__
+    for algorithm in ALGORITHMS[name]:
+        assert algorithm in inspect.getsource(importlib.import_module(signature))
+
+
+def test_a_late_rank_makes_the_ring_as_late() -> None:
+    made: list[Any] = []
+    widget = late_ring(ranks=4, delays=(0, 2), nbytes=4_000_000)
+    for thing in unpacked(widget.data["things"]):
+        made.append((thing["state"]["scene"]["title"], thing["state"]["scene"]["end"]))
+    assert [end for title, end in made if "0 steps" in title] == pytest.approx([0.006] * 4)  # 2 (p - 1) steps of 1 ms
+    assert [end for title, end in made if "2 steps" in title] == pytest.approx([0.008] * 4)
+
+
+def unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +170,10 @@ def test_a_figure_leaves_pyplot_and_has_an_alt() -> None:
     (lambda: Choices({"slope": [1, 2]}, line, first={"slope": 3}), ValueError, "'slope': 3"),
     (lambda: Choices({"slope": [1, 2]}, line), ValueError, "alt="),
     (lambda: Choices({"x": [1, 2]}, lambda x: x), TypeError, "1 is no widget"),
+    (lambda: Lanes({}), ValueError, r"traces=\{\} is empty"),
+    (lambda: lanes(ranks=[2]), ValueError, r"ranks=\[2\]: the traces have \[2, 2\] ranks"),
+    (lambda: lanes(names=["one"]), ValueError, "names has 1 entries, but 2 ranks"),
+    (lambda: collective_player("all_reduced"), ValueError, "name='all_reduced' is no collective"),
     (lambda: Bet("Why?"), ValueError, "needs one of them"),
     (lambda: Bet("Who?", choices=["a", "b"], prediction="c"), ValueError, "prediction='c' is none of the choices"),
     (lambda: Bet("How long?", unit="s", measurement="c"), ValueError, "measurement='c' is no number"),
@@ -104,6 +189,8 @@ def test_bad_arguments_are_named(make: Callable[[], Any], error: type[Exception]
 
 @pytest.mark.parametrize("make", [
     choices,
+    lanes,
+    late_ring,
     lambda: Choices({"slope": [1, 2]}, line, alt="A line that rises by {slope}."),
     lambda: Bet("Who wins?", choices=["tree", "ring"], prediction="ring", then=["Because.", play(2, "ring")]),
     lambda: Bet("How long?", unit="ms", prediction=3, measurement=4.5),
@@ -144,15 +231,44 @@ def test_a_choice_shows_what_was_made_for_it(browser: Any) -> None:
 @needs_chromium
 def test_a_knob_shows_another_figure_and_says_it(browser: Any) -> None:
     with shown(browser, Choices({"slope": [1, 2, 3]}, line, alt="A line that rises by {slope}."), width=390) as page:
-        image, knob = page.locator("img"), page.locator('[data-action="slope"]')
-        first = image.get_attribute("src")
-        assert image.get_attribute("alt") == "A line that rises by 1."
+        plot, knob = page.locator(".d2lps-plot"), page.locator('[data-action="slope"]')
+        plot.wait_for()
+        first = picture(page)
+        assert plot.get_attribute("aria-label") == "A line that rises by 1."
         knob.focus()
         page.keyboard.press("End")
-        assert image.get_attribute("alt") == "A line that rises by 3."
-        assert image.get_attribute("src") != first
+        assert plot.get_attribute("aria-label") == "A line that rises by 3."
+        assert picture(page) != first
         assert knob.get_attribute("aria-valuetext") == "3"
-        assert image.evaluate("image => image.complete && image.naturalWidth") > 0
+
+
+@needs_chromium
+def test_lanes_step_together_and_say_who_waited(browser: Any) -> None:
+    with shown(browser, lanes(), width=390) as page:
+        heads, said, first = page.locator(".head"), page.locator(".d2lps-now"), picture(page)
+        assert heads.all_inner_texts() == ["1 s late", "3 s late"]
+        page.locator('[data-action="next"]').click()
+        until(page, first)
+        page.keyboard.press("End")
+        assert [text.split("\n")[-1] for text in heads.all_inner_texts()] == [
+            "waited for 75 % of the time so far", "waited for 63 % of the time so far"]  # fmt: skip
+        assert said.inner_text() == "1 s late ends at 2\u00a0s. 3 s late ends at 4\u00a0s."
+        page.keyboard.press("Home")
+        assert picture(page) == first
+        page.locator('[data-action="play"]').click()
+        until(page, first)
+
+
+@needs_chromium
+def test_a_reader_makes_a_rank_late_and_sees_it_in_the_lanes(browser: Any) -> None:
+    with shown(browser, late_ring()) as page:
+        strip = page.locator(".strip svg").first
+        strip.wait_for()
+        first = strip.evaluate("svg => svg.outerHTML")
+        page.locator('[data-action="late"]').focus()
+        page.keyboard.press("ArrowRight")
+        assert "Rank 1 is 2 steps late" in page.locator(".d2lps-player .d2lps-title").inner_text()
+        assert page.locator(".strip svg").first.evaluate("svg => svg.outerHTML") != first
 
 
 @needs_chromium

@@ -12,13 +12,15 @@ class Bet extends Widget {
     this.drawing = html("div", { class: "result", hidden: "" });
     this.verdict = html("div", { class: "verdict", tabindex: -1, "aria-live": "polite" });
     this.answers = html("div", { class: "answers" });
-    const stage = html("div", { class: "stage" });
+    const stage = html("div", { class: "stage", "aria-busy": true });
     this.drawing.append(this.verdict, this.answers, stage);
     this.ask = html("div", { class: "ask" }, ...(choices.length ? this.buttons() : this.number()), this.button("skip", texts.skip, () => this.reveal()));
     this.mount("bet", data.question, this.ask, this.drawing);
     this.show(); // built from the start, so that it is there in print
     unpack(data.things).then((things) => {
-      if (data === this.data) this.removals = things.map((thing) => put(stage.appendChild(html("div")), thing));
+      if (data !== this.data) return;
+      this.removals = things.map((thing) => put(stage.appendChild(html("div")), thing));
+      stage.removeAttribute("aria-busy");
     });
   }
 

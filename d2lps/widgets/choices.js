@@ -9,13 +9,14 @@ class Choices extends Widget {
   build() {
     const data = (this.data = this.model.get("data")), { options } = data;
     this.which = data.which.split(" ");
-    this.drawing = html("div", { class: "stage" });
+    this.drawing = html("div", { class: "stage", "aria-busy": true });
     this.controls = options.map((option, k) => this.control(option, k));
     this.things = this.shown = undefined;
     this.mount("choices", data.title, html("div", { class: "options" }, ...this.controls.map(({ label }) => label)), this.drawing);
     unpack(data.things).then((things) => {
       if (data !== this.data) return;
       this.things = things;
+      this.drawing.removeAttribute("aria-busy");
       this.draw();
     });
   }

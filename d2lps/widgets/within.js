@@ -24,9 +24,10 @@ class Held {
 }
 
 // Puts a thing into `el` in place of what it holds; returns what takes it out again.
-function put(el, { kind, state, src, alt, width, height, text }) {
+function put(el, { kind, state, svg, alt, text }) {
   if (kind in KINDS) return KINDS[kind].render({ model: new Held({ ...state }), el });
-  const node = kind === "picture" ? html("img", { src, alt, width, height }) : html("p", { class: "d2lps-text" }, text);
+  const node = kind === "picture" ? html("div", { class: "d2lps-plot", role: "img", "aria-label": alt }) : html("p", { class: "d2lps-text" }, text);
+  if (svg) node.innerHTML = svg;
   el.append(node);
   return () => node.remove();
 }

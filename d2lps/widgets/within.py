@@ -3,19 +3,25 @@
 import base64
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import PIL.Image
 from matplotlib.figure import Figure
 
 from d2lps.widgets.still import Still, figure, source
 
 Thing = Still | Figure | str
-_COLOURS = 64  # of a stored picture: more can't be told apart in a plot
+_SHORTER = [  # what of a matplotlib SVG is not wanted in a page; its style would be the whole page's
+    (r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", ""), (r'<g id="[^"]*"', "<g"),
+    (r'<svg[^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>"),  # HTML knows the namespaces
+    (r"#ffffff", "var(--page)"), (r"#000000", "currentColor"), (r"\s*\n\s*", " "), (r"> <", "><"),
+]  # fmt: skip
 _COMMON, _WITHIN = ({kind: Path(__file__).with_name(f"{stem}.{kind}").read_text("utf-8") for kind in ("js", "css")}
                     for stem in ("common", "within"))  # fmt: skip
 
@@ -54,8 +60,7 @@ def held(thing: Thing, alt: str = "") -> dict[str, Any]:
         raise TypeError(f"{thing!r} is no widget of d2lps, no matplotlib Figure and no text")
     if not alt:
         raise ValueError("a figure needs alt=: a sentence that says what it shows to those who can't see it")
-    data, width, height = picture(thing)
-    return {"kind": "picture", "src": f"data:image/png;base64,{data}", "alt": alt, "width": width, "height": height}
+    return {"kind": "picture", "svg": svg(thing), "alt": alt}
 
 
 def packed(things: Iterable[dict[str, Any]]) -> str:
@@ -63,12 +68,26 @@ def packed(things: Iterable[dict[str, Any]]) -> str:
     return base64.b64encode(zlib.compress(json.dumps(list(things), separators=(",", ":")).encode(), 9)).decode()
 
 
-def picture(drawn: Figure) -> tuple[str, int, int]:
-    """A figure as a small PNG in base64, its width and its height."""
-    out = io.BytesIO()
-    image = PIL.Image.open(io.BytesIO(png(drawn))).convert("RGB")
-    image.quantize(_COLOURS, dither=PIL.Image.Dither.NONE).save(out, format="png", optimize=True)
-    return base64.b64encode(out.getvalue()).decode(), *image.size
+def svg(drawn: Figure) -> str:
+    """A figure as SVG within a page: its black and white are the page's, also in the dark; to a tenth of a point."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "d2lps"}):  # the same names each time
+        drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    _forget(drawn)
+    text = out.getvalue()[out.getvalue().index("<svg") :]
+    for pattern, instead in _SHORTER:
+        text = re.sub(pattern, instead, text, flags=re.DOTALL)
+    return re.sub(r' d="[^"]*"', lambda path: re.sub(r"-?\d+\.\d+", _rounded, path[0]), text)
+
+
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.1f}".removesuffix(".0")
+
+
+def _forget(drawn: Figure) -> None:
+    """Or a notebook would show it once more."""
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close(drawn)
 
 
 def png(thing: Thing) -> bytes:
@@ -78,8 +97,7 @@ def png(thing: Thing) -> bytes:
     drawn = _written(thing) if isinstance(thing, str) else thing
     out = io.BytesIO()
     drawn.savefig(out, format="png", dpi=drawn.dpi, metadata={"Software": None})
-    if "matplotlib.pyplot" in sys.modules:  # or a notebook would show it once more
-        sys.modules["matplotlib.pyplot"].close(drawn)
+    _forget(drawn)
     return out.getvalue()
 
 

@@ -1,0 +1,55 @@
+// Lanes: several runs on one clock, a strip (player_strip.js) for each.
+
+const PLAY = 10; // seconds that the whole takes at speed 1
+
+class Lanes extends Timed {
+  constructor(model, el) {
+    super(model, el, { data: "build" });
+    this.build();
+  }
+
+  build() {
+    const data = (this.data = this.model.get("data")), { texts, end, stops, runs, ranks } = data;
+    Object.assign(this, { texts, end, stops });
+    this.strips = runs.map(({ strip }) => new Strip({ strip, ranks, end }, texts, (t) => (this.stop(false), this.move(t))));
+    for (const { drawing } of this.strips) drawing.addEventListener("pointerup", () => this.model.save_changes());
+    const heads = runs.map(({ name, strip }, i) => {
+      const said = html("span"), waits = strip.map(({ bars }) => bars.filter(({ kind }) => kind === "waiting").flatMap(({ times }) => times.split(" ").map(Number)));
+      this.strips[i].drawing.setAttribute("aria-label", `${name}: ${texts.strip}`);
+      return { said, waits, head: html("div", { class: "head" }, html("b", {}, name), said) };
+    });
+    this.heads = heads;
+    this.drawing = html("div", { class: "runs" }, ...runs.map((_, i) => html("div", { class: "strip" }, heads[i].head, this.strips[i].drawing)));
+    const legend = this.legend(runs), controls = this.controls(fill(texts.counter_time, { now: "12.3 ms", end: quantity(end, "s") }));
+    const longest = runs.map(({ name }) => fill(texts.ended, { name, time: quantity(end, "s") })).join(" ");
+    this.mount("player", data.title, this.drawing, legend, controls, this.captions(longest));
+    this.root.classList.add("d2lps-lanes");
+  }
+
+  // One for all strips.
+  legend(runs) {
+    const seen = new Set(runs.flatMap(({ strip }) => strip.flatMap(({ bars }) => bars.map(({ kind }) => kind))));
+    return html("div", { class: "d2lps-legend" }, ...KINDS.filter((kind) => seen.has(kind)).map((kind) => html("span", {}, html("i", { class: kind }), this.texts[kind])));
+  }
+
+  resize() {
+    for (const strip of this.strips) strip.resize(Math.max(260, this.width));
+    this.show(this.t);
+  }
+
+  paint() {
+    const { t, texts, eps, data: { runs } } = this;
+    runs.forEach(({ seconds }, i) => {
+      this.strips[i].move(t);
+      const { said, waits } = this.heads[i], now = Math.min(t, seconds);
+      const waited = waits.flatMap((times) => times.map((at, k) => (k % 2 ? 1 : -1) * Math.min(at, now))).reduce((a, b) => a + b, 0);
+      said.textContent = now > eps ? fill(texts.waited, { share: Math.round((100 * waited) / (now * waits.length)) }) : "";
+    });
+    const done = runs.filter(({ seconds }) => t >= seconds - eps).map(({ name, seconds }) => fill(texts.ended, { name, time: quantity(seconds, "s") }));
+    return { counter: fill(texts.counter_time, { now: quantity(t, "s"), end: quantity(this.end, "s") }), text: done.join(" ") };
+  }
+
+  pace() { return this.end / PLAY; }
+}
+
+export default shownBy(Lanes);
