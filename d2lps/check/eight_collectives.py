@@ -1,0 +1,306 @@
+"""Checks of *The eight collectives*: what arrives where, and in how many steps, to whom and with how many bytes it is sent."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from d2lps import collectives
+from d2lps.check import exercises
+from d2lps.check.exercise import Function, Verdict, Wrong, answered, judged
+from d2lps.check.exercises import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+from d2lps.simulator import simulate
+from d2lps.topology import star
+from d2lps.trace import Trace
+
+EIGHT = (broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all)
+_GROUPS = (2, 3, 5, 8, 11)  # ranks; 11 is more than a tree written for eight can serve
+_PART = 3  # elements
+_NETWORK = 1e9, 0.5e-6  # bytes/s and s of each link
+
+
+# ---- what all of them look at -------------------------------------------------------------------------------------------
+
+
+def borrowed(function: Function) -> str:
+    """The collective, of the library's or of torch's, that a function calls instead of doing the work itself; "" if none.
+
+    >>> borrowed(lambda comm, room, tensor: collectives.all_gather(comm, room, tensor))
+    'all_gather'
+    """
+    todo, seen = [function], set()
+    while todo:
+        code = getattr(one := todo.pop(), "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in one.__closure__ or ()), strict=True))
+        known = {**one.__globals__, **cells}
+        inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        names = {name for body in (code, *inner) for name in (*body.co_names, *body.co_freevars)}
+        for name in sorted(names):
+            home = getattr(known.get(name), "__module__", None) or ""
+            if home.startswith(("d2lps.collectives", "d2lps.aggregate", "torch.distributed")):
+                return str(known[name].__name__)
+            if name in collectives.__all__ and not isinstance(known.get(name), types.FunctionType):
+                return name
+            if isinstance(known.get(name), types.FunctionType) and not home.startswith(("d2lps", "torch")):
+                todo.append(known[name])
+    return ""
+
+
+def by_hand(function: Function) -> None:
+    """Refuse a function that lets another collective do its work."""
+    if name := borrowed(function):
+        raise Wrong(f"it calls {name}, which does the work for you; only send, recv, sendrecv and their like are allowed")
+
+
+def _arguments(name: str, rank: int, p: int, root: int) -> tuple[list[Any], list[torch.Tensor]]:
+    """What a collective is called with, and the tensors to look at afterwards; numbers that nobody guesses."""
+    whole = torch.randint(10**9, (_PART * p,), generator=torch.Generator().manual_seed(rank))
+    parts, room = list(whole.clone().split(_PART)), list(torch.zeros_like(whole).split(_PART))
+    calls: dict[str, tuple[list[Any], list[torch.Tensor]]]
+    calls = {"broadcast": ([whole, root], [whole]), "reduce": ([whole, root], [whole]), "all_reduce": ([whole], [whole]),
+             "scatter": ([room[0], parts if rank == root else None, root], room),
+             "gather": ([parts[0], room if rank == root else None, root], room), "all_gather": ([room, parts[0]], room),
+             "reduce_scatter": ([room[0], parts], room), "all_to_all": ([room, parts], room)}  # fmt: skip
+    return calls[name]
+
+
+def film(name: str, function: Function, p: int) -> Trace:
+    """The trace of a collective among p ranks, not with rank 0 as root; it must leave what the library's leaves."""
+
+    def work(comm: Any, one: Function) -> list[int]:
+        given, left = _arguments(name, comm.rank, p, root=p // 2)
+        one(comm, *given)
+        return [int(number) for tensor in left for number in tensor]
+
+    run, right = (simulate(work, star(p, *_NETWORK), one) for one in (function, getattr(collectives, name)))
+    for rank, (mine, wanted) in enumerate(zip(run, right, strict=True)):
+        if mine != wanted:
+            root = f", rank {p // 2} the root" if name in ("broadcast", "reduce", "scatter", "gather") else ""
+            raise Wrong(f"right for fewer ranks or another root, but with {p} ranks{root}, rank {rank} ends with wrong numbers")
+    return run.trace
+
+
+def films(name: str, function: Function) -> dict[int, Trace]:
+    """Traces by the number of ranks, of a function that does all by itself and passes the check of its collective."""
+    by_hand(function)
+    verdict: Verdict = getattr(exercises, name)(function)
+    if not verdict:
+        raise Wrong(verdict.text)
+    return {p: film(name, function, p) for p in _GROUPS}
+
+
+def in_steps(traces: dict[int, Trace], steps: Callable[[int], int], hint: str) -> None:
+    for p, trace in traces.items():
+        if trace.rounds != steps(p):
+            took = f"it takes {trace.rounds} step{'s' * (trace.rounds > 1)}"
+            raise Wrong(f"right, but with {p} ranks {took}, not {steps(p)}: {hint}")
+
+
+def with_bytes(traces: dict[int, Trace], parts: Callable[[int], float], hint: str) -> None:
+    """No rank sends more than so many p-th parts of the whole."""
+    for p, trace in traces.items():
+        rank = int(trace.bytes_sent().argmax())
+        sent = trace.bytes_sent()[rank] / (_PART * torch.int64.itemsize)
+        if sent > parts(p) + 1e-9:
+            raise Wrong(f"with {p} ranks, rank {rank} sends {sent:g} parts, where {parts(p):g} are enough: {hint}")
+
+
+def to_the_right(traces: dict[int, Trace]) -> None:
+    for p, trace in traces.items():
+        for src, dst in zip(trace.messages["src"], trace.messages["dst"], strict=True):
+            if dst != (src + 1) % p:
+                raise Wrong(f"with {p} ranks, rank {src} sends to rank {dst}; in a ring it talks to its right neighbor only")
+
+
+# ---- the exercises ------------------------------------------------------------------------------------------------------
+
+
+def _spoken(word: object) -> str:
+    return str(word).lower().strip().replace("-", "_").replace(" ", "_")
+
+
+def _name(word: object) -> str:
+    if (name := _spoken(word)) not in {one.__name__ for one in EIGHT}:
+        raise Wrong(f"{word!r} is none of the eight")
+    return name
+
+
+_JOBS = [("reduce", "one rank needs one number, made of everybody's"),
+         ("scatter", "one rank has all, and each needs another part"),
+         ("all_reduce", "what goes into the result, and who needs it? Nobody needs to see the scores of the others"),
+         ("all_gather", "is anything added up, or compared? And who ends with how much?"),
+         ("all_to_all", "draw the matrix, and mark what rank 0 has before and after: from how many ranks does it come?"),
+         ("reduce_scatter", "something is added up, but who needs how much of the sum?")]  # fmt: skip
+
+
+@answered
+def which(*names: str) -> str:
+    """Check the names of the collectives for the six jobs."""
+    if len(names) != len(_JOBS):
+        raise Wrong(f"{len(names)} names for {len(_JOBS)} jobs")
+    for job, (name, (right, hint)) in enumerate(zip(names, _JOBS, strict=True), 1):
+        if _name(name) != right:
+            raise Wrong(f"job {job} is no {name}: {hint}")
+    return "six jobs, six collectives"
+
+
+@answered
+def picture(number: int, really: str) -> str:
+    """Check which of the eight pictures does not fit, and of what collective it is a picture."""
+    if number not in range(1, 9):
+        raise Wrong(f"there are pictures 1 to 8, and no {number!r}")
+    if number != 7:
+        raise Wrong(f"picture {number} fits: ask of each who has what at the end, and whether anything is added up")
+    if _name(really) != "all_gather":
+        raise Wrong(f"number 7 it is, but no picture of {really}: what does each pupil know at the end, and how much is that?")
+    return "nothing is added up in picture 7: everyone ends with everybody's wish"
+
+
+def _five() -> dict[str, tuple[int, float]]:
+    """(steps, tensors in a row) among five ranks, counted on the library's own; a step has the size of its largest message."""
+    asked = {"tree_broadcast": "tree", "tree_all_reduce": "tree", "ring_all_reduce": "ring", "bruck_all_gather": "bruck"}
+    answers = {}
+    for what, algorithm in asked.items():
+        name = what.removeprefix(f"{algorithm}_")
+        ours = getattr(collectives, name)
+        trace = film(name, lambda comm, *given, ours=ours, algorithm=algorithm: ours(comm, *given, algorithm=algorithm), 5)
+        steps, sizes = trace.replay.round_of, trace.messages["nbytes"]
+        row = sum(int(sizes[steps == step].max()) for step in range(1, trace.rounds + 1))
+        answers[what] = trace.rounds, row / (5 * _PART * torch.int64.itemsize)
+    return answers
+
+
+@answered
+def five(idle: Any, **pairs: tuple[float, float]) -> str:
+    """Check four algorithms among five ranks: (steps, bytes in a row / n) each; and who is idle in the tree's last step."""
+    for what, (steps, row) in _five().items():
+        mine, spoken = pairs.get(what), what.replace("_", " ", 1)
+        if not isinstance(mine, tuple) or len(mine) != 2 or ... in mine:
+            raise Wrong(f"{spoken}: give a pair, (steps, bytes in a row as a multiple of n)")
+        if mine[0] != steps:
+            raise Wrong(f"{spoken}: not {mine[0]} steps; draw who has what after each")
+        if abs(mine[1] - row) > 0.005:
+            raise Wrong(f"{spoken}: the steps are right, but not {mine[1]} n; how large is the largest message of each step?")
+    if set(idle) != {1, 2, 3}:
+        raise Wrong(f"idle in the last step of the tree broadcast: not {idle}; who has the tensor by then, and who lacks it?")
+    return "as the traces count it"
+
+
+@judged
+def ring_all_gather(function: Function) -> str:
+    """Check `function(comm, room, tensor)`: an all-gather round a ring."""
+    traces = films("all_gather", function)
+    to_the_right(traces)
+    in_steps(traces, lambda p: p - 1, "in each step everyone sends and receives one part")
+    with_bytes(traces, lambda p: p - 1, "pass on what came in the step before, and nothing else")
+    return "p - 1 steps to the right, p - 1 parts sent by each, among 2 to 11 ranks"
+
+
+@judged
+def tree_reduce(function: Function) -> str:
+    """Check `function(comm, tensor, dst)`: a reduce by a binomial tree."""
+    traces = films("reduce", function)
+    in_steps(traces, lambda p: (p - 1).bit_length(), "film the tree broadcast, and play it backwards")
+    for p, trace in traces.items():
+        if len(trace) != p - 1:
+            raise Wrong(f"with {p} ranks {len(trace)} messages are sent; each rank but the root has one partial sum to hand on")
+    return "as many steps as the tree broadcast, among 2 to 11 ranks, and nobody's tensor but the root's is touched"
+
+
+@judged
+def pairwise_reduce_scatter(function: Function) -> str:
+    """Check `function(comm, output, parts)`: a reduce-scatter in which every pair of ranks exchanges its parts directly."""
+    traces = films("reduce_scatter", function)
+    for p, trace in traces.items():
+        pairs = list(zip(trace.messages["src"].tolist(), trace.messages["dst"].tolist(), strict=True))
+        if len(set(pairs)) != p * (p - 1):
+            raise Wrong(f"with {p} ranks, {len(set(pairs))} pairs talk, not all {p * (p - 1)}: here no part is passed on")
+    with_bytes(traces, lambda p: p - 1, "each rank needs only the part that is its to keep")
+    in_steps(traces, lambda p: p - 1, "in step k send k places to the right, receive from k places to the left, with sendrecv")
+    return "p - 1 steps, one partner to each side in each, p - 1 parts sent, among 2 to 11 ranks"
+
+
+@judged
+def transpose(function: Function) -> str:
+    """Check `function(comm, rows)`: returns this rank's rows of the transposed matrix."""
+    for p, height in ((1, 2), (2, 3), (3, 2), (5, 1), (4, 4)):
+        side = p * height
+        whole = torch.randint(10**9, (side, side), generator=torch.Generator().manual_seed(side))
+
+        def work(comm: Any, whole: torch.Tensor = whole) -> torch.Tensor:
+            return torch.as_tensor(function(comm, whole.chunk(comm.size)[comm.rank].clone()))
+
+        run = simulate(work, star(p, *_NETWORK))
+        for rank, (mine, right) in enumerate(zip(run, whole.T.chunk(p), strict=True)):
+            _compare(mine, right, f"{side} x {side} on {p} rank{'s' * (p > 1)}, rank {rank}")
+        if run.trace.bytes_sent().max(initial=0) > (p - 1) * height**2 * torch.int64.itemsize:
+            raise Wrong(f"right, but with {p} ranks some rank sends more than it has for others: a block for each is enough")
+    return "matrices of 2 to 16 rows on 1 to 5 ranks, and no byte too many"
+
+
+def _compare(mine: torch.Tensor, right: torch.Tensor, where: str) -> None:
+    if mine.shape != right.shape:
+        raise Wrong(f"{where}: a tensor of shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    if not torch.equal(mine, right):
+        row, column = (mine != right).nonzero()[0].tolist()
+        raise Wrong(f"{where}: row {row}, column {column} is wrong; which rank had that number, and in which block does it lie?")
+
+
+@judged
+def chain_broadcast(function: Function) -> str:
+    """Check `function(comm, tensor, src, chunks)`: a broadcast down a chain, in chunks that follow one another."""
+    by_hand(function)
+    for p in (1, *_GROUPS):
+        for chunks, size in ((1, 24), (4, 24), (7, 25)):
+            _chain(function, p, chunks, size)
+    return "p - 2 + c steps of n / c bytes, among 2 to 11 ranks with 1, 4 and 7 chunks"
+
+
+def _chain(function: Function, p: int, chunks: int, size: int) -> None:
+    where, src = f"with {p} rank{'s' * (p > 1)}, rank {p // 2} the root and {chunks} chunk{'s' * (chunks > 1)}", p // 2
+    sent = torch.randint(10**9, (size,), generator=torch.Generator().manual_seed(p))
+
+    def work(comm: Any) -> list[int]:
+        tensor = sent.clone() if comm.rank == src else torch.zeros_like(sent)
+        function(comm, tensor, src, chunks=chunks)
+        return [int(number) for number in tensor]
+
+    run = simulate(work, star(p, *_NETWORK))
+    for rank, got in enumerate(run):
+        if got != sent.tolist():
+            raise Wrong(f"{where}: rank {rank} does not end with the root's tensor")
+    largest = -(-size // chunks) * torch.int64.itemsize
+    if len(run.trace) and run.trace.messages["nbytes"].max() > largest:
+        raise Wrong(f"{where}: a message has {run.trace.messages['nbytes'].max()} bytes, and a chunk at most {largest}")
+    to_the_right({p: run.trace})
+    steps = p - 2 + chunks if p > 1 else 0
+    in_chain = f"{where}: {run.trace.rounds} steps, and a chain needs {steps}"
+    if run.trace.rounds != steps:
+        raise Wrong(f"{in_chain}; does a rank wait for chunk k + 1 to arrive before it hands on chunk k, or the other way round?")
+
+
+@answered
+def pipeline(chunks: float, chain: float, tree: float) -> str:
+    """Check the best number of chunks of the chain, and the times of chain and tree in seconds."""
+    n_beta, alpha = 160e6 / 12.5e9, 10e-6
+    best = (6 * n_beta / alpha) ** 0.5
+    if abs(chunks - best) > 1:
+        raise Wrong(f"{chunks:g} chunks are not the best: which term of T(c) grows with c, which falls, and where do they meet?")
+    for what, mine, right in (("chain", chain, (6 + best) * (alpha + n_beta / best)), ("tree", tree, 3 * (alpha + n_beta))):
+        if abs(mine / right - 1) > 0.01:
+            raise Wrong(f"the {what} does not take {mine:g} s: how many steps are there, of how many bytes each?")
+    return "the chain comes within a seventh of n beta, which no broadcast can beat"
+
+
+@judged
+def ring_all_reduce(function: Function) -> str:
+    """Check `function(comm, tensor)`: the all-reduce round a ring, mended."""
+    traces = films("all_reduce", function)
+    to_the_right(traces)
+    in_steps(traces, lambda p: 2 * (p - 1), "p - 1 to add up, p - 1 to hand round")
+    with_bytes(traces, lambda p: 2 * (p - 1), "one chunk in each step")
+    return "2(p - 1) steps to the right, 2(p - 1) chunks sent by each, among 2 to 11 ranks"
