@@ -1,7 +1,7 @@
 """Checks of the exercises of *Training together*."""
 
 import random
-from threading import Event, Lock, get_ident
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from d2lps.topology import star
 __all__ = ["accuracy", "backward", "shares", "weighted_mean"]
 
 _PATIENCE = 1.0  # seconds for what takes microseconds where it happens at all
+_WHILE = 0.01  # seconds that an aggregation takes: who doesn't wait for it returns without it
 _LENGTH = 60  # of a gradient
 
 
@@ -128,11 +129,9 @@ class _Watch:
 
     def start(self) -> None:
         self.seen, self.late, self.reached, self.begun, self._lock = list[int](), "", Event(), Event(), Lock()
-        self._backward = get_ident()
 
     def first_layer(self) -> None:
         """The backward pass is at the first layer."""
-        self._backward = get_ident()
         self.reached.set()
         if not self.begun.wait(_PATIENCE):
             self.late = self.late or "no aggregation began before the backward pass was over: start one when a gradient is ready"
@@ -141,6 +140,7 @@ class _Watch:
         self.begun.set()
         if not self.reached.wait(_PATIENCE):
             self.late = self.late or "the backward pass stood still while a gradient was aggregated: do that in another thread"
+        Event().wait(_WHILE)
         with self._lock:
             self.seen.append(id(gradient))
 

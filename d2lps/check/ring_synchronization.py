@@ -1,0 +1,197 @@
+"""Checks of the exercises of *Ring synchronization*."""
+
+import random
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercises import all_reduce, contest
+from d2lps.check.tools import number, own, played, right, without
+from d2lps.collectives import all_reduce as ready_made
+from d2lps.simulator import simulate
+from d2lps.topology import hgx_h100, multi_node, ring, star
+
+__all__ = ["all_reduce", "beat_the_ring", "both_ways", "bytes_on_links", "carried", "contest", "half_as_fast", "isend_ring"]
+__all__ += ["ring_mean", "ring_of_rings"]
+
+_N = 8_000_000  # bytes of what is timed
+_SMALL = 16_000
+
+
+@judged
+def both_ways(function: Function) -> str:
+    """Check `function(comm, tensor)`: half of the tensor goes round to the right while the other half goes to the left."""
+    own(function)
+    right(all_reduce, function)
+    for p in (4, 5, 8):
+        run = played(function, ring(p, 25e9), _N)
+        links = run.trace.bytes_by_link()
+        if far := [pair for pair in links if (pair[0] - pair[1]) % p not in (1, p - 1)]:
+            raise Wrong(f"with {p} ranks, rank {far[0][0]} sends to rank {far[0][1]}, which is not its neighbor")
+        rightward, leftward = (sum(links.get((r, (r + way) % p), 0) for r in range(p)) / _N for way in (1, -1))
+        if min(rightward, leftward) < 0.49 * (rightward + leftward):
+            raise Wrong(
+                f"with {p} ranks, {rightward:.2f} n go to the right and {leftward:.2f} n to the left: half should go each way"
+            )
+        if run.time > 1.01 * (p - 1) / p * _N / 25e9:
+            raise Wrong(
+                f"with {p} ranks it takes {run.time * 1e3:.3f} ms, and a ring one way {2 * (p - 1) / p * _N / 25e6:.3f} ms: half of "
+                "that is possible; are both directions under way in every step?"
+            )
+    return "half of the bytes go each way at once, and a ring of cables needs half of the time"
+
+
+@answered
+def bytes_on_links(to_the_right: float, to_the_left: float, first: int, second: int) -> str:
+    """Check the answers: p = 5, n = 200: bytes from rank 1 to 2, from 2 to 1; chunks that never cross from 1 to 2, by half."""
+    number(to_the_right, 320, "bytes", "in how many steps does rank 1 send, and how long is a chunk?")
+    if to_the_left != 0:
+        raise Wrong(f"{to_the_left!r} bytes to the left: who ever sends to the left?")
+    for which, given, chunk in (("first", first, 2), ("second", second, 3)):
+        if given != chunk:
+            raise Wrong(
+                f"chunk {given!r} does cross in the {which} half: where does a chunk's way round the ring begin, and end?"
+            )
+    return "one chunk a step, and each half spares the link one chunk"
+
+
+@judged
+def carried(function: Function) -> str:
+    """Check `function(shares, r)`: how much of the tensor the link to rank r carries, if chunk c is shares[c] of it."""
+    dice = random.Random(0)
+    for p in (2, 3, 4, 7):
+        for shares in ([1 / p] * p, [w / 100 for w in dice.sample(range(1, 40), p)]):
+            shares = [w / sum(shares) for w in shares]
+            for r in range(p):
+                got, wanted = float(function(list(shares), r)), 2 - shares[r] - shares[(r + 1) % p]
+                if abs(got - wanted) > 1e-9:
+                    said = f"shares {[round(w, 3) for w in shares]}: you say {got:.3f} n, and a run carries {wanted:.3f} n to rank {r}"
+                    raise Wrong(f"{said}; which chunk is it spared in the first half, and which in the second?")
+    return "to spare a link bytes, two chunks must be larger, and these cross all the other links"
+
+
+@judged
+def isend_ring(function: Function) -> str:
+    """Check `function(comm, tensor)`: a ring of isend and recv that has waited for all it sent."""
+    own(function)
+    without(function, "sendrecv", "exchange", "together")
+    right(all_reduce, function)
+    for p in (2, 3, 8):
+        trace = played(function, star(p, 1e9, 1e-6), _SMALL).trace
+        if links := [pair for pair in trace.bytes_by_link() if (pair[1] - pair[0]) % p != 1 % p]:
+            raise Wrong(f"with {p} ranks, rank {links[0][0]} sends to rank {links[0][1]}: a ring has only right neighbors")
+        if (late := trace.messages["src_done_seq"] < 0).any():
+            rank, count = int(trace.messages["src"][late][0]), int(late.sum())
+            raise Wrong(
+                f"with {p} ranks, {count} sends are never waited for, of rank {rank} for one: who then changes the tensor "
+                "may change what is still on its way"
+            )
+        if trace.rounds > 2 * (p - 1):
+            raise Wrong(f"with {p} ranks it takes {trace.rounds} steps, and a ring {2 * (p - 1)}: what waits too early?")
+    return "every send was waited for, in as many steps as with sendrecv"
+
+
+class _Divisions(TorchDispatchMode):
+    """Counts the elements that a rank divides or scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.rstrip("_") in ("div", "mul", "true_divide", "divide", "multiply"):
+            self.elements += out.numel()
+        return out
+
+
+@judged
+def ring_mean(function: Function) -> str:
+    """Check `function(comm, tensor)`: every rank ends with the mean, of which each has divided only a p-th."""
+    own(function)
+    for p in (1, 2, 3, 5, 8):
+        size = 40 * p
+
+        def work(comm: Any, size: int = size) -> tuple[torch.Tensor, torch.Tensor, int]:
+            tensor = torch.rand(size, generator=torch.Generator().manual_seed(comm.rank))
+            total = tensor.clone()
+            ready_made(comm, total, algorithm="ring")
+            with _Divisions() as divisions:
+                function(comm, tensor)
+            return tensor, total / comm.size, divisions.elements
+
+        run = simulate(work, star(p, 1e9, 1e-6))
+        for rank, (got, mean, divided) in enumerate(run):
+            if not torch.allclose(got, mean, rtol=1e-5):
+                k = int((got - mean).abs().argmax())
+                raise Wrong(f"with {p} ranks, rank {rank}, element {k}: {got[k]:.6f}, and the mean is {mean[k]:.6f}")
+            if not torch.equal(got, run[0][0]):
+                raise Wrong(
+                    f"with {p} ranks, ranks 0 and {rank} differ in the last bits: is each element divided on one rank only?"
+                )
+            if divided > size // p:
+                raise Wrong(
+                    f"with {p} ranks, rank {rank} divides {divided} of {size} elements: {size // p} are enough. Where does it "
+                    "hold a sum that is complete, and that all others get from it?"
+                )
+    return "each element is divided once, on one rank, and copied"
+
+
+@judged
+def ring_of_rings(function: Function) -> str:
+    """Check `function(comm, tensor, inside)`: rings inside machines of `inside` ranks, and between them."""
+    own(function)
+    for inside in (2, 4, 8):
+        right(all_reduce, lambda comm, tensor, inside=inside: function(comm, tensor, inside))
+    for machines, inside in ((4, 2), (2, 4), (3, 2)):
+        links = played(function, star(machines * inside, 1e9, 1e-6), _N, inside).trace.bytes_by_link()
+        out = [
+            sum(b for (src, dst), b in links.items() if src == r and src // inside != dst // inside)
+            for r in range(machines * inside)
+        ]
+        most, least = max(out) / _N, 2 * (machines - 1) / machines / inside
+        if most > 1.02 * least:
+            raise Wrong(
+                f"{machines} machines of {inside}: rank {out.index(max(out))} sends {most:.2f} n to other machines, and "
+                f"{least:.2f} n are enough; what has each rank to do with its chunk only?"
+            )
+    cluster = multi_node(hgx_h100(), 4)
+    mine, flat = (played(f, cluster, 160_000_000, trace=False).time for f in (lambda c, t: function(c, t, 8), ready_made))
+    if mine > flat / 4:
+        raise Wrong(
+            f"four machines of eight H100: {mine * 1e3:.2f} ms, a flat ring {flat * 1e3:.2f} ms: gain more than {flat / mine:.1f}"
+        )
+    return f"four machines of eight H100: {mine * 1e3:.2f} ms, a flat ring {flat * 1e3:.2f} ms, {flat / mine:.1f} times as fast"
+
+
+@judged
+def beat_the_ring(function: Function) -> str:
+    """Check `function(comm, tensor)`: an all-reduce that is three times as fast as the ring for 16 kB on eight H100."""
+    own(function)
+    if not (verdict := contest(function, hgx_h100(), nbytes=_SMALL)):
+        raise Wrong(verdict.text)
+    gain = played(ready_made, hgx_h100(), _SMALL).time / played(function, hgx_h100(), _SMALL).time
+    run = played(function, hgx_h100(), _SMALL)
+    each = len(run.trace) / 8
+    said = f"16 kB on eight H100: {run.time * 1e6:.1f} us, {gain:.1f} times as fast as the ring"
+    if gain < 3:
+        raise Wrong(f"{said}; {run.trace.rounds} steps, where the ring has 14: with how few can you do?")
+    return f"{said}, in {run.trace.rounds} steps and {each:g} messages a rank" + (
+        "; can a real rank post so many at once for nothing?" if each > 3 * run.trace.rounds else ""
+    )
+
+
+@answered
+def half_as_fast(before: float, shares: tuple[float, float], after: float) -> str:
+    """Check the answers: milliseconds with shares 2:1; the best shares, as a pair; milliseconds with these."""
+    number(
+        before, 160 / 3 * 1.75 / 9, "ms", "which ring is done last, with a third of the data, and how fast is its slowest link?"
+    )
+    one, other = shares
+    if abs(one / other - 4) > 0.01:
+        slowest = max(one / 36, other / 9) / (one + other) * 280
+        raise Wrong(f"shares of {one}:{other} take {slowest:.2f} ms; both rings should be done at the same time")
+    number(after, 1.75 * 160 / 45, "ms", "how much do both rings carry together in a second?")
+    return "one cable in 24 at half speed costs a fifth"

@@ -1,0 +1,176 @@
+"""The checks of *Training together*: solutions pass, wrong answers are refused in words."""
+
+from queue import Queue
+from threading import Thread
+
+import pytest
+import torch
+from solutions import solution
+
+from d2lps import ReduceOp
+from d2lps.check import training_together as check
+from d2lps.collectives import all_reduce
+
+SOLUTIONS = {
+    "weighted_mean": "ex-aggregating-weights", "shares": "ex-aggregating-unequal", "accuracy": "ex-aggregating-accuracy",
+    "backward": "ex-aggregating-overlap",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_solution_passes(name):
+    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
+    assert verdict, verdict
+
+
+# ---- weighted_mean ------------------------------------------------------------------------------------------------------
+
+
+def plain_mean(comm, gradient, count):
+    all_reduce(comm, gradient, ReduceOp.AVG)
+
+
+def over_those_with_images(comm, gradient, count):
+    message = torch.cat([gradient, gradient.new_tensor([count > 0])])
+    all_reduce(comm, message)
+    gradient.copy_(message[:-1] / message[-1])
+
+
+def twice_the_length(comm, gradient, count):
+    message = torch.cat([gradient * count, gradient.new_full(gradient.shape, count)])
+    all_reduce(comm, message)
+    gradient.copy_(message[: len(gradient)] / message[-1])
+
+
+def a_message_of_its_own(comm, gradient, count):
+    total = gradient.new_tensor([count])
+    gradient *= count
+    all_reduce(comm, gradient)
+    all_reduce(comm, total)
+    gradient /= total
+
+
+def divides_by_the_ranks(comm, gradient, count):
+    gradient *= count
+    all_reduce(comm, gradient)
+    gradient /= comm.size * count if count else 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(plain_mean, "every image count"), (over_those_with_images, "every image count"), (twice_the_length, "numbers are sent"),
+     (a_message_of_its_own, "travel along"), (divides_by_the_ranks, "off by"),
+     (lambda comm, gradient, count: gradient, "off by")],
+)  # fmt: skip
+def test_weighted_mean_refuses(wrong, word):
+    verdict = check.weighted_mean(wrong)
+    assert not verdict and word in verdict.text, verdict
+
+
+def test_torch_gives_an_empty_shard_the_gradient_0():
+    """So weighted_mean needs no guard: the loss is nan, its gradient is not."""
+    weights = torch.ones(3, 4, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(torch.ones(0, 3) @ weights, torch.ones(0, dtype=torch.int64))
+    assert loss.isnan() and torch.equal(torch.autograd.grad(loss, weights)[0], torch.zeros(3, 4))
+
+
+# ---- shares -------------------------------------------------------------------------------------------------------------
+
+
+def rounded(speeds, batch):
+    return [round(batch * speed / sum(speeds)) for speed in speeds]
+
+
+def rest_to_the_first(speeds, batch):
+    counts = [int(batch * speed / sum(speeds)) for speed in speeds]
+    counts[0] += batch - sum(counts)
+    return counts
+
+
+def equal(speeds, batch):
+    return [batch // len(speeds) + (k < batch % len(speeds)) for k in range(len(speeds))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(rounded, "add up to"), (rest_to_the_first, "keep all waiting"), (equal, "keep all waiting"),
+     (lambda speeds, batch: [40, 40, 10, 10], "keep all waiting"),
+     (lambda speeds, batch: [batch * speed / sum(speeds) for speed in speeds], "whole"),
+     (lambda speeds, batch: [batch], "whole numbers")],
+)  # fmt: skip
+def test_shares_refuses(wrong, word):
+    verdict = check.shares(wrong)
+    assert not verdict and word in verdict.text, verdict
+
+
+# ---- accuracy -----------------------------------------------------------------------------------------------------------
+
+
+def mean_of_accuracies(comm, correct, seen):
+    mine = torch.tensor([correct / seen if seen else 0.0])
+    all_reduce(comm, mine, ReduceOp.AVG)
+    return mine.item()
+
+
+def in_float32(comm, correct, seen):
+    counts = torch.tensor([correct, seen], dtype=torch.float32)
+    all_reduce(comm, counts)
+    return float(counts[0].double() / counts[1].double())
+
+
+def only_here(comm, correct, seen):
+    return correct / seen if seen else 0.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(mean_of_accuracies, "it is 9/11"), (in_float32, "float32"), (only_here, "rank 0 says"),
+     (lambda comm, *counts: 0.75, "says 0.75")],
+)  # fmt: skip
+def test_accuracy_refuses(wrong, word):
+    verdict = check.accuracy(wrong)
+    assert not verdict and word in verdict.text, verdict
+
+
+# ---- backward -----------------------------------------------------------------------------------------------------------
+
+
+def after_it(loss, model, aggregate):
+    loss.backward()
+    for weight in reversed(list(model.parameters())):
+        aggregate(weight.grad)
+
+
+def in_the_hook(loss, model, aggregate):
+    hooks = [w.register_post_accumulate_grad_hook(lambda w: aggregate(w.grad)) for w in model.parameters()]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def does_not_wait(loss, model, aggregate):
+    waiting = Queue()
+    Thread(target=lambda: [aggregate(waiting.get().grad) for _ in model.parameters()], daemon=True).start()
+    hooks = [weight.register_post_accumulate_grad_hook(waiting.put) for weight in model.parameters()]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def leaves_its_hooks(loss, model, aggregate):
+    mine = solution("ex-aggregating-overlap")["backward"]
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda w: Thread(target=aggregate, args=(w.grad,)).start())
+    mine(loss, model, aggregate)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(after_it, "before the backward pass was over"), (in_the_hook, "stood still"), (does_not_wait, "wait for all"),
+     (leaves_its_hooks, "aggregated"),
+     (lambda loss, model, aggregate: loss.backward(), "before the backward pass")],
+)  # fmt: skip
+def test_backward_refuses(monkeypatch, wrong, word):
+    monkeypatch.setattr(check, "_PATIENCE", 0.1)
+    verdict = check.backward(wrong)
+    assert not verdict and word in verdict.text, verdict
