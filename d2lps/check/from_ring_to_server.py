@@ -1,0 +1,238 @@
+"""Checks of the exercises of *From ring to server*."""
+
+from typing import Any
+
+import torch
+
+from d2lps import kvstore, simulator, topology
+from d2lps.check.exercise import Function, Wrong, answered, judged
+
+_BANDWIDTH = 12.5e9  # bytes/s of a port
+_N = 100_000_000  # bytes of the gradient in runs that are timed
+_SLACK = 1.001
+
+
+def _near(what: str, got: Any, right: float, hint: str) -> None:
+    if not isinstance(got, int | float) or abs(got - right) > 0.006 * right:
+        raise Wrong(f"{what}: not {got!r}. {hint}")
+
+
+@answered
+def by_hand(three: Any, six: Any, colocated: Any) -> str:
+    """Check `three, six, colocated`, each (MB that a worker's port sends, MB that a server's port sends, ms)."""
+    hints = (
+        "A gradient leaves a worker once, and the server's part of the model leaves a server once for each worker",
+        "What a server's port sends goes to six workers, each of which gets the server's part of the model",
+        "All of it through the busiest port, first in and then out, at 12.5 MB a ms",
+    )
+    local = "; on one machine, what a worker pushes to its own server never reaches the port, nor what it pulls from there"
+    rows = {"three servers": (three, (90, 180, 28.8)), "six servers": (six, (90, 90, 14.4))}
+    for name, (given, right) in (rows | {"colocated": (colocated, (75, 75, 12))}).items():
+        if not isinstance(given, tuple | list) or len(given) != 3:
+            raise Wrong(f"{name}: three numbers are wanted, (MB a worker sends, MB a server sends, ms), not {given!r}")
+        for what, got, number, hint in zip(("a worker sends", "a server sends", "ms"), given, right, hints, strict=True):
+            _near(f"{name}, {what}", got, number, hint + local * (name == "colocated"))
+    return "three servers 28.8 ms, six 14.4, and 12 with no machine more"
+
+
+# ---- push and pull at once ------------------------------------------------------------------------------------------------
+
+
+@judged
+def in_pieces(function: Function) -> str:
+    """Check `function(kv, gradient, weights, pieces)`: the sum of all, by so many independent keys, iteration after iteration."""
+    for workers, numel, pieces in (1, 5, 2), (2, 7, 7), (3, 10, 3), (4, 12, 1):
+        _sums_in_pieces(function, workers, numel, pieces)
+    for workers, pieces in (4, 1), (4, 4), (4, 32), (2, 8):
+        run = _by_pieces(function, workers, _N // 4, pieces, device="meta", trace=False)
+        took, goal = max(seconds for *_, seconds in run), (1 + 1 / pieces) * workers * _N / _BANDWIDTH
+        if took > _SLACK * goal:
+            raise Wrong(
+                f"{workers} workers, {pieces} pieces of 100 MB together: {1e3 * took:.1f} ms, and {1e3 * goal:.1f} are possible: "
+                "can the first piece come back while the others are still being pushed?"
+            )
+    return "the sums of two iterations, and 66 ms with 32 pieces where one piece takes 128"
+
+
+def _by_pieces(function: Function, workers: int, numel: int, pieces: int, rounds: int = 1, **how: Any) -> kvstore.StoreRun:
+    """Each worker's (weights after each iteration, how many it has ended, seconds)."""
+
+    def job(kv: Any) -> tuple[list[torch.Tensor], int, float]:
+        weights, seen = torch.zeros(numel, device=kv.comm.device), []
+        for key, part in enumerate(weights.tensor_split(pieces)):
+            kv.init(key, part)
+        kv.barrier()
+        start = kv.comm.now()
+        for _ in range(rounds):
+            gradient = torch.arange(1, numel + 1, dtype=torch.float32).to(kv.comm.device) * 10**kv.rank
+            function(kv, gradient, weights, pieces)
+            seen.append(weights.clone())
+        return seen, kv.iteration, kv.comm.now() - start
+
+    return kvstore.simulate(job, topology.star(workers + 1, _BANDWIDTH), workers, 1, **how)
+
+
+def _sums_in_pieces(function: Function, workers: int, numel: int, pieces: int) -> None:
+    run = _by_pieces(function, workers, numel, pieces, rounds=2)
+    where = f"{workers} worker{'s' * (workers > 1)}, {numel} elements, {pieces} piece{'s' * (pieces > 1)}"
+    asked = run.servers[0].requests
+    pushed = (asked["push"] + asked["pushpull"]) / workers / 2
+    for rank, (seen, ended, _) in enumerate(run):
+        for iteration, weights in enumerate(seen, 1):
+            wanted = iteration * (10**workers - 1) // 9 * torch.arange(1.0, numel + 1)
+            if not torch.equal(weights, wanted):
+                hint = "; has it waited?" if not weights.any() else ""
+                raise Wrong(
+                    f"{where}, iteration {iteration}: rank {rank} has {weights.tolist()} when your function returns, and not "
+                    f"{wanted.tolist()}{hint}"
+                )
+        if ended != 2:
+            raise Wrong(f"{where}: rank {rank} has called clock() {ended} times in two iterations; each must end once")
+    if pushed != pieces:
+        raise Wrong(f"{where}: a worker pushes {pushed:g} times in an iteration, once for each of {pieces} keys is wanted")
+
+
+# ---- all devices at work --------------------------------------------------------------------------------------------------
+
+
+def _machines(devices: int) -> tuple[topology.Topology, list[Any], list[Any]]:
+    """Four machines with one port each: the devices of two of them, and the CPUs of the others, which serve."""
+    box = topology.pcie_tree(devices, 32e9)
+    cluster = topology.multi_node(box, 4, _BANDWIDTH, latency=5e-6, ports="node")
+    return cluster, cluster.devices[: 2 * devices], cluster.hosts[2:]
+
+
+@judged
+def blocks(function: Function) -> str:
+    """Check `function(kv, devices, X, Y, rate)`: all devices get what one process gets, with as few bytes, as soon as can be."""
+    for devices, rate in (1, 0.5), (2, 0.5), (4, 0.25):
+        X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(devices)), torch.arange(16.0)
+        cluster, workers, homes = _machines(devices)
+        run = kvstore.simulate(function, cluster, workers, homes, devices, X, Y, rate, log=True)
+        for rank, weights in enumerate(run):
+            if not isinstance(weights, torch.Tensor) or weights.shape != (8,):
+                raise Wrong(f"{devices} devices a machine: rank {rank} returns {weights!r}, not the 8 weights")
+            if not torch.allclose(weights, wanted := rate * X.T @ Y / 16, atol=1e-5):
+                raise Wrong(f"{devices} devices a machine, rate {rate}: rank {rank} has {weights.tolist()}, one process has "
+                            f"{wanted.tolist()}")  # fmt: skip
+        _pushed_once(run, devices)
+    cluster, workers, homes = _machines(4)
+    big = [torch.empty(*shape, device="meta") for shape in ((8, _N // 4), (8,))]
+    run = kvstore.simulate(function, cluster, workers, homes, 4, *big, 0.5, device="meta", trace=False)
+    if run.time > 0.029:
+        raise Wrong(f"100 MB take {1e3 * run.time:.1f} ms, and 28.8 are possible, of which init needs 8: does a device wait for "
+                    "bytes that are another's?")  # fmt: skip
+    return f"the weights of one process, two gradients through the servers' ports, {1e3 * run.time:.1f} ms for 100 MB with init"
+
+
+def _pushed_once(run: kvstore.StoreRun, devices: int) -> None:
+    """Two machines push one gradient each, of 32 bytes, whoever of their devices does it."""
+    logged = [event for server in run.servers for _, event in server.log]
+    pushed = sum(event.value.nbytes for event in logged if getattr(event, "op", "") in ("push", "pushpull")) / 32
+    if not pushed:
+        raise Wrong(f"{devices} devices a machine: the weights are right, but nothing was pushed to the servers")
+    if pushed > 2:
+        raise Wrong(f"{devices} devices a machine: {pushed:g} gradients are pushed, where two machines have two sums")
+
+
+# ---- racks, ports, sums ---------------------------------------------------------------------------------------------------
+
+
+@answered
+def racks(plain: Any, tree: Any) -> str:
+    """Check `plain, tree`, each (gradients that cross the link down to the servers' rack, ms of the iteration)."""
+    for name, given, crossed, ms, parts in (
+        ("without the tree", plain, 8, 128, "what goes down the link must also come back up, as models"),
+        ("with the tree", tree, 2, 80, "four parts follow one another: into the speaker, down, up, out of the speaker"),
+    ):
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise Wrong(f"{name}: two numbers are wanted, (gradients, ms), not {given!r}")
+        _near(f"{name}, gradients that go down", given[0], crossed, "How many machines push across racks?")
+        _near(f"{name}, ms", given[1], ms, f"A gradient takes 8 ms on a link, and {parts}")
+    return "8 and 2 gradients, 128 and 80 ms"
+
+
+@judged
+def places(function: Function) -> str:
+    """Check `function(speeds)`: a list of servers, each as often as it should have shares, so that all are busy equally long."""
+    nbytes, workers = 96_000_000, 4
+    for speeds in [1], [1, 1], [3, 1], [1, 2], [4, 2, 6], [2, 3, 5]:
+        star = topology.star(workers + len(speeds), _BANDWIDTH)
+        for server, speed in enumerate(speeds):
+            star = star.straggler(f"gpu{workers + server}", max(speeds) / speed)
+        chosen = function(list(speeds))
+        if not isinstance(chosen, list | tuple) or {*chosen} - {*range(len(speeds))} or not chosen:
+            raise Wrong(f"speeds {speeds}: {chosen!r} is no list of servers 0 to {len(speeds) - 1}")
+        homes = [star.devices[workers + server] for server in chosen]
+        run = kvstore.simulate(_exchange, star, workers, homes, nbytes // 4, device="meta", trace=False)
+        took, best = max(run), 2 * workers * nbytes / _BANDWIDTH * max(speeds) / sum(speeds)
+        if took > _SLACK * max(best, 2 * nbytes / _BANDWIDTH):
+            shares = ", ".join(f"{[*chosen].count(server)} for speed {speed}" for server, speed in enumerate(speeds))
+            raise Wrong(f"speeds {speeds}: {1e3 * took:.1f} ms, and {1e3 * best:.1f} are possible; shares are {shares}")
+    return "all ports are busy for equally long; with speeds 3 and 1 half of the time is saved"
+
+
+def _exchange(kv: Any, numel: int) -> float:
+    """Seconds of push and pull."""
+    weights = torch.zeros(numel, device=kv.comm.device)
+    kv.init("weights", weights)
+    kv.barrier()
+    start = kv.comm.now()
+    kv.push("weights", weights)
+    kv.clock()
+    kv.pull("weights", weights).wait()
+    return float(kv.comm.now() - start)
+
+
+@answered
+def sum_or_mean(rate: Any, factor: Any) -> str:
+    """Check `rate, factor`: the rate with which the sum of four workers is the mean at 1/2; how much too large it is for 16."""
+    _near("rate", rate, 0.125, "A sum of four gradients is four times their mean; the step is the rate times that")
+    _near("factor", factor, 4, "With 16 workers the sum is 16 times the mean, and the rate was made for 4 times")
+    return "1/8, and four times too large with sixteen workers"
+
+
+# ---- a median -------------------------------------------------------------------------------------------------------------
+
+
+@judged
+def median(function: Function) -> str:
+    """Check `function(comm, tensor)`: every rank's tensor ends as the median of all, with the ring's bytes."""
+    for ranks, numel in (1, 4), (3, 6), (3, 7), (5, 20), (5, 3), (7, 25):
+        run = simulator.simulate(_median_job, topology.star(ranks, _BANDWIDTH), function, numel)
+        given = torch.stack([_numbers(rank, numel) for rank in range(ranks)])
+        for rank, got in enumerate(run):
+            off = (got != (wanted := given.median(0).values)).nonzero()
+            if len(off):
+                k = int(off[0])
+                raise Wrong(f"{ranks} ranks, {numel} elements: rank {rank}, element {k} is {got[k]:g}; the median of "
+                            f"{given[:, k].tolist()} is {wanted[k]:g}")  # fmt: skip
+    for ranks in 5, 7:
+        run = simulator.simulate(_median_job, topology.star(ranks, _BANDWIDTH), function, 35_000)
+        through = max(run.trace.bytes_sent().max(), run.trace.bytes_received().max()) / 140_000
+        if through > _SLACK * (least := 2 * (ranks - 1) / ranks):
+            raise Wrong(f"{ranks} ranks: right, but {through:.2f} gradients go through some rank's port, and the ring needs "
+                        f"{least:.2f}: must every rank see all of every other's?")  # fmt: skip
+    return "the median of 1, 3, 5 and 7 ranks, with exactly the bytes of a ring"
+
+
+def _numbers(rank: int, numel: int) -> torch.Tensor:
+    """Whole numbers of either sign, and a million in one place of ten."""
+    dice = torch.Generator().manual_seed(rank)
+    return torch.where(torch.rand(numel, generator=dice) < 0.1, 1e6, torch.randint(-99, 100, (numel,), generator=dice) * 1.0)
+
+
+def _median_job(comm: Any, function: Function, numel: int) -> torch.Tensor:
+    function(comm, tensor := _numbers(comm.rank, numel))
+    return tensor
+
+
+@answered
+def rows(apart: Any, colocated: Any) -> str:
+    """Check `apart, colocated`: up to how many rows a batch may touch for rows to be cheaper than the ring, of a million."""
+    if not isinstance(apart, int | float) or not (apart >= 1_000_000 and (apart > 1e9 or abs(apart - 1_555_556) < 2 or
+                                                                         apart == 1_000_000)):  # fmt: skip
+        hint = "A row costs 64 + 8 bytes pushed, 8 asked for and 64 pulled; the ring 2 (m - 1)/m of the table each way"
+        raise Wrong(f"apart: not {apart!r}. {hint}")
+    _near("colocated", colocated, 888_889, "An eighth of the rows stays at home, but the port serves others as much as itself")
+    return "with servers apart always, colocated up to eight rows of nine"
