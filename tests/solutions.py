@@ -1,0 +1,98 @@
+"""The solutions that the chapters print, to be handed to the checks: `solution("ex-aggregating-weights")["weighted_mean"]`.
+
+A solution's code is taken from its notebook, so that the book and the tests can't drift apart. Of its cells, those from
+`solution-start` to `solution-end` with the exercise's label, a name gives what its last definition there gives. To define it,
+only what it needs is executed: its own statement (a function, a class, an import, an assignment), those of the names that it
+mentions, and so on, as they last stood before the solution ends. Cells that print, plot or run the chapter cost nothing, and
+neither does a name that nobody asks for. What is built otherwise (a list filled in a loop) is not seen: a solution is best
+self-contained, with d2lps, torch and functions of the chapter.
+
+>>> mine = solution("ex-aggregating-weights")
+>>> mine["weighted_mean"].__name__
+'weighted_mean'
+>>> sorted(solution("ex-beyond-doubling"))
+['recursive_doubling']
+"""
+
+import ast
+import builtins
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+BOOK = Path(__file__).parents[1] / "book"
+
+
+def solution(label: str) -> "Solution":
+    """The names that the solution of an exercise defines, each made when it is asked for."""
+    return Solution(label, *_statements(label))
+
+
+class Solution(Mapping[str, Any]):
+    def __init__(self, label: str, before: list[ast.stmt], own: list[ast.stmt]) -> None:
+        self._label, self._order, self._names = label, before + own, {name for step in own for name in _bound(step)}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(f"the solution of {self._label} defines {sorted(self._names)}, not {name}")
+        namespace: dict[str, Any] = {"__name__": f"solution of {self._label}"}
+        needed = self._needed(name)
+        body = [step for index, step in enumerate(self._order) if index in needed]
+        exec(compile(ast.Module(body, []), f"<{self._label}>", "exec"), namespace)
+        return namespace[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _needed(self, name: str) -> set[int]:
+        """The statements that define a name and all that it mentions, directly or not."""
+        needed: set[int] = set()
+        todo = [(name, len(self._order))]
+        while todo:
+            name, end = todo.pop()
+            index = next((i for i in reversed(range(end)) if name in _bound(self._order[i])), None)
+            if index is None or index in needed:
+                continue  # a builtin, a local name, or known
+            needed.add(index)
+            step = self._order[index]
+            late = isinstance(step, ast.FunctionDef | ast.ClassDef)  # looks its names up when it is called
+            todo += [(mentioned, len(self._order) if late else index) for mentioned in _mentioned(step)]
+        return needed
+
+
+def _bound(step: ast.stmt) -> set[str]:
+    match step:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {(alias.asname or alias.name).split(".")[0] for alias in names}
+        case ast.Assign(targets=targets):
+            return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return set()
+
+
+def _mentioned(step: ast.stmt) -> set[str]:
+    loads = (node for node in ast.walk(step) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return {node.id for node in loads} - set(dir(builtins))
+
+
+@cache
+def _statements(label: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """What the code cells before a solution's start hold, and what those up to its end hold."""
+    for path in sorted(BOOK.rglob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        sources = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else "" for cell in cells]
+        if start := next((i for i, text in enumerate(sources) if text.startswith(f"```{{solution-start}} {label}\n")), 0):
+            end = next(i for i, text in enumerate(sources) if i > start and "{solution-end}" in text)
+            return _parsed(cells[:start]), _parsed(cells[start:end])
+    raise LookupError(f"no notebook has the solution of {label}")
+
+
+def _parsed(cells: list[dict[str, Any]]) -> list[ast.stmt]:
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return [step for source in code if not source.startswith("%") for step in ast.parse(source).body]
