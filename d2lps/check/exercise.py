@@ -98,12 +98,14 @@ def _verdict(check: Callable[..., str], *args: Any, **kwargs: Any) -> Verdict:
 
 
 def unwritten(function: Function) -> bool:
-    """Whether a function is an exercise's stub: `...`, a docstring or nothing.
+    """Whether a function, or a class, is an exercise's stub: `...`, a docstring or nothing.
 
     >>> def stub(comm): ...
     >>> unwritten(stub), unwritten(lambda comm: None), unwritten(print)
     (True, True, False)
     """
+    if isinstance(function, type):
+        return not any(callable(value) for value in vars(function).values())
     code = getattr(function, "__code__", None)
     steps = [] if code is None else [step for step in dis.get_instructions(code) if step.opname != "RESUME"]
     nothing = {"LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}

@@ -1,0 +1,226 @@
+"""Checks of the chapter *When machines fail*: servers and checkpoints that are stopped everywhere, and what safety costs."""
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
+from d2lps.check.exercise import Function, Wrong, answered, judged
+
+_M = 24 * 54 / 419 * 16_384 / 100_000  # hours between failures, of 100,000 GPUs like those of Llama 3
+
+
+def _over(saving: float, restarting: float) -> float:
+    """What comes on top of the work, at Young's interval; both in hours."""
+    tau = math.sqrt(2 * saving * _M)
+    return (_M + restarting) * math.expm1((tau + saving) / _M) / tau - 1
+
+
+def _near(name: str, said: float, right: float, hint: str, tolerance: float = 0.03) -> None:
+    if not math.isclose(said, right, rel_tol=tolerance):
+        raise Wrong(f"{name}: {said:g} is too {'much' if said > right else 'little'}; {hint}")
+
+
+@answered
+def numbers(failure: float, interval: float, rule: float, really: float, saving: float) -> str:
+    """Check minutes between failures and between checkpoints, the shares on top, and the seconds that saving may take."""
+    tau = math.sqrt(2 / 60 * _M)
+    _near("failure", failure, 60 * _M, "how often does one of these GPUs fail, and there are 100,000; in minutes")
+    _near("interval", interval, 60 * tau, "in minutes; saving takes one, and M is no longer three hours")
+    _near("rule", rule, math.sqrt(2 / 60 / _M) + 5 / 60 / _M, "a share, such as 0.1; there is a term for restarting as well")
+    _near("really", really, _over(1 / 60, 5 / 60), "a share; the hours that tau + c uninterrupted ones take, over tau, less 1")
+    if not 0.095 < (found := _over(saving / 3600, 30 / 3600)) <= 0.1:
+        raise Wrong(f"saving: with {saving:g} s, {found:.1%} comes on top, really; it is to be a tenth, no more and hardly less")
+    return f"a failure every {failure:.0f} minutes, and {saving:g} s to save"
+
+
+# ---- a server that goes on ----------------------------------------------------------------------------------------------
+
+
+class _Crash(Exception):
+    """The machine stops here."""
+
+
+class _Disk:
+    """Keeps what was appended; the machine may stop just before or just after."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self.stop = ""
+
+    @property
+    def records(self) -> list[Any]:
+        return list(self._kept)
+
+    def append(self, record: Any) -> None:
+        if self.stop == "before":
+            raise _Crash
+        self._kept.append(record)
+        if self.stop == "after":
+            raise _Crash
+
+
+@judged
+def survivor(make: Callable[[Any], Any]) -> str:
+    """Check a class `Survivor(disk)` with `handle((client, sequence), amount)` and `value`: every push counts once."""
+    crashes = 0
+    for clients, moment in product((1, 2, 3), ("before", "after", "at the end")):
+        for victim in range(1, 3 * clients + 1):
+            _lived(make, clients, victim, moment)
+            crashes += 1
+    return f"{crashes} crashes, pushes of 1 to 3 clients"
+
+
+def _lived(make: Callable[[Any], Any], clients: int, victim: int, moment: str) -> None:
+    """Clients push 1, 2, 3 ... in turn; the machine stops in one push; then every client repeats what it sent last."""
+    when = {"before": "before its record was written", "after": "after its record was written"}.get(moment, "after its answer")
+    disk, names = _Disk(), [(push % clients, push // clients + 1) for push in range(4 * clients)]
+    server, expected = make(disk), 0
+    for number, name in enumerate(names, 1):
+        disk.stop = moment if number == victim else ""
+        with suppress(_Crash):
+            _handled(server, name, number)
+        expected += number
+        if number == victim:
+            disk.stop, server = "", make(disk)
+            for again in range(max(1, number - clients + 1), number + 1):
+                _handled(server, names[again - 1], again)
+        case = f"{clients} client{'s' * (clients > 1)}, push {victim} stopped {when}, every client repeats its last push"
+        for what, value in (("", server.value), (", after one more new life,", make(disk).value)):
+            if value != expected:
+                raise Wrong(f"{case}: {_them(number)}{what} the value is {value}, not {expected}")
+    if len(disk.records) > len(names):
+        raise Wrong(f"{len(names)} pushes wrote {len(disk.records)} records: a push that was done before needs none")
+
+
+def _handled(server: Any, name: Any, amount: int) -> None:
+    if (said := server.handle(name, amount)) != "done":
+        raise Wrong(f"push {amount} of client {name[0]} got the answer {said!r}, not 'done': its client would repeat it forever")
+
+
+def _them(number: int) -> str:
+    return f"after pushes 1 to {number}" if number > 1 else "after push 1"
+
+
+# ---- a checkpoint of all or nothing -------------------------------------------------------------------------------------
+
+
+class _Files:
+    """A disk; the machine stops in the midst of operation number `stop`. `texts` can be read, not written."""
+
+    def __init__(self, stop: int = 0, texts: Iterable[tuple[str, str]] = ()) -> None:
+        self._texts, self.stop, self.count = dict(texts), stop, 0
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return dict(self._texts)
+
+    def write(self, name: str, text: str) -> None:
+        self.count += 1
+        self._texts[name] = text[: len(text) // 2] if self.count == self.stop else text
+        if self.count == self.stop:
+            raise _Crash
+
+    def rename(self, old: str, new: str) -> None:
+        self.count += 1
+        if self.count == self.stop:
+            raise _Crash
+        self._texts[new] = self._texts.pop(old)
+
+
+@judged
+def checkpoint(save: Function, load: Function) -> str:
+    """Check `save(disk, step, files)` and `load(disk)`: wherever the machine stops, the old files or the new, whole."""
+    operations = [_stopped_everywhere(save, load, *servers) for servers in ((2, 2, 2), (3, 2, 3), (1, 3, 2))]
+    return f"stopped in each of {operations[0]} operations of 2 servers, and where servers came and went"
+
+
+def _stopped_everywhere(save: Function, load: Function, *servers: int) -> int:
+    old, new, third = ({f"server-{i}": f"{age} state of {i}" for i in range(count)}
+                       for age, count in zip(("old", "new", "third"), servers, strict=True))  # fmt: skip
+    for stop in range(1, 100):
+        disk, done = _Files(), False
+        save(disk, 1, old)
+        disk = _Files(stop, disk.texts.items())
+        try:
+            save(disk, 2, new)
+            done = True
+        except _Crash:
+            pass
+        where = f"with {servers[0]}, then {servers[1]} servers, stopped in operation {stop}"
+        _loads(load, disk, [new] if done else [old, new], "" if done else where)
+        again = _Files(0, disk.texts.items())
+        save(again, 3, third)
+        _loads(load, again, [third], f"{where}, and after the next checkpoint")
+        if done:
+            return stop - 1
+    raise Wrong("it writes and renames without end")
+
+
+def _loads(load: Function, disk: _Files, right: list[dict[str, str]], where: str) -> None:
+    """A machine that has just started knows nothing but what lies on the disk."""
+    found = load(_Files(0, disk.texts.items()))
+    if found not in right:
+        raise Wrong(f"{where or 'never stopped'}: load gives {found}")
+
+
+# ---- delays, epochs, copies, two at once --------------------------------------------------------------------------------
+
+
+@answered
+def delay(bsp: int, ssp2: int, ssp4: int, asp: int) -> str:
+    """Check how many iterations the living end before the news, if worker 2 has died after 3 of 12, and a round is a second."""
+    for name, said, bound in (("bsp", bsp, 0), ("ssp2", ssp2, 2), ("ssp4", ssp4, 4), ("asp", asp, math.inf)):
+        right = min(4 + bound, 12)
+        if said != right:
+            hint = "does any read wait?" if bound == math.inf else f"does a read at clock {said:g} wait, if the slowest is at 3?"
+            raise Wrong(f"{name}: they end {'more' if said < right else 'fewer'} than {said:g}; {hint}")
+    return f"{bsp}, {ssp2}, {ssp4} and {asp} iterations"
+
+
+@judged
+def epochs(make: Callable[[], Any]) -> str:
+    """Check a class `WithEpochs()` with `handle((client, epoch, sequence), amount)` and `value`."""
+    for seed in range(20):
+        dice, server, told = random.Random(seed), make(), []
+        newest: dict[Any, tuple[int, int]] = {}
+        value = 0
+        for _ in range(40):
+            client, amount = dice.choice([0, 7, 12]), dice.randint(1, 9)
+            epoch, done = newest.get(client, (1, 0))
+            name, said, counts = dice.choice((
+                ((client, epoch, done + 1), "done", True), ((client, epoch, max(done, 1)), "done", not done),
+                ((client, epoch + 1, 1), "done", True), ((client, epoch - 1, dice.randint(1, 99)), "refused", False),
+            ))  # fmt: skip
+            if said == "refused" and client not in newest:
+                continue
+            told.append(name)
+            newest[client] = newest.get(client, (1, 0)) if said == "refused" else (name[1], name[2])
+            value += amount * counts
+            found = server.handle(name, amount)
+            if (found, server.value) != (said, value):
+                raise Wrong(f"after {', '.join(map(str, told[-4:]))}: the last of these was answered {found!r} and the value is"
+                            f" {server.value}; they should be {said!r} and {value}")
+    return "20 stories of 40 pushes"
+
+
+@judged
+def round_time(function: Function) -> str:
+    """Check `round_time(m, n, bandwidth, copies)`: pushes of n bytes, then copies, then answers, through a server's link."""
+    for m, n, bandwidth, copies in product((1, 4, 7), (1e7, 3e5), (1e9, 2e8), (0, 1, 3)):
+        said, right = function(m, n, bandwidth, copies), (2 * m + copies) * n / bandwidth
+        case = f"m = {m}, n = {n / 1e6:g} MB, {bandwidth / 1e9:g} GB/s, {copies} copies"
+        _near(case, 1e3 * said, 1e3 * right, "in ms. Which messages share the primary's link, and which way?", 0.01)
+    return "36 cases"
+
+
+@answered
+def both(days: float, years: float) -> str:
+    """Check the days until the first of 100 servers fails, and the years until some primary and its backup are both lost."""
+    lifetime, repair = 24 * 54 / 419 * 16_384, 10 / 60
+    _near("days", days, lifetime / 100 / 24, "one fails every 5.8 years, and there are 100")
+    _near("years", years, lifetime**2 / (200 * repair) / 24 / 365,
+          "of 100 pairs, either machine may fail first, and then the other within ten minutes")  # fmt: skip
+    return f"{days:.0f} days, {years:,.0f} years"
