@@ -107,7 +107,7 @@ def opened(page: Any, address: str, path: Path, folder: Path) -> Any:
     cells = nbformat.read(path, as_version=4).cells
     page.goto(f"{address}/{path.relative_to(folder)}?reset")
     texts = sum(cell.cell_type == "markdown" for cell in cells)
-    page.wait_for_function(DRAWN, arg=texts, timeout=20_000)
+    page.wait_for_function(DRAWN, arg=texts, timeout=60_000)
     return page
 
 
@@ -127,7 +127,7 @@ def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, addr
     assert "Twice" in page.locator(".jp-MarkdownCell").nth(1).inner_text()
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-    page.get_by_text("not yet: double is still empty").wait_for(timeout=20_000)
+    page.get_by_text("not yet: double is still empty").wait_for(timeout=60_000)
     page.locator(".jp-OutputPlaceholder").last.wait_for()
     for hidden in ("The secret is addition.", "passed: 6"):
         assert page.get_by_text(hidden).count() == 0
