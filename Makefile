@@ -10,7 +10,7 @@ SITE := _build/html
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak versions bench size lab execute serve clean
+.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak versions bench size lab colab handout execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -56,13 +56,20 @@ bench: .venv/.done  ## measure ours beside its peers; TABLES=... for some
 size:            ## count the lines that hold code, by folder
 	@$(PYTHON) tests/size.py
 
-lab: .venv/.done  ## open the book in JupyterLab; as root, in a container: LAB=--allow-root
-	$(BIN)/jupyter lab $(LAB)
+lab: .venv/.done  ## open the book in JupyterLab at its contents; LAB=... for options of `jupyter lab`
+	$(BIN)/python book/_tools/lab.py $(LAB)
 
 execute: .venv/.done  ## run the notebooks anew and store their outputs; NOTEBOOKS=... for some, FRESH=--fresh for timings too
 	$(BIN)/python book/_tools/execute.py $(FRESH) $(NOTEBOOKS)
 
+colab: .venv/.done  ## write copies of the notebooks for Colab into _build/colab
+	$(BIN)/python book/_tools/colab.py
+
+handout: .venv/.done  ## write the chapters as a course for nbgrader into _build/handout; NOTEBOOKS=... for some
+	$(BIN)/python book/_tools/handout.py $(NOTEBOOKS)
+
 serve:           ## show the built site at http://127.0.0.1:8000
+	@test -f $(SITE)/index.html || { echo "There is no site in $(SITE) yet. Build it first: make book"; exit 1; }
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) 8000
 
 clean:           ## remove all that was installed or built

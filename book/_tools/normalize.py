@@ -1,21 +1,28 @@
 """The normal form of a stored notebook: a run that changes nothing gives the same file.
 
 What differs from run to run is replaced: widget ids, cell ids, addresses, paths and process ids in text. What tells nothing
-about the cell is dropped: times, Python's version, metadata of the editor.
+about the cell is dropped: times, Python's version, metadata of the editor. Every notebook gets the cell that installs the library
+where it is missing, and has its solutions folded.
+
+    python book/_tools/normalize.py book/.../ring.ipynb ...    bring notebooks into this form without running them
 """
 
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import nbformat
+from folding import fold
+from installing import put_first
+from links import by_path
 from nbformat import NotebookNode
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 RULES = Path(__file__).parents[2] / "tests" / "nbval_sanitize.cfg"
-CELL_METADATA = {"tags", "mystnb"}
+CELL_METADATA = {"tags", "mystnb", "jupyter"}
 KERNEL = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "file_extension": ".py", "mimetype": "text/x-python", "pygments_lexer": "ipython3"},
@@ -28,6 +35,9 @@ def normalize(notebook: NotebookNode, name: str) -> NotebookNode:
     kept = {key: notebook.metadata[key] for key in ("d2lps", "widgets") if notebook.metadata.get(key)}
     notebook.metadata = nbformat.from_dict(KERNEL | kept)  # d2lps: what the chapter's card says of it
     notebook.nbformat, notebook.nbformat_minor = 4, 5
+    put_first(notebook)
+    by_path(notebook)
+    fold(notebook)
     name_cells(notebook)
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({key: value for key, value in cell.metadata.items() if key in CELL_METADATA})
@@ -83,3 +93,12 @@ def scrub_output(output: NotebookNode) -> None:
     else:
         texts = {kind: scrub(text) for kind, text in output.data.items() if kind.startswith("text/")}
         output.data.update(texts)
+
+
+def main() -> None:
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(nbformat.writes(normalize(nbformat.read(path, as_version=4), path.stem)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,11 @@ class Verdict(NamedTuple):
     def __bool__(self) -> bool:
         return self.passed
 
+    @property
+    def score(self) -> float:
+        """The share of an exercise's points: 1.0 or 0.0."""
+        return float(self.passed)
+
     def __repr__(self) -> str:
         return f"{'passed' if self.passed else 'not yet'}: {self.text}"
 

@@ -1,0 +1,143 @@
+"""The book in JupyterLab, in a real browser: nothing raw is seen, solutions are folded, a check says what is missing."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from execute import listed, notebooks
+from folding import kind
+from lab import OVERRIDES, PAGE, contents
+from launching import until
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from normalize import normalize
+from widget_page import chromium, needs_chromium
+
+pytestmark = [needs_chromium, pytest.mark.slow]
+
+BOOK = PAGE.parent
+ALL_CELLS = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}  # by default only those in sight are drawn
+RAW = re.compile(r"\{(?:exercise|solution|doc|cite|numref|ref|eq|prf|math|note|figure).*|^:(?:label|class):", re.MULTILINE)
+TEXTS = """[...document.querySelectorAll(".jp-MarkdownCell")].map(cell => {
+    const shown = cell.cloneNode(true);
+    shown.querySelectorAll(".jp-InputArea-editor, .jp-Toolbar").forEach(part => part.remove());
+    return shown.textContent.trim();
+})"""
+DRAWN = f"""count => document.querySelectorAll(".jp-MarkdownCell").length === count && {TEXTS}.every(Boolean)
+    && document.querySelectorAll(".jp-MarkdownCell:not(.jp-mod-rendered)").length === 0"""
+EXERCISE = [
+    new_markdown_cell("# A chapter"),
+    new_markdown_cell("````{exercise} Twice\n:label: ex-twice\n\nWrite `double(x)`, as in {doc}`/book/back/notation`.\n````"),
+    new_code_cell("def double(x):\n    ...", metadata={"tags": ["stub"]}),
+    new_code_cell(
+        "from d2lps.check.exercise import judged\n\n@judged\ndef twice(function):\n    return f'{function(3)}'\n\ntwice(double)",
+        metadata={"tags": ["check"]},
+    ),
+    new_markdown_cell("````{solution-start} ex-twice\n:class: dropdown\n````"),
+    new_markdown_cell("The secret is addition."),
+    new_code_cell("def double(x):\n    return x + x\n\ntwice(double)"),
+    new_markdown_cell("````{solution-end}\n````"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the book, with a chapter of one exercise."""
+    folder = tmp_path_factory.mktemp("lab") / "book"
+    shutil.copytree(BOOK, folder, ignore=shutil.ignore_patterns("_*", ".*"))
+    notebook = normalize(new_notebook(cells=EXERCISE), "exercise")
+    (folder / "exercise.ipynb").write_text(nbformat.writes(notebook))
+    (folder / PAGE.name).write_text(contents())
+    return folder
+
+
+def settings(folder: Path) -> Path:
+    """The settings of `make lab` as a reader's own, with all cells drawn."""
+    for plugin, values in {**OVERRIDES, **ALL_CELLS}.items():
+        package, name = plugin.split(":")
+        path = folder / package / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    return folder
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return urllib.request.urlopen(url, timeout=5).status == 200
+    return False
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """A JupyterLab on that folder, with nothing of this machine's own settings."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    home = folder.parent / "home"
+    own = {"HOME": str(home), "JUPYTER_CONFIG_DIR": str(home), "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces")}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.port_retries=0", f"--port={port}"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={folder}", "--ServerApp.password="]
+    environment = os.environ | own | {"JUPYTERLAB_SETTINGS_DIR": str(settings(home / "settings"))}
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert until(lambda: answers(f"http://127.0.0.1:{port}/api"), seconds=60), "JupyterLab did not start"
+        yield f"http://127.0.0.1:{port}/lab/tree"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser.new_page(viewport={"width": 1280, "height": 1000})
+
+
+def opened(page: Any, address: str, path: Path, folder: Path) -> Any:
+    """The page with a notebook whose cells are all drawn."""
+    cells = nbformat.read(path, as_version=4).cells
+    page.goto(f"{address}/{path.relative_to(folder)}?reset")
+    texts = sum(cell.cell_type == "markdown" for cell in cells)
+    page.wait_for_function(DRAWN, arg=texts, timeout=60_000)
+    return page
+
+
+@pytest.mark.parametrize("chapter", notebooks(), ids=lambda path: path.stem)
+def test_a_chapter_shows_nothing_raw_and_no_solution(page: Any, address: str, folder: Path, chapter: Path) -> None:
+    path = folder / chapter.relative_to(BOOK)
+    opened(page, address, path, folder)
+    until(lambda: not RAW.search("\n".join(page.evaluate(TEXTS))))  # what MyST draws takes the place of what stood there
+    shown = "\n".join(page.evaluate(TEXTS))
+    assert len(shown) > 5000 and RAW.findall(shown) == []
+    starts = sum(kind(cell) in ("start", "whole") for cell in nbformat.read(path, as_version=4).cells)
+    assert page.locator(".jp-MarkdownCell .jp-InputPlaceholder", has_text="% Solution").count() == starts
+
+
+def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, address: str, folder: Path) -> None:
+    opened(page, address, folder / "exercise.ipynb", folder)
+    assert "Twice" in page.locator(".jp-MarkdownCell").nth(1).inner_text()
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.get_by_text("not yet: double is still empty").wait_for(timeout=60_000)
+    page.locator(".jp-OutputPlaceholder").last.wait_for()
+    for hidden in ("The secret is addition.", "passed: 6"):
+        assert page.get_by_text(hidden).count() == 0
+    page.locator(".jp-InputPlaceholder", has_text="% Solution").first.click()
+    page.get_by_text("The secret is addition.").wait_for()
+
+
+def test_the_first_page_lists_the_chapters_in_order(page: Any, address: str) -> None:
+    page.goto(f"{address}/{PAGE.name}?reset")
+    page.locator(".jp-MarkdownViewer li a").first.wait_for()
+    links = page.locator(".jp-MarkdownViewer li a").evaluate_all("links => links.map(link => link.getAttribute('href'))")
+    chapters = [Path(name).name for name in listed()[1:]]
+    assert len(links) == len(chapters) and all(name in link for name, link in zip(chapters, links, strict=True))
