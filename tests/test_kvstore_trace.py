@@ -65,7 +65,7 @@ def test_its_pictures_show_whose_gradients_are_in_whose_values() -> None:
             seen += 1
     assert seen == 3 * 2
     scene = Player(trace, clock="time").scene
-    assert len(scene["messages"]) == len(trace) and len(scene["ranks"]) == 5
+    assert sum(message.get("n", 1) for message in scene["messages"]) == len(trace) and len(scene["ranks"]) == 5
     assert trace.timeline().get_figure() is not None and trace.perfetto()["traceEvents"]
 
 

@@ -226,6 +226,38 @@ def test_a_run_is_told_in_the_steps_of_a_text_of_which_some_send_nothing() -> No
         scene(two_ranks(), steps=steps, clock="time")
 
 
+def around(comm: Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    token = torch.zeros(2)
+    if comm.rank == 0:
+        comm.send(token, right)
+        comm.recv(token, left)
+    else:
+        comm.recv(token, left)
+        comm.send(token, right)
+
+
+def test_lines_are_noted_where_they_are_asked_for() -> None:
+    for trace in (d2lps.simulate(around, star(2, 8.0), trace="lines").trace, d2lps.run(around, 2, trace="lines").trace):
+        drawn = scene(trace, code=around)
+        assert drawn["code"]["name"] == "around" and drawn["code"]["lines"][4] == "        comm.send(token, right)"
+        assert [(m["src_lines"], m["dst_lines"]) for m in drawn["messages"]] == [([4], [7]), ([8], [5])]
+    assert two_ranks().lines == [] and "src_line" not in two_ranks().messages
+    with pytest.raises(ValueError, match="code= needs a trace with lines"):
+        scene(two_ranks(), code=sum_up)
+    with pytest.raises(ValueError, match="code=pushes: no message was posted at a line of it"):
+        scene(trace, code=pushes)
+    with pytest.raises(ValueError, match="trace='line' is unknown"):
+        d2lps.simulate(around, star(2, 8.0), trace="line")
+    with pytest.raises(ValueError, match="trace='line' is unknown"):
+        d2lps.run(around, 2, trace="line")
+
+
+def test_in_a_collective_of_the_library_the_line_is_the_readers() -> None:
+    drawn = scene(d2lps.simulate(sum_up, star(2, 8.0), trace="lines").trace, code=sum_up)
+    assert {(*m["src_lines"], *m["dst_lines"]) for m in drawn["messages"]} == {(2, 2)}
+
+
 # ---- the strip ----------------------------------------------------------------------------------------------------------
 
 
@@ -489,3 +521,18 @@ def test_bytes_and_the_legend_are_unfolded_by_keyboard(browser: Any, width: int)
 
 def model_time(page: Any) -> float:
     return float(page.evaluate("model.get('t')"))
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [760, 390])
+def test_the_lines_that_run_are_lit(browser: Any, width: int) -> None:
+    player = Player(d2lps.simulate(around, star(2, 8.0), trace="lines").trace, code=around)
+    with shown(browser, player, width, reduced_motion="reduce") as page:
+        lit = page.locator(".lines .lit code")
+        assert lit.all_text_contents() == ["        comm.send(token, right)", "        comm.recv(token, left)"]
+        assert page.locator(".lines .lit .who").evaluate_all("all => all.map((who) => who.title)") == ["0", "1"]
+        page.locator('[data-action="last"]').click()
+        assert page.locator(".lines .lit .who").evaluate_all("all => all.map((who) => who.title)") == ["0", "1"]
+        assert lit.all_text_contents() == ["        comm.recv(token, left)", "        comm.send(token, right)"]
+        page.locator('[data-action="first"]').click()
+        assert lit.count() == 0

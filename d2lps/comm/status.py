@@ -9,7 +9,7 @@ import math
 import mmap
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -79,6 +79,16 @@ class SharedBoard(Board):
             return Status(**json.loads(note)) if note else None
         except ValueError:
             return None
+
+
+Where = Callable[[FrameType | None], tuple[str, int, str]]
+
+
+def noted(trace: bool | str) -> Where | None:
+    """How a trace notes the line at which a message was posted: with trace="lines". ValueError for another word."""
+    if isinstance(trace, str) and trace != "lines":
+        raise ValueError(f"trace={trace!r} is unknown: choose True, False or 'lines'")
+    return readers_line if trace == "lines" else None
 
 
 def readers_line(frame: FrameType | None) -> tuple[str, int, str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED
-from d2lps.comm.status import SharedBoard
+from d2lps.comm.status import SharedBoard, noted
 from d2lps.launch.failure import Failure, pack
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.result import Run
@@ -41,7 +41,7 @@ class Job:
     backend: str  # "shm", "gloo", "nccl"
     device: str  # "cpu", "cuda" (GPUs in turn)
     timeout: float
-    trace: bool = False
+    trace: bool | str = False
     debug: bool = False
     store_port: int = 0
 
@@ -85,10 +85,10 @@ def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, 
         caller.recv_bytes()  # stay until all are done: others may still be reading from this rank's sockets
 
 
-def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, ...], trace: bool) -> Success:
+def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, ...], trace: bool | str) -> Success:
     """Call the function with every rank starting at the same time, and pack its result."""
     comm._barrier()  # the launcher's, not the reader's: no note and no trace tells of it
-    recorder = comm.recorder = Recorder(comm.rank, comm.now) if trace else None
+    recorder = comm.recorder = Recorder(comm.rank, comm.now, where=noted(trace)) if trace else None
     started = comm.now()
     result = function(comm, *args)
     comm.finish()
@@ -102,7 +102,7 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     return Success(packed, started, ended, str(comm.node), logs, [name for name in _LATE if name in sys.modules])
 
 
-def run_of(outcomes: Sequence[Success], trace: bool) -> Run:
+def run_of(outcomes: Sequence[Success], trace: bool | str) -> Run:
     """What all ranks have returned; clocks of different machines are not compared, their spans are."""
     nodes: dict[str, list[Success]] = {}
     for outcome in outcomes:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory
 from d2lps.comm import RankFailed, RankHung
 from d2lps.comm.explain import describe_status
+from d2lps.comm.status import noted
 from d2lps.launch.failure import meaning, release
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success, execute, place, run_of
@@ -34,7 +35,7 @@ def run(
     *args: Any,
     backend: str = "auto",
     timeout: float = 60.0,
-    trace: bool = False,
+    trace: bool | str = False,
     live: bool = False,
     debug: bool = False,
 ) -> Run:
@@ -46,8 +47,8 @@ def run(
     The function may live in a notebook cell. `backend`: "shm" (memory that all ranks share; Linux), "gloo" (sockets), "nccl"
     (each rank a GPU of its own), "auto" (NCCL if there are GPUs enough; else shm where it is, or gloo). A function that
     calls torch.distributed by itself needs gloo or NCCL. `timeout`: seconds that one wait for another rank may last.
-    `trace`: record every message. `live`: show what ranks print as it comes, not at the end. `debug`: ranks compare, before
-    anything moves, what they are about to send, receive or call; slow.
+    `trace`: record every message, and with "lines" the line that posted it. `live`: show what ranks print as it comes, not at
+    the end. `debug`: ranks compare, before anything moves, what they are about to send, receive or call; slow.
 
     Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it starts nothing and joins that job: `ranks` must
     equal WORLD_SIZE, and every rank gets the whole Run.
@@ -56,6 +57,7 @@ def run(
     rank stood, if one waited too long. Whatever happens, no process, port or file is left when it returns.
     """
     check(function, "communicator", backend, timeout, ranks=ranks)
+    noted(trace)
     if under_launcher():
         here, told = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "a launcher has started the processes of this job"
         return _join(function, args, Job(ranks, *resolve(backend, here, told), timeout, trace, debug))

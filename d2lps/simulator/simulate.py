@@ -34,7 +34,7 @@ def simulate(
     device: str = "cpu",
     model: Model | None = None,
     faults: Sequence[Fault] = (),
-    trace: bool = True,
+    trace: bool | str = True,
     debug: bool = False,
 ) -> Run:
     """Call `function(comm, *args)` on ranks of a described cluster; results, time and trace are as of `d2lps.run`.
@@ -48,7 +48,8 @@ def simulate(
 
     ranks: how many (on the first devices), or the list of nodes that they live on; by default one on each device.
     device: "cpu", payloads are real and results can be checked; "meta", tensors have no content and 700 GB cost nothing
-    (make tensors on `comm.device`). model: see `Model`. trace=False saves memory and time for millions of messages.
+    (make tensors on `comm.device`). model: see `Model`. trace=False saves memory and time for millions of messages;
+    trace="lines" notes the reader's line of each message too.
     debug: ranks compare their calls of collectives. faults: what happens to the cluster, and when: see `d2lps.simulator.faults`.
 
     A message pays its route's latency, then its bytes share the links max-min fairly with all others. Ranks on one node
@@ -105,7 +106,7 @@ class _Simulation(World):
         comm = SimulatedCommunicator(self, range(len(self.nodes)), rank, "world", Task(rank, self.computing[self.nodes[rank]]))
         comm.debug = self.debug
         if self.vocabulary is not None:
-            comm.recorder = Recorder(rank, comm.now, self.vocabulary)
+            comm.recorder = Recorder(rank, comm.now, self.vocabulary, self.where)
 
         def life() -> Any:
             function, args = cloudpickle.loads(self.program)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 from d2lps.comm import Communicator, ReduceOp, ops
 from d2lps.comm.memory import Memory
+from d2lps.comm.status import noted
 from d2lps.simulator.counting import Counting
 from d2lps.simulator.mailbox import Mailbox
 from d2lps.simulator.model import Model
@@ -26,12 +27,13 @@ class World:
     """What all ranks of a simulation have in common."""
 
     def __init__(
-        self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool, debug: bool
+        self, topology: Topology, nodes: list[Hashable], device: torch.device, model: Model, trace: bool | str, debug: bool
     ) -> None:
         self.topology, self.nodes, self.device, self.debug = topology, nodes, device, debug  # the node of each rank
         self.network = Network(topology.bandwidth)
         self.scheduler = Scheduler(self.network)
-        self.mailbox = Mailbox(self.network, self.scheduler, model, trace)
+        self.mailbox = Mailbox(self.network, self.scheduler, model, bool(trace))
+        self.where = noted(trace)
         self.vocabulary = Vocabulary() if trace else None  # of all that is recorded
         self.computing = {node: self.network.add_link(1.0) for node in dict.fromkeys(nodes)}  # what stands for its device
         self.memories: dict[Hashable, Memory] = {}

@@ -6,11 +6,13 @@ A simulated run has millions of messages. A row as a Python object costs hundred
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Hashable
 from math import nan
 from struct import Struct
 from threading import Lock
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -58,20 +60,30 @@ class Names(dict[tuple[Hashable, ...], int]):
         return [str(label[0]).format(*label[1:]) if label[1:] else str(label[0]) if label else "" for label in self]
 
 
+Where = Callable[[FrameType | None], tuple[str, int, str]]
+
+
 class Vocabulary:
     """The strings that numbers in the tables stand for, the streams of messages, and the memory."""
 
     def __init__(self) -> None:
         self.step, self.group, self.op, self.label = Names(), Names(), Names(), Names()
+        self.line = Names()  # (file, number)
         self.stream = Names()  # (group, source, destination, tag): messages of one meet in the order of their posting
         self.buffers = Buffers()
 
 
 class Recorder:
-    """The events of one lane in the order of its program; `seq` counts them."""
+    """The events of one lane in the order of its program; `seq` counts them.
 
-    def __init__(self, rank: int, now: Callable[[], float], vocabulary: Vocabulary | None = None) -> None:
-        self.rank, self.now = rank, now
+    where: of a frame, the file and the number of the line that shall be noted with each end of a message, as `readers_line`.
+    """
+
+    def __init__(
+        self, rank: int, now: Callable[[], float], vocabulary: Vocabulary | None = None, where: Where | None = None
+    ) -> None:
+        self.rank, self.now, self.where = rank, now, where
+        self.lines = array("i")  # one for each row of `ends`, or none
         self.vocabulary = vocabulary or Vocabulary()
         self.step: tuple[Any, ...] = ()  # a label and the numbers in it; see Communicator.step
         self.tables = {name: array("d") for name in COLUMNS}  # row by row; a double holds whole numbers up to 2**53
@@ -84,11 +96,11 @@ class Recorder:
 
     def __getstate__(self) -> dict[str, Any]:
         """To other processes it travels as a log, without its clock."""
-        return self.__dict__ | {"now": None, "all": []}
+        return self.__dict__ | {"now": None, "where": None, "all": []}
 
     def beside(self, lane: int, name: str) -> Recorder:
         """A recorder for what is started now."""
-        other = Recorder(self.rank, self.now, self.vocabulary)
+        other = Recorder(self.rank, self.now, self.vocabulary, self.where)
         other.lane, other.name, other.thread, other.parent = lane, name, len(self.all), self.thread
         other.begins, other.step, other.all = self.next(), self.step, self.all
         self.all.append(other)
@@ -104,6 +116,8 @@ class Recorder:
         words, row = self.vocabulary, len(self.ends)
         buffer, offset, length = words.buffers.part(self.rank, tensor)
         step, self.seq = words.step[self.step], self.seq + 1
+        if self.where is not None:
+            self.lines.append(words.line[self.where(sys._getframe(1))[:2]])
         # Half the time of `extend`.
         self.ends.frombytes(_pack(self.seq, -1, stream, tensor.nbytes, buffer, offset, length, step, posted, nan, nan))
         return row

@@ -22,7 +22,8 @@ class Tables:
 
     messages: src, dst (ranks of the whole run), tag, group, nbytes, src_buffer, src_offset, src_length, dst_buffer,
     dst_offset, dst_length (bytes), step, sent, posted (when either side was ready), start, end (when the receiver had
-    it). locals: rank, op, what was combined or copied, from where, start, end. waits: rank, action, peer, start, end.
+    it), and where lines are noted src_line, dst_line (the reader's line at each end, an index into `lines`).
+    locals: rank, op, what was combined or copied, from where, start, end. waits: rank, action, peer, start, end.
     spans: rank, kind, label, flops, nbytes, start, end: what was computed, slept, held in memory.
     Each of them says in which lane: 0 is a rank's own thread of control, the others are what it has started.
     Times are seconds since the first rank of a machine began. `step`, `group`, `op` and `label` are indices into `steps`,
@@ -43,6 +44,7 @@ class Tables:
         names = words.step, words.group, words.op, words.label
         self.steps, self.groups, self.ops, self.labels = (labels.strings for labels in names)
         self.buffers = words.buffers.seen
+        self.lines: list[Any] = list(words.line)  # (file, number); none if the trace has no lines
         self._tables: dict[str, Columns] = {}
 
     @cached_property
@@ -68,7 +70,7 @@ class Tables:
         messages |= {name: ends[name][sent] for name in ("nbytes", "step")}
         for side, rows in (("src", sent), ("dst", received)):
             names = ("buffer", "offset", "length", "seq", "done_seq", "lane", "thread")
-            messages |= {f"{side}_{name}": ends[name][rows] for name in names}
+            messages |= {f"{side}_{name}": ends[name][rows] for name in (*names, *(["line"] if self.lines else []))}
         times = {"sent": posted[sent], "posted": posted[received], "start": start[order], "end": ends["done"][received]}
         self._expect(messages, times["start"])
         return messages | times
@@ -161,6 +163,9 @@ class Tables:
             who = [(log.rank, log.lane, thread) for thread, log in enumerate(self.threads)]
             rows = np.repeat(np.array(who, dtype=np.int32), [len(table) // len(kinds) for table in tables], axis=0)
             told |= zip(("rank", "lane", "thread"), rows.T.copy(), strict=True)
+            if name == "ends" and self.lines:  # of a communicator that was there before the recording began, none
+                lines = (self._told("line", log, np.frombuffer(log.lines, np.int32)) for log in self.threads)
+                told["line"] = np.concatenate(list(lines))
             for table in tables:
                 del table[:]
         return self._tables[name]

@@ -1,7 +1,8 @@
 // Player: animates one run of a distributed algorithm.
 //
 // Python computes a `scene` (ranks, their buffers cut into cells, messages, changes of cells, what lanes do); this only draws it.
-// Parts of it stand in player_story.js, player_layout.js, player_board.js, player_picture.js and player_strip.js.
+// Parts of it stand in player_story.js, player_layout.js, player_board.js, player_picture.js,
+// player_strip.js and player_code.js.
 
 const PLAY = 1.2; // seconds from one stop to the next while playing, at speed 1
 
@@ -27,7 +28,9 @@ class Player extends Timed {
     const room = html("div", { class: "d2lps-room", "aria-hidden": "true" }, longest(stops.map(({ text }) => text)));
     const bytes = folded(this.texts.messages, html("div", { class: "d2lps-caption" }, room, this.bytes));
     const note = html("div", { class: "d2lps-note" }, scene.note), strip = this.strip ? [this.strip.root] : [];
-    this.mount("player", scene.title, this.drawing, controls, ...strip, caption, html("div", { class: "d2lps-folds" }, bytes, this.legend()), note);
+    this.code = scene.code && new Code(story, this.texts);
+    const code = this.code ? [this.code.root] : [];
+    this.mount("player", scene.title, this.drawing, controls, ...strip, caption, ...code, html("div", { class: "d2lps-folds" }, bytes, this.legend()), note);
   }
 
   resize() {
@@ -65,6 +68,7 @@ class Player extends Timed {
     const { label, say, text } = story.stops[at];
     this.picture.draw(this.t);
     this.strip?.move(this.t);
+    this.code?.light(this.t);
     this.bytes.textContent = text || "–";
     return { label, text: say, counter: story.scene.unit === "s" ? `${counter} · ${quantity(this.t, "s")}` : counter };
   }

@@ -1,6 +1,6 @@
 """The player: a run, step by step, as it happened; and its still picture, a few steps side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from d2lps.trace import Trace
 from d2lps.widgets import still
 from d2lps.widgets.board import Places, board
 from d2lps.widgets.captions import given
+from d2lps.widgets.code import Code
 from d2lps.widgets.scene import Scene
 from d2lps.widgets.steps import retold
 from d2lps.widgets.texts import PLAYER
@@ -43,7 +44,8 @@ class Player(still.Still):
     devices; by default where it can be read. groups: {name: ranks} to draw boxes around, by default the topology's machines.
     steps: {name: label of the round that it begins with, or None}, to tell the run in the steps of a text, of which some send
     nothing; what was before the first has happened when it starts. badges: {step: {rank: "5"}}, what is written at a card in
-    a step, to say what happens there.
+    a step, to say what happens there. code: the function that ran, of a trace with lines (trace="lines"): its source is shown,
+    and in each step the lines at which messages were posted are lit, with the ranks that did.
     A rank's card has one row for each variable, at most three. Traces of more than 3,000 messages are cut, and say so.
     """
 
@@ -57,6 +59,7 @@ class Player(still.Still):
         sentences: Mapping[str | int, str] | Sequence[str] | None = None, at: float | None = None,
         topology: bool | None = None, groups: Mapping[str, Sequence[int]] | None = None,
         badges: Mapping[str | int, Mapping[int, str]] | None = None, steps: Mapping[str, str | None] | None = None,
+        code: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         for what, entries in (("layout", layout), ("names", names)):
             if entries is not None and len(entries) != trace.ranks:
@@ -64,8 +67,10 @@ class Player(still.Still):
         called, below = names or [str(rank) for rank in range(trace.ranks)], board(trace, layout, topology, groups)
         places = zip(called, below.pop("places"), strict=True)
         ranks = [{"name": name, "x": round(x, 4), "y": round(y, 4)} for name, (x, y) in places]
-        drawn = Scene(trace, show, clock, called, once)
+        lit = Code(trace, code) if code is not None else None
+        drawn = Scene(trace, show, clock, called, once, lit)
         told = {**drawn.memory(), **drawn.moments(), **below, "placed": layout is not None, "note": drawn.note(), "texts": PLAYER}
+        told |= {"code": lit.panel} if lit is not None else {}
         if steps:
             told = retold(told, steps)
         _tell(told["stops"], sentences, badges)
@@ -75,7 +80,7 @@ class Player(still.Still):
     def __repr__(self) -> str:
         """What stands in for the picture where there is none, for those who hear the page rather than see it."""
         steps = "; ".join(stop["label"] for stop in self.scene["stops"][1:9])
-        counts = f"{len(self.scene['ranks'])} ranks, {len(self.scene['messages'])} messages"
+        counts = f"{len(self.scene['ranks'])} ranks, {sum(message.get('n', 1) for message in self.scene['messages'])} messages"
         return f"Player: {self.scene['title'] or 'a run'}, {counts} ({steps})"
 
     def _figure(self) -> Figure:
@@ -85,8 +90,7 @@ class Player(still.Still):
         chosen = np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)  # also the first and the last
         heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
         drawn = still.figure(1.4 * len(chosen) + 0.9, sum(heights))
-        drawn.get_layout_engine().set(wspace=0.25)  # for arrows
-        grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights)
+        grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights, wspace=0.25)  # room for arrows
         for column, step in enumerate(chosen):
             _column(drawn.add_subplot(grid[0, column]), scene, stops[step])
             if column:

@@ -14,6 +14,7 @@ import numpy as np
 from d2lps.trace import Origins, Trace
 from d2lps.widgets import captions
 from d2lps.widgets.cells import Cells, seconds, variables
+from d2lps.widgets.code import Code
 from d2lps.widgets.texts import PLAYER
 
 _MOST_MESSAGES = 3000
@@ -23,10 +24,12 @@ _FINEST = 1 / 1000  # of the whole time: what is shorter in a strip is joined to
 class Scene:
     """What of a player's scene comes from the trace, as plain values; see `Player` for the arguments."""
 
-    def __init__(self, trace: Trace, show: Sequence[str] | None, clock: str, names: Sequence[str], once: bool) -> None:
+    def __init__(
+        self, trace: Trace, show: Sequence[str] | None, clock: str, names: Sequence[str], once: bool, code: Code | None = None
+    ) -> None:  # fmt: skip
         if clock not in ("rounds", "time"):
             raise ValueError(f"clock={clock!r} is unknown: choose 'rounds' or 'time'")
-        self.trace, self.names, self.timed, self.origins = trace, names, clock == "time", Origins(trace)
+        self.trace, self.names, self.timed, self.origins, self.code = trace, names, clock == "time", Origins(trace), code
         rows, self.left_out = variables(trace, self.origins, show)
         self.cells = Cells(trace, self.origins, rows, once=once)
         m, rounds = trace.messages, trace.replay.round_of
@@ -114,6 +117,8 @@ class Scene:
         found |= {"end": max(self.ends[bundle]).item(), "bytes": m["nbytes"][bundle].sum().item(), "tag": m["tag"][index].item()}
         if len(bundle) > 1:
             found |= {"n": len(bundle), "first": min(self.ends[bundle]).item()}
+        if self.code is not None:
+            found |= self.code.lines(bundle)
         return found | {"parts": [part for row in bundle for part in self._parts(row)]}
 
     def _parts(self, index: int) -> list[dict[str, Any]]:
