@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.figure import Figure
 from widget_page import chromium, needs_chromium, picture, shown, until
 
@@ -78,6 +79,18 @@ def test_what_is_held_in_a_widget_is_not_sent_to_the_browser() -> None:
     Bet("How many steps?", unit="steps", prediction=2, then=player)
     assert player.comm is None
     assert player.model_id == player.comm.comm_id  # once it is shown or referred to
+
+
+def test_the_picture_goes_along_where_ipywidgets_is_7() -> None:
+    class Old:
+        def _ipython_display_(self) -> None:  # as Colab's ipywidgets has it: IPython would ask nobody else
+            raise AssertionError
+
+    class InColab(Bet, Old):
+        pass
+
+    data, _ = InteractiveShell.instance().display_formatter.format(InColab("How long?", unit="ms", prediction=3))
+    assert {"image/png", "text/plain", "application/vnd.jupyter.widget-view+json"} == set(data)
 
 
 def test_a_figure_leaves_pyplot_and_has_an_alt() -> None:

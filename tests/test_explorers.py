@@ -188,9 +188,13 @@ def test_it_fits_a_telephone_and_turns_dark(browser: Any, kind: str) -> None:
 @needs_chromium
 def test_the_race_steps_and_plays(browser: Any) -> None:
     with shown(browser, MAKE["race"]()) as page:
-        first, said = picture(page), page.locator(".d2lps-now")
+        opening, said = picture(page), page.locator(".d2lps-now")
+        assert 0 < page.evaluate("model.get('t')") < 0.024  # in the middle of the race
         page.locator('[data-action="next"]').click()
-        until(page, first)
+        until(page, opening)
+        page.keyboard.press("Home")
+        first = picture(page)
+        assert first != opening
         page.keyboard.press("End")
         assert said.inner_text() == "tree finished in 64\u00a0ms."
         page.keyboard.press("Home")

@@ -170,7 +170,7 @@ def open_widgets(page: "playwright.Page", url: str, name: str) -> list["playwrig
     for widget in moving:
         widget.locator("svg :is(path, rect), .choice, .bar").first.wait_for(state="attached", timeout=30 * SECONDS)
     # A bet or a choice that holds no widget is looked at in test_bets.py.
-    return [widget for widget in moving if " d2lps-bet " not in (said := f" {widget.get_attribute('class')} ") and "choices" not in said]
+    return [widget for widget in moving if not widget.evaluate("node => node.matches('.d2lps-bet, .d2lps-choices')")]
 
 
 def take_over(page: "playwright.Page") -> None:

@@ -19,6 +19,7 @@ from d2lps.widgets.texts import RACE
 
 _MOST_POINTS = 200  # of one lane; more cannot be told apart
 _MOST_STOPS = 40
+_OPEN = 0.6  # of the winner's time: where a race opens, so that there is something to see
 
 Curve = list[tuple[float, float]]  # (t, share): the share from t on
 
@@ -45,7 +46,10 @@ class Race(still.Still):
             lane["place"] = 1 + sum(other["seconds"] < lane["seconds"] * (1 - 1e-6) for other in lanes)
         end = max(lane["seconds"] for lane in lanes)
         title = title or RACE["title"].format(bytes=EngFormatter("B", places=0)(nbytes), topology=topology.name)
-        super().__init__(data={"title": title, "lanes": lanes, "end": end, "stops": _stops(lanes, end), "texts": RACE})
+        stops = _stops(lanes, end)
+        early = _OPEN * min(lane["seconds"] for lane in lanes)
+        opening = min(stops, key=lambda stop: abs(stop - early))
+        super().__init__(data={"title": title, "lanes": lanes, "end": end, "stops": stops, "texts": RACE}, t=opening)
 
     def __repr__(self) -> str:
         lanes = sorted(self.data["lanes"], key=lambda lane: lane["place"])

@@ -23,6 +23,8 @@ class Still(anywidget.AnyWidget):
     It is opened in the browser once somebody shows it or refers to it: one that is held within another (within.py) never is.
     """
 
+    _ipython_display_ = None  # ipywidgets 7 has one, which would go before _repr_mimebundle_ and knows no picture
+
     def open(self) -> None:
         """Wait for `model_id`."""
 

@@ -20,7 +20,8 @@ Thing = Still | Figure | str
 _SHORTER = [  # what of a matplotlib SVG is not wanted in a page; its style would be the whole page's
     (r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", ""), (r'<g id="[^"]*"', "<g"),
     (r'<svg[^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>"),  # HTML knows the namespaces
-    (r"#ffffff", "var(--page)"), (r"#000000", "currentColor"), (r"\s*\n\s*", " "), (r"> <", "><"),
+    (r"#ffffff", "var(--page)"), (r"#000000", "currentColor"), (r"#0072b2", "light-dark(#0072b2, #4aa8e0)"),
+    (r"\s*\n\s*", " "), (r"> <", "><"),
 ]  # fmt: skip
 _COMMON, _WITHIN = ({kind: Path(__file__).with_name(f"{stem}.{kind}").read_text("utf-8") for kind in ("js", "css")}
                     for stem in ("common", "within"))  # fmt: skip
