@@ -23,7 +23,7 @@ from PIL import Image
 VIEW = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 WIDTH = 480  # of a picture on a card, in pixels: twice what it takes on the page
-WIDEST = 3  # times as wide as high
+WIDEST, HIGHEST = 3, 0.66  # times as wide as high, and as high as wide
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,12 @@ def picture(book: dict[str, Any], name: str = "") -> bytes | None:
 
 
 def small(png: bytes, width: int = WIDTH) -> bytes:
-    """A picture made smaller for a card, in few colours; of a very wide one, the middle."""
+    """A picture made smaller for a card, in few colours; of a very wide one the middle, of a high one the top."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
     if image.width > WIDEST * image.height:  # a player's
         margin = image.width // 2 - image.height
         image = image.crop((margin, 0, image.width - margin, image.height))
+    image = image.crop((0, 0, image.width, min(image.height, int(HIGHEST * image.width))))
     image.thumbnail((width, width), Image.Resampling.LANCZOS)
     out = io.BytesIO()
     image.quantize(64).save(out, format="png", optimize=True)

@@ -24,6 +24,7 @@ NOT_FOUND = """<!DOCTYPE html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="robots" content="noindex">
+<link rel="icon" href="data:,">
 <title>No such page · {title}</title>
 <style>
   :root {{ color-scheme: light dark; }}
