@@ -122,7 +122,7 @@ def groups(chosen: Sequence[Sequence[int]]) -> str:
     racks = spine_leaf(4, 4, spines=2, oversubscription=4)
 
     def job(comm: Any, tensor: torch.Tensor) -> None:
-        ready_made(comm, tensor, algorithm="hierarchical", groups=[list(group) for group in chosen])
+        ready_made(comm, tensor, algorithm="hierarchical", groups=[list(map(int, group)) for group in chosen])
 
     seconds = played(job, racks, 160_000_000, trace=False).time
     if seconds >= _FAST:
