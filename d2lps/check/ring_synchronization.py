@@ -37,8 +37,8 @@ def both_ways(function: Function) -> str:
             )
         if run.time > 1.01 * (p - 1) / p * _N / 25e9:
             raise Wrong(
-                f"with {p} ranks it takes {run.time * 1e3:.3f} ms, and a ring one way {2 * (p - 1) / p * _N / 25e6:.3f} ms: half of "
-                "that is possible; are both directions under way in every step?"
+                f"with {p} ranks it takes {run.time * 1e3:.3f} ms, a ring one way {2 * (p - 1) / p * _N / 25e6:.3f} ms: half "
+                "of that is possible; are both directions under way in every step?"
             )
     return "half of the bytes go each way at once, and a ring of cables needs half of the time"
 
@@ -67,7 +67,7 @@ def carried(function: Function) -> str:
             for r in range(p):
                 got, wanted = float(function(list(shares), r)), 2 - shares[r] - shares[(r + 1) % p]
                 if abs(got - wanted) > 1e-9:
-                    said = f"shares {[round(w, 3) for w in shares]}: you say {got:.3f} n, and a run carries {wanted:.3f} n to rank {r}"
+                    said = f"shares {[round(w, 3) for w in shares]}: you say {got:.3f} n to rank {r}, a run says {wanted:.3f} n"
                     raise Wrong(f"{said}; which chunk is it spared in the first half, and which in the second?")
     return "to spare a link bytes, two chunks must be larger, and these cross all the other links"
 

@@ -1,0 +1,144 @@
+"""Checks of the exercises of *Beyond the ring*."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from d2lps.check.exercise import RANKS, Function, Wrong, answered, judged
+from d2lps.check.exercises import all_gather, all_reduce, contest
+from d2lps.check.tools import number, own, played, right
+from d2lps.collectives import all_reduce as ready_made
+from d2lps.result import Run
+from d2lps.simulator import simulate
+from d2lps.topology import hgx_h100, multi_node, spine_leaf, star
+
+__all__ = ["all_gather", "all_reduce", "bruck", "by_hand", "contest", "five_times", "groups", "recursive_doubling", "tree_merge"]
+
+_N = 8_000  # bytes
+_FAST = 10e-3  # seconds, which the groups are to beat
+
+
+@answered
+def by_hand(ring: float, tree: float, recursive_doubling: float, halving_doubling: float, equal: float) -> str:
+    """Check the answers: microseconds of four all-reduces of 1 MB among 16 ranks, and kB at which the last two are equal."""
+    number(ring, 450, "us", "how many steps has a ring of 16, and how long is a chunk?")
+    number(tree, 720, "us", "a tree goes up and down, and passes the whole tensor in each of its steps")
+    number(recursive_doubling, 360, "us", "recursive doubling does in L steps what the tree does up and down")
+    number(halving_doubling, 230, "us", "it has the tree's steps and the ring's bytes")
+    number(equal, 40 / 2.125 * 12.5, "kB", "for which n are 4 alpha + 4 n beta and the time of halving-doubling the same?", 0.02)
+    return "few steps below 235 kB, few bytes above"
+
+
+@judged
+def recursive_doubling(function: Function) -> str:
+    """Check `function(comm, tensor)`: whole tensors are swapped with partners 1, 2, 4, ... away, for every number of ranks."""
+    own(function)
+    right(all_reduce, function)
+    for p in RANKS:
+        trace, floor = played(function, star(p, 1e9, 1e-6), _N).trace, p.bit_length() - 1
+        steps = floor if p == 2**floor else floor + 2
+        if trace.rounds > steps:
+            raise Wrong(
+                f"with {p} ranks it takes {trace.rounds} steps; {steps} are enough, if all that you have is exchanged in each"
+            )
+        if parts := [int(n) for n in trace.messages["nbytes"] if n != _N]:
+            raise Wrong(f"with {p} ranks, a message has {parts[0]:,} bytes: in each step the whole tensor is exchanged, {_N:,}")
+        if len(trace) and p == 2**floor and trace.bytes_sent().max() > floor * _N:
+            raise Wrong(f"with {p} ranks, one sends {trace.bytes_sent().max() / _N:g} tensors: one a step, {floor}, are enough")
+    return "log2 p steps where p is a power of two, and two more elsewhere"
+
+
+@judged
+def bruck(function: Function) -> str:
+    """Check `function(comm, tensor_list, tensor)`: Bruck's all-gather, in ceil(log2 p) steps for every p."""
+    own(function)
+    right(all_gather, function)
+    for p in RANKS:
+
+        def work(comm: Any) -> None:
+            part = torch.empty(100, device="meta")
+            function(comm, [torch.empty_like(part) for _ in range(comm.size)], part)
+
+        trace, steps = simulate(work, star(p, 1e9, 1e-6), device="meta").trace, (p - 1).bit_length()
+        most = int(np.bincount(trace.messages["src"], minlength=p).max()) if len(trace) else 0
+        if trace.rounds > steps or most > steps:
+            raise Wrong(
+                f"with {p} ranks it takes {trace.rounds} steps, and a rank sends {most} messages; {steps} are enough: what a "
+                "rank has can double with each message"
+            )
+        if len(trace) and trace.bytes_sent().max() > 400 * (p - 1):
+            raise Wrong(f"with {p} ranks, one sends {trace.bytes_sent().max() / 400:g} parts, and {p - 1} are missing at another")
+    return "ceil(log2 p) messages from each rank, and no part twice"
+
+
+@judged
+def tree_merge(function: Function) -> str:
+    """Check `function(comm, triple)`: a binomial tree merges the (count, mean, M) of all ranks into that of rank 0."""
+    for p in RANKS:
+        run = _merged(function, p)
+        data = np.concatenate([_numbers(rank) for rank in range(p)])
+        wanted = [float(len(data)), float(data.mean()), float(((data - data.mean()) ** 2).sum())]
+        for name, got, value in zip(("count", "mean", "M"), run[0], wanted, strict=True):
+            if not np.isclose(got, value, rtol=1e-9):
+                raise Wrong(f"with {p} ranks, the {name} on rank 0 is {got:.6g}, and that of all the numbers is {value:.6g}")
+        steps, into = (p - 1).bit_length(), np.bincount(run.trace.messages["dst"], minlength=p)
+        if len(run.trace) > p - 1:
+            raise Wrong(f"with {p} ranks there are {len(run.trace)} messages: each rank but 0 hands its triple up, once")
+        if into.max() > steps:
+            raise Wrong(
+                f"with {p} ranks, rank {into.argmax()} receives from {into.max()} others: that is a star. In a binomial tree it "
+                f"receives from at most {steps}; let others merge what they hear before they pass it on"
+            )
+        if run.trace.rounds > steps:
+            raise Wrong(f"with {p} ranks it takes {run.trace.rounds} steps one after another, and a binomial tree {steps}")
+        if run.trace.bytes_sent().sum() > 24 * (p - 1):
+            raise Wrong(f"with {p} ranks, more than a triple is sent at a time")
+    return "the numbers of all ranks, seen by none, in ceil(log2 p) steps"
+
+
+def _numbers(rank: int) -> np.ndarray:
+    """As many on each rank as its number says, far from 0."""
+    return 1000.0 + np.arange(rank + 1.0) + rank**2
+
+
+def _merged(function: Function, p: int) -> Run:
+    def work(comm: Any) -> list[float]:
+        x = torch.tensor(_numbers(comm.rank))
+        triple = torch.stack([torch.tensor(float(len(x)), dtype=torch.float64), x.mean(), ((x - x.mean()) ** 2).sum()])
+        function(comm, triple)
+        return triple.tolist()
+
+    return simulate(work, star(p, 1e9, 1e-6))
+
+
+@answered
+def groups(chosen: Sequence[Sequence[int]]) -> str:
+    """Check the answer: groups of the 16 ranks of the chapter's racks, by which 160 MB take less than 10 ms."""
+    ranks = sorted(rank for group in chosen for rank in group)
+    if ranks != list(range(16)):
+        raise Wrong("the groups should hold each rank from 0 to 15 once")
+    racks = spine_leaf(4, 4, spines=2, oversubscription=4)
+
+    def job(comm: Any, tensor: torch.Tensor) -> None:
+        ready_made(comm, tensor, algorithm="hierarchical", groups=[list(map(int, group)) for group in chosen])
+
+    seconds = played(job, racks, 160_000_000, trace=False).time
+    if seconds >= _FAST:
+        raise Wrong(
+            f"160 MB take {seconds * 1e3:.1f} ms with these groups: which links do the large messages inside a group take?"
+        )
+    return f"160 MB take {seconds * 1e3:.2f} ms"
+
+
+@judged
+def five_times(function: Function) -> str:
+    """Check `function(comm, tensor)`: an all-reduce of 160 MB that is five times as fast as the ring on four machines of H100."""
+    cluster = multi_node(hgx_h100(), 4)
+    if not (verdict := contest(function, cluster)):
+        raise Wrong(verdict.text)
+    mine, ring = (played(f, cluster, 160_000_000, trace=False).time for f in (function, ready_made))
+    if ring < 5 * mine:
+        raise Wrong(f"{verdict.text}; how many bytes does each rank send out of its machine?")
+    return verdict.text
