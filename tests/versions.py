@@ -1,10 +1,13 @@
-"""The library's tests under other versions of PyTorch and of Python: `make versions` prints a table of what came of each.
+"""Tests and chapters under other versions of PyTorch, ipywidgets and Python: `make versions` prints a table of what came of each.
 
-Every pair has an environment of its own under _build/versions, with the rest of requirements.txt as it stands. The oldest
-and a middle torch run on the Python that started this, the book's own torch on that one and on every newer one that is found.
+Every combination has an environment of its own under _build/versions, with the rest of requirements.txt as it stands. The oldest
+and a middle torch run on the Python that started this, the book's own torch on that one and on every newer one that is found,
+and once with the ipywidgets of Colab. The oldest torch and the oldest ipywidgets also run every chapter, which must give its
+compared outputs.
 
-    python tests/versions.py                     every pair
+    python tests/versions.py                     all of them
     python tests/versions.py 2.6.0               one torch, on the Python that runs this
+    python tests/versions.py ipywidgets          the oldest ipywidgets
 """
 
 import os
@@ -21,22 +24,37 @@ ROOT = Path(__file__).parents[1]
 BUILT = ROOT / "_build" / "versions"
 REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 OLDER = ["2.6.0", "2.9.0"]  # the oldest torch that pyproject.toml allows, and one between that and the book's
+WIDGETS = "7.7.1"  # the oldest ipywidgets that pyproject.toml allows, which Colab has
 NEWEST = 20  # of Python 3.x, looked for under its name
 
 
 class Pair(NamedTuple):
-    """A torch, and the Python that it runs on."""
+    """A torch, the Python that it runs on, and an ipywidgets other than the book's own."""
 
     torch: str
     python: str  # a command
+    widgets: str = ""
 
     @property
     def name(self) -> str:
-        return f"torch {self.torch}, Python {version_of(self.python)}"
+        return f"torch {self.torch}, Python {version_of(self.python)}" + (f", ipywidgets {self.widgets}" if self.widgets else "")
 
     @property
     def folder(self) -> Path:
-        return BUILT / f"{self.torch}-{version_of(self.python)}"
+        return BUILT / "-".join(filter(None, (self.torch, version_of(self.python), self.widgets)))
+
+    @property
+    def chapters(self) -> bool:
+        """Whether the chapters are run too."""
+        return self.torch == OLDER[0] or bool(self.widgets)
+
+    @property
+    def requirements(self) -> str:
+        """The book's, with these versions; ipywidgets 7 goes with a jupyter that does not ask for 8."""
+        wanted = re.sub(r"^torch==.*", f"torch=={self.torch}", REQUIREMENTS, flags=re.MULTILINE)
+        if self.widgets:
+            wanted = re.sub(r"^ipywidgets==.*", f"ipywidgets=={self.widgets}", wanted, flags=re.MULTILINE)
+        return wanted
 
 
 class Outcome(NamedTuple):
@@ -46,6 +64,7 @@ class Outcome(NamedTuple):
     failed: int
     skipped: int
     failures: list[str]
+    alike: str = ""  # how many chapters give their compared outputs, where they were run
 
 
 def version_of(python: str) -> str:
@@ -64,12 +83,18 @@ def newer_pythons() -> list[str]:
 
 def pairs() -> list[Pair]:
     own = re.search(r"^torch==(\S+)", REQUIREMENTS, re.MULTILINE)[1]
-    return [Pair(torch, sys.executable) for torch in [*OLDER, own]] + [Pair(own, python) for python in newer_pythons()]
+    older = [Pair(torch, sys.executable) for torch in [*OLDER, own]]
+    return [*older, Pair(own, sys.executable, WIDGETS)] + [Pair(own, python) for python in newer_pythons()]
+
+
+def chosen(name: str) -> Pair:
+    """The pair that a word of the command line names."""
+    return next(pair for pair in pairs() if pair.widgets) if name == "ipywidgets" else Pair(name, sys.executable)
 
 
 def prepare(pair: Pair) -> None:
     """Make the pair's environment, unless it is there and requirements.txt is still what it was made from."""
-    wanted, stamp = re.sub(r"^torch==.*", f"torch=={pair.torch}", REQUIREMENTS, flags=re.MULTILINE), pair.folder / "made_from.txt"
+    wanted, stamp = pair.requirements, pair.folder / "made_from.txt"
     if stamp.exists() and stamp.read_text() == wanted:
         return
     subprocess.run([pair.python, "-m", "venv", "--clear", pair.folder], check=True)
@@ -80,13 +105,22 @@ def prepare(pair: Pair) -> None:
 
 
 def test(pair: Pair) -> Outcome:
-    """Run what `make test-library` runs, in the pair's environment."""
+    """Run what `make test-library` runs, in the pair's environment, and the chapters where that is wanted."""
     report = pair.folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [pair.folder / "bin" / "python", "-m", "pytest", "-q", "--tb=short", "-n", "2", "--dist", "loadfile"]
     command += [f"--junitxml={report}", "--ignore", "tests/test_site.py", "--ignore", "tests/test_shaped_hosts.py"]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"})
-    return outcome(report)
+    return outcome(report)._replace(alike=rerun(pair) if pair.chapters else "")
+
+
+def rerun(pair: Pair) -> str:
+    """Run every chapter in the pair's environment: the last line says how many give their compared outputs."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [pair.folder / "bin" / "python", "book/_tools/rerun.py"]
+    told = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    print(told, flush=True)
+    return told.splitlines()[-1]
 
 
 def outcome(report: Path) -> Outcome:
@@ -100,17 +134,27 @@ def outcome(report: Path) -> Outcome:
 
 
 def main() -> int:
-    chosen = [Pair(torch, sys.executable) for torch in sys.argv[1:]] or pairs()
     outcomes = {}
-    for pair in chosen:
+    for pair in [chosen(name) for name in sys.argv[1:]] or pairs():
         print(f"\n==== {pair.name}", flush=True)
         prepare(pair)
         outcomes[pair.name] = test(pair)
-    print(f"\n{platform.platform()}\n{'':30}{'passed':>8}{'failed':>8}{'skipped':>8}")
+    print(f"\n{platform.platform()}\n{'':48}{'passed':>8}{'failed':>8}{'skipped':>8}")
     for name, found in outcomes.items():
-        print(f"{name:30}{found.passed:>8}{found.failed:>8}{found.skipped:>8}")
+        print(f"{name:48}{found.passed:>8}{found.failed:>8}{found.skipped:>8}  {found.alike}")
         print(*(f"    {failure}" for failure in found.failures), sep="\n", end="\n" if found.failures else "")
-    return 1 if any(found.failed for found in outcomes.values()) else 0
+    bad = [found for found in outcomes.values() if found.failed or (found.alike and not whole(found.alike))]
+    return 1 if bad else 0
+
+
+def whole(alike: str) -> bool:
+    """Whether "11 of 11 chapters ..." is all of them.
+
+    >>> whole("11 of 11 chapters"), whole("10 of 11 chapters")
+    (True, False)
+    """
+    some, _, every = alike.split()[:3]
+    return some == every
 
 
 if __name__ == "__main__":
