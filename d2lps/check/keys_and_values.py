@@ -49,7 +49,7 @@ def rmsprop(ours: Function) -> str:
     return "as torch.optim.RMSprop, with four pairs of lr and alpha, and with gradients as small as epsilon"
 
 
-def _as_torch(ours: Function, hyper: dict[str, float], scale: float) -> None:
+def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
     dice = torch.Generator().manual_seed(0)
     shapes, mine, keys = [(5,), (2, 3)], ours(**hyper), []
     for value in [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes]:
