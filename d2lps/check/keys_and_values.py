@@ -51,8 +51,8 @@ def rmsprop(ours: Function) -> str:
 
 def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
     dice = torch.Generator().manual_seed(0)
-    shapes, mine, keys = [(5,), (2, 3)], ours(**hyper), []
-    for value in [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes]:
+    mine, keys = ours(**hyper), []
+    for value in [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in ((5,), (2, 3))]:
         judge = value.clone().requires_grad_()
         keys.append([value, mine.state(value), judge, torch.optim.RMSprop([judge], **hyper)])
     for step in range(12):
