@@ -1,119 +1,17 @@
 """Checks of *The eight collectives*: what arrives where, and in how many steps, to whom and with how many bytes it is sent."""
 
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from d2lps import collectives
-from d2lps.check import exercises
-from d2lps.check.exercise import Function, Verdict, Wrong, answered, judged
+from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.exercises import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+from d2lps.check.films import GROUPS, NETWORK, PART, by_hand, film, films, in_steps, to_the_right, with_bytes
 from d2lps.simulator import simulate
 from d2lps.topology import star
-from d2lps.trace import Trace
 
 EIGHT = (broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all)
-_GROUPS = (2, 3, 5, 8, 11)  # ranks; 11 is more than a tree written for eight can serve
-_PART = 3  # elements
-_NETWORK = 1e9, 0.5e-6  # bytes/s and s of each link
-
-
-# ---- what all of them look at -------------------------------------------------------------------------------------------
-
-
-def borrowed(function: Function) -> str:
-    """The collective, of the library's or of torch's, that a function calls instead of doing the work itself; "" if none.
-
-    >>> borrowed(lambda comm, room, tensor: collectives.all_gather(comm, room, tensor))
-    'all_gather'
-    """
-    todo, seen = [function], set()
-    while todo:
-        code = getattr(one := todo.pop(), "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in one.__closure__ or ()), strict=True))
-        known = {**one.__globals__, **cells}
-        inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-        names = {name for body in (code, *inner) for name in (*body.co_names, *body.co_freevars)}
-        for name in sorted(names):
-            home = getattr(known.get(name), "__module__", None) or ""
-            if home.startswith(("d2lps.collectives", "d2lps.aggregate", "torch.distributed")):
-                return str(known[name].__name__)
-            if name in collectives.__all__ and not isinstance(known.get(name), types.FunctionType):
-                return name
-            if isinstance(known.get(name), types.FunctionType) and not home.startswith(("d2lps", "torch")):
-                todo.append(known[name])
-    return ""
-
-
-def by_hand(function: Function) -> None:
-    """Refuse a function that lets another collective do its work."""
-    if name := borrowed(function):
-        raise Wrong(f"it calls {name}, which does the work for you; only send, recv, sendrecv and their like are allowed")
-
-
-def _arguments(name: str, rank: int, p: int, root: int) -> tuple[list[Any], list[torch.Tensor]]:
-    """What a collective is called with, and the tensors to look at afterwards; numbers that nobody guesses."""
-    whole = torch.randint(10**9, (_PART * p,), generator=torch.Generator().manual_seed(rank))
-    parts, room = list(whole.clone().split(_PART)), list(torch.zeros_like(whole).split(_PART))
-    calls: dict[str, tuple[list[Any], list[torch.Tensor]]]
-    calls = {"broadcast": ([whole, root], [whole]), "reduce": ([whole, root], [whole]), "all_reduce": ([whole], [whole]),
-             "scatter": ([room[0], parts if rank == root else None, root], room),
-             "gather": ([parts[0], room if rank == root else None, root], room), "all_gather": ([room, parts[0]], room),
-             "reduce_scatter": ([room[0], parts], room), "all_to_all": ([room, parts], room)}  # fmt: skip
-    return calls[name]
-
-
-def film(name: str, function: Function, p: int) -> Trace:
-    """The trace of a collective among p ranks, not with rank 0 as root; it must leave what the library's leaves."""
-
-    def work(comm: Any, one: Function) -> list[int]:
-        given, left = _arguments(name, comm.rank, p, root=p // 2)
-        one(comm, *given)
-        return [int(number) for tensor in left for number in tensor]
-
-    run, right = (simulate(work, star(p, *_NETWORK), one) for one in (function, getattr(collectives, name)))
-    for rank, (mine, wanted) in enumerate(zip(run, right, strict=True)):
-        if mine != wanted:
-            root = f", rank {p // 2} the root" if name in ("broadcast", "reduce", "scatter", "gather") else ""
-            raise Wrong(f"right for fewer ranks or another root, but with {p} ranks{root}, rank {rank} ends with wrong numbers")
-    return run.trace
-
-
-def films(name: str, function: Function) -> dict[int, Trace]:
-    """Traces by the number of ranks, of a function that does all by itself and passes the check of its collective."""
-    by_hand(function)
-    verdict: Verdict = getattr(exercises, name)(function)
-    if not verdict:
-        raise Wrong(verdict.text)
-    return {p: film(name, function, p) for p in _GROUPS}
-
-
-def in_steps(traces: dict[int, Trace], steps: Callable[[int], int], hint: str) -> None:
-    for p, trace in traces.items():
-        if trace.rounds != steps(p):
-            took = f"it takes {trace.rounds} step{'s' * (trace.rounds > 1)}"
-            raise Wrong(f"right, but with {p} ranks {took}, not {steps(p)}: {hint}")
-
-
-def with_bytes(traces: dict[int, Trace], parts: Callable[[int], float], hint: str) -> None:
-    """No rank sends more than so many p-th parts of the whole."""
-    for p, trace in traces.items():
-        rank = int(trace.bytes_sent().argmax())
-        sent = trace.bytes_sent()[rank] / (_PART * torch.int64.itemsize)
-        if sent > parts(p) + 1e-9:
-            raise Wrong(f"with {p} ranks, rank {rank} sends {sent:g} parts, where {parts(p):g} are enough: {hint}")
-
-
-def to_the_right(traces: dict[int, Trace]) -> None:
-    for p, trace in traces.items():
-        for src, dst in zip(trace.messages["src"], trace.messages["dst"], strict=True):
-            if dst != (src + 1) % p:
-                raise Wrong(f"with {p} ranks, rank {src} sends to rank {dst}; in a ring it talks to its right neighbor only")
 
 
 # ---- the exercises ------------------------------------------------------------------------------------------------------
@@ -170,7 +68,7 @@ def _five() -> dict[str, tuple[int, float]]:
         trace = film(name, lambda comm, *given, ours=ours, algorithm=algorithm: ours(comm, *given, algorithm=algorithm), 5)
         steps, sizes = trace.replay.round_of, trace.messages["nbytes"]
         row = sum(int(sizes[steps == step].max()) for step in range(1, trace.rounds + 1))
-        answers[what] = trace.rounds, row / (5 * _PART * torch.int64.itemsize)
+        answers[what] = trace.rounds, row / (5 * PART * torch.int64.itemsize)
     return answers
 
 
@@ -234,7 +132,7 @@ def transpose(function: Function) -> str:
         def work(comm: Any, whole: torch.Tensor = whole) -> torch.Tensor:
             return torch.as_tensor(function(comm, whole.chunk(comm.size)[comm.rank].clone()))
 
-        run = simulate(work, star(p, *_NETWORK))
+        run = simulate(work, star(p, *NETWORK))
         for rank, (mine, right) in enumerate(zip(run, whole.T.chunk(p), strict=True)):
             _compare(mine, right, f"{side} x {side} on {p} rank{'s' * (p > 1)}, rank {rank}")
         if run.trace.bytes_sent().max(initial=0) > (p - 1) * height**2 * torch.int64.itemsize:
@@ -254,7 +152,7 @@ def _compare(mine: torch.Tensor, right: torch.Tensor, where: str) -> None:
 def chain_broadcast(function: Function) -> str:
     """Check `function(comm, tensor, src, chunks)`: a broadcast down a chain, in chunks that follow one another."""
     by_hand(function)
-    for p in (1, *_GROUPS):
+    for p in (1, *GROUPS):
         for chunks, size in ((1, 24), (4, 24), (7, 25)):
             _chain(function, p, chunks, size)
     return "p - 2 + c steps of n / c bytes, among 2 to 11 ranks with 1, 4 and 7 chunks"
@@ -269,7 +167,7 @@ def _chain(function: Function, p: int, chunks: int, size: int) -> None:
         function(comm, tensor, src, chunks=chunks)
         return [int(number) for number in tensor]
 
-    run = simulate(work, star(p, *_NETWORK))
+    run = simulate(work, star(p, *NETWORK))
     for rank, got in enumerate(run):
         if got != sent.tolist():
             raise Wrong(f"{where}: rank {rank} does not end with the root's tensor")

@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from d2lps.check.eight_collectives import by_hand, to_the_right
 from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.films import NETWORK, by_hand, to_the_right
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import star
 from d2lps.trace import Trace
-
-_NETWORK = 1e9, 0.5e-6  # bytes/s and s of each link
 
 
 @judged
@@ -22,7 +20,7 @@ def everybody_knows(function: Function) -> str:
     by_hand(function)
     for p in (2, 3, 5, 8, 11):
         numbers = torch.randint(10**6, (p,), generator=torch.Generator().manual_seed(p)).tolist()
-        run = simulate(lambda comm, numbers=numbers: float(function(comm, float(numbers[comm.rank]))), star(p, *_NETWORK))
+        run = simulate(lambda comm, numbers=numbers: float(function(comm, float(numbers[comm.rank]))), star(p, *NETWORK))
         for rank, result in enumerate(run):
             if result != sum(numbers):
                 raise Wrong(f"with {p} ranks, which bring {numbers}, rank {rank} returns {result:.0f}, not {sum(numbers)}")
@@ -75,7 +73,7 @@ def ways(*mine: Any) -> str:
             if not locked:
                 raise Wrong("way 1: who is the first that can send?")
             continue
-        right = tuple(simulate(_shift, star(p, *_NETWORK), first).trace.rounds for p in (6, 5))
+        right = tuple(simulate(_shift, star(p, *NETWORK), first).trace.rounds for p in (6, 5))
         if locked:
             raise Wrong(f"way {number} is no deadlock: find one rank whose first message goes through; what does that set free?")
         for p, said, rounds in zip((6, 5), answer, right, strict=True):
@@ -96,7 +94,7 @@ def _delivered(function: Function, count: int, size: int = 250) -> Trace:
             parcel.fill_(-2)  # from now on rank 0 may use them for something else
         return left
 
-    run: Run = simulate(work, star(2, *_NETWORK))
+    run: Run = simulate(work, star(2, *NETWORK))
     wrong = (run[1] != sent).any(dim=1).nonzero().flatten().tolist()
     if wrong:
         found = {-1.0: "never arrives", -2.0: "is overwritten before it has left: rank 0 does not wait for its sends"}
@@ -140,7 +138,7 @@ def byte_table(function: Function) -> str:
     for p in (2, 4, 5):
         dice = np.random.default_rng(p)
         drawn = [(*dice.choice(p, 2, replace=False).tolist(), int(dice.integers(1, 99))) for _ in range(3 * p)]
-        trace = simulate(_traffic, star(p, *_NETWORK), drawn).trace
+        trace = simulate(_traffic, star(p, *NETWORK), drawn).trace
         table, right = np.asarray(function(trace)), np.zeros((p, p))
         for src, dst, size in drawn:
             right[src, dst] += 4 * size
