@@ -16,7 +16,7 @@ from typing import Any
 import nbformat
 import pytest
 from execute import listed, notebooks
-from folding import kind
+from folding import BEGINS
 from lab import OVERRIDES, PAGE, contents
 from launching import until
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
@@ -118,8 +118,8 @@ def test_a_chapter_shows_nothing_raw_and_no_solution(page: Any, address: str, fo
     until(lambda: not RAW.search("\n".join(page.evaluate(TEXTS))))  # what MyST draws takes the place of what stood there
     shown = "\n".join(page.evaluate(TEXTS))
     assert len(shown) > 5000 and RAW.findall(shown) == []
-    starts = sum(kind(cell) in ("start", "whole") for cell in nbformat.read(path, as_version=4).cells)
-    assert page.locator(".jp-MarkdownCell .jp-InputPlaceholder", has_text="% Solution").count() == starts
+    folded = sum(cell.source.startswith(BEGINS) for cell in nbformat.read(path, as_version=4).cells)
+    assert page.locator(".jp-MarkdownCell .jp-InputPlaceholder", has_text=BEGINS).count() == folded
 
 
 def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, address: str, folder: Path) -> None:
