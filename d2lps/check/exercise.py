@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class Verdict(NamedTuple):
 
     passed: bool
     text: str
+    seconds: float = math.nan  # of a contest: how long it took,
+    factor: float = math.nan  # and how many times as fast as the ring that was
 
     def __bool__(self) -> bool:
         return self.passed

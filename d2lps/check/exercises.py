@@ -107,7 +107,9 @@ def contest(function: Function, topology: Topology, nbytes: int = 160_000_000) -
         return Verdict(False, f"with {ranks}, {trouble}")
     mine, ring = _time(function, topology, nbytes), _time(collectives.all_reduce, topology, nbytes)
     times = f"{mine * 1e3:.3f} ms, ring {ring * 1e3:.3f} ms"
-    return Verdict(True, f"{ranks}, {nbytes / 1e6:g} MB: {times}" + (f", {ring / mine:.2f} times as fast" if mine else ""))
+    factor = ring / mine if mine else 1.0  # of one rank, which sends nothing
+    times += f", {factor:.2f} times as fast" if mine else ""
+    return Verdict(True, f"{ranks}, {nbytes / 1e6:g} MB: {times}", mine, factor)
 
 
 def _wrong_sum(function: Function, topology: Topology) -> str:
