@@ -26,6 +26,7 @@ STATE = "application/vnd.jupyter.widget-state+json"
 WIDTH = 480  # of a picture on a card, in pixels: twice what it takes on the page
 WIDEST = 3  # times as wide as high
 HIGHEST = 0.7  # as high as wide, of several panels; one may be a square
+PICTURE, CARD = "_images/landing.png", (1200, 630)  # where links to the book are shown with a picture, and its size in pixels
 GAP = 0.015  # of the width, between panels
 
 
@@ -99,6 +100,16 @@ def small(png: bytes, width: int = WIDTH) -> bytes:
     image.thumbnail((width, width), Image.Resampling.LANCZOS)
     out = io.BytesIO()
     image.quantize(64).save(out, format="png", optimize=True)
+    return out.getvalue()
+
+
+def on_a_card(png: bytes) -> bytes:
+    """A picture on white, of the size in which others show a link to the book."""
+    image, card = Image.open(io.BytesIO(png)).convert("RGB"), Image.new("RGB", CARD, "white")
+    image = ImageOps.contain(image, (CARD[0] - 80, CARD[1] - 60), Image.Resampling.LANCZOS)
+    card.paste(image, ((CARD[0] - image.width) // 2, (CARD[1] - image.height) // 2))
+    out = io.BytesIO()
+    card.save(out, format="png", optimize=True)
     return out.getvalue()
 
 
