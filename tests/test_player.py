@@ -138,6 +138,16 @@ def test_the_picture_that_stands_in_has_an_arrow_for_each_message_of_a_step() ->
     assert len(Player(d2lps.simulate(pushes, star(3, 8.0)).trace)._figure().artists) == 2  # bundles
 
 
+def test_the_picture_that_stands_in_is_as_wide_as_a_page_and_of_many_steps_leaves_no_message_out() -> None:
+    for ranks in (2, 4, 8):
+        drawn = Player(d2lps.simulate(sum_up, star(ranks, 8.0), 8, trace=True).trace)._figure()
+        assert drawn.get_figwidth() <= 5.6
+        titles = [ax.get_title() for ax in drawn.axes]
+        assert (titles[0], titles[-1]) == ("start", f"all-gather {ranks - 1}/{ranks - 1}")
+        arrows = [artist for artist in drawn.artists if isinstance(artist, ConnectionPatch)]
+        assert len(arrows) == ranks * 2 * (ranks - 1)
+
+
 def test_a_sentence_and_a_picture_stand_in() -> None:
     player = Player(two_ranks(), title="Two")
     bundle, _ = player._repr_mimebundle_()

@@ -282,34 +282,19 @@ MOST = 3e6  # bytes that a page may load, uncompressed
 
 
 # Pages that have not followed yet: they must fail, so that whoever mends one takes it out here.
-FOUNDATIONS = [f"book/foundations/{name}" for name in ("why_one_machine", "the_machines", "many_processes", "eight_collectives")]
-AGGREGATING, RING = "book/one_machine/aggregating_gradients", "book/one_machine/ring_synchronization"
-BEYOND = "book/one_machine/beyond_the_ring"
-SERVERS = [
-    f"book/parameter_servers/{name}" for name in ("from_ring_to_server", "keys_and_values", "consistency", "when_machines_fail")
-]
-BACK = ["book/back/measured_machines", "book/back/how_fast"]
-HEAVY = ["book/parameter_servers/consistency"]  # its widgets of ipywidgets need a script of 3.6 MB
-NO_SENTENCES = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
-NO_CAPTIONS = [*FOUNDATIONS, AGGREGATING, *SERVERS, *BACK]
-LATE_PLAYERS = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
-WIDE_CODE = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
-SMALL_LETTERS = ["book/foundations/eight_collectives", RING, BEYOND]
-UNNAMED = ["book/foundations/many_processes", "book/parameter_servers/consistency"]
-SILENT = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
+RING, BEYOND = "book/one_machine/ring_synchronization", "book/one_machine/beyond_the_ring"
+PLAIN = ["book/back/measured_machines", "book/back/how_fast"]  # no captions, no sentences, wide code
+LATE_PLAYERS = [RING, "book/parameter_servers/from_ring_to_server", "book/parameter_servers/keys_and_values"]
+SMALL_LETTERS = [RING, BEYOND]
 
 
-def awaited_of(pages: list[str], late: list[str]) -> list[Any]:
+def awaited(pages: list[str], late: list[str]) -> list[Any]:
     """Pages as parameters; those of which it is known that they have not followed must fail."""
     mark = pytest.mark.xfail(reason="it has not followed yet", strict=True)
     return [pytest.param(name, marks=[mark] if name in late else []) for name in pages]
 
 
-def awaited(late: list[str]) -> list[Any]:
-    return awaited_of(PAGES, late)
-
-
-@pytest.mark.parametrize("name", awaited(HEAVY))
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_loads_what_it_needs_and_no_more(browser: "playwright.Browser", address: str, name: str) -> None:
     sizes: dict[str, int] = {}
     with browser.new_context(viewport={"width": 1280, "height": 800}) as context:
@@ -390,30 +375,30 @@ def is_sentence(text: str) -> bool:
     return len(text.split()) > 2 and (text[0].isupper() or text[0].isdigit()) and text[-1] in ".?!"
 
 
-@pytest.mark.parametrize("name", awaited(NO_SENTENCES))
+@pytest.mark.parametrize("name", awaited(PAGES, PLAIN))
 def test_every_picture_has_a_sentence_for_those_who_cannot_see_it(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     assert [alt for alt in seen(name)["alts"] if not is_sentence(alt.removeprefix('alt="'))] == []
 
 
-@pytest.mark.parametrize("name", awaited(NO_CAPTIONS))
+@pytest.mark.parametrize("name", awaited(PAGES, PLAIN))
 def test_every_plot_has_a_caption_with_a_number(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     number = re.compile(r"Figure \d+(\.\d+)? ?\S")
     assert [caption for caption in seen(name)["captions"] if not number.match(caption) or not is_sentence(caption)] == []
 
 
-@pytest.mark.parametrize("name", awaited_of([LANDING, *CHAPTERS], LATE_PLAYERS))
+@pytest.mark.parametrize("name", awaited([LANDING, *CHAPTERS], LATE_PLAYERS))
 def test_the_first_player_is_within_two_screens(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     top = seen(name)["player"]
     assert top is not None
     assert top < TWO_SCREENS
 
 
-@pytest.mark.parametrize("name", awaited(WIDE_CODE))
+@pytest.mark.parametrize("name", awaited(PAGES, PLAIN))
 def test_code_fits_its_column(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     assert seen(name)["wide"] == []
 
 
-@pytest.mark.parametrize("name", awaited(SMALL_LETTERS))
+@pytest.mark.parametrize("name", awaited(PAGES, SMALL_LETTERS))
 def test_figures_can_be_read_on_a_telephone(page: "playwright.Page", address: str, name: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"{address}/{name}.html")
@@ -423,7 +408,7 @@ def test_figures_can_be_read_on_a_telephone(page: "playwright.Page", address: st
     assert [(alt, share * LETTER) for share, alt in shares if share * LETTER < SMALLEST] == []
 
 
-@pytest.mark.parametrize("page_name", awaited_of(CHAPTERS, SILENT))
+@pytest.mark.parametrize("page_name", CHAPTERS)
 def test_a_chapter_says_what_its_card_needs(page_name: str) -> None:
     said = nbformat.read(ROOT / f"{page_name}.ipynb", as_version=4).metadata.get("d2lps", {})
     assert 10 <= said.get("minutes", 0) <= 180
@@ -433,7 +418,7 @@ def test_a_chapter_says_what_its_card_needs(page_name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("name", awaited(UNNAMED))
+@pytest.mark.parametrize("name", PAGES)
 def test_axe_finds_nothing_of_ours(browser: "playwright.Browser", address: str, name: str, mode: str) -> None:
     with browser.new_context(color_scheme=mode, reduced_motion="reduce") as context:
         context.add_init_script(f"localStorage.setItem('mode', '{mode}'); localStorage.setItem('theme', '{mode}')")

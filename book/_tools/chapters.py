@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 WIDTH = 480  # of a picture on a card, in pixels: twice what it takes on the page
-WIDEST, HIGHEST = 3, 0.66  # times as wide as high, and as high as wide
+WIDEST = 3  # times as wide as high
+HIGHEST = 0.7  # as high as wide, of several panels; one may be a square
+PICTURE, CARD = "_images/landing.png", (1200, 630)  # where links to the book are shown with a picture, and its size in pixels
+GAP = 0.015  # of the width, between panels
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,38 @@ def picture(book: dict[str, Any], name: str = "") -> bytes | None:
     return None
 
 
+def panels(image: Image.Image) -> list[tuple[int, int]]:
+    """Where a figure's panels begin and end, from the top: between them is nothing but white."""
+    inked = np.flatnonzero(np.asarray(image.convert("L")).min(axis=1) < 250)
+    parts = np.split(inked, np.flatnonzero(np.diff(inked) > GAP * image.width) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts if part.size] or [(0, image.height)]
+
+
 def small(png: bytes, width: int = WIDTH) -> bytes:
-    """A picture made smaller for a card, in few colours; of a very wide one the middle, of a high one the top."""
+    """A picture made smaller for a card, in few colours, without margins: its first panel, and those that fit in below it."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
-    if image.width > WIDEST * image.height:  # a player's
+    if image.width > WIDEST * image.height:  # the middle
         margin = image.width // 2 - image.height
         image = image.crop((margin, 0, image.width - margin, image.height))
-    image = image.crop((0, 0, image.width, min(image.height, int(HIGHEST * image.width))))
+    highest = max(end - start for start, end in panels(image))
+    found = [panel for panel in panels(image) if panel[1] - panel[0] > highest / 2]  # the others are titles
+    (top, bottom), most = found[0], int(HIGHEST * image.width)
+    bottom = max([end for _, end in found if end <= top + most], default=min(bottom, top + image.width))
+    image = image.crop((0, top, image.width, bottom))
+    image = image.crop(ImageOps.invert(image).getbbox())
     image.thumbnail((width, width), Image.Resampling.LANCZOS)
     out = io.BytesIO()
     image.quantize(64).save(out, format="png", optimize=True)
+    return out.getvalue()
+
+
+def on_a_card(png: bytes) -> bytes:
+    """A picture on white, of the size in which others show a link to the book."""
+    image, card = Image.open(io.BytesIO(png)).convert("RGB"), Image.new("RGB", CARD, "white")
+    image = ImageOps.contain(image, (CARD[0] - 80, CARD[1] - 60), Image.Resampling.LANCZOS)
+    card.paste(image, ((CARD[0] - image.width) // 2, (CARD[1] - image.height) // 2))
+    out = io.BytesIO()
+    card.save(out, format="png", optimize=True)
     return out.getvalue()
 
 

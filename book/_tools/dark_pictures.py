@@ -71,7 +71,7 @@ def both(page: str, path: Path) -> str:
             return tag
         light = (path.parent / f"{source[1]}.png").resolve()
         dark = light.with_name(f"{light.stem}-dark.png")
-        if not dark.exists():
+        if not dark.exists() or dark.stat().st_mtime < light.stat().st_mtime:
             dark.write_bytes(dark_picture(light.read_bytes()))
         width, height = Image.open(light).size  # room is kept for what is loaded late
         lazy = tag.replace("<img ", f'<img loading="lazy" width="{width}" height="{height}" ', 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lean_widgets
-from chapters import STATE, VIEW, Chapter, chapters, notebook, outputs, text
+from chapters import PICTURE, STATE, VIEW, Chapter, chapters, notebook, on_a_card, outputs, text
 from docutils import nodes
 from myst_nb.sphinx_ import NbMetadataCollector
 from sphinx.application import Sphinx
@@ -79,7 +79,11 @@ class Playing(SphinxDirective):
         words = nodes.paragraph()
         self.state.nested_parse(self.content, self.content_offset, words)
         view = f'<script type="{VIEW}">{json.dumps({"model_id": model})}</script>'
-        still = f"data:image/png;base64,{base64.b64encode(base64.b64decode(text(forms['image/png']))).decode()}"
+        picture = base64.b64decode(text(forms["image/png"]))
+        path = Path(app.outdir) / PICTURE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(on_a_card(picture))
+        still = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         alt = html.escape(f"Still picture. {text(forms['text/plain']).strip()}.")
         before = f'<div class="d2lps-playing" data-d2lps-plays>{view}<noscript><img src="{still}" alt="{alt}"></noscript>'
         return [raw(before), *words.children, raw("</div>")]

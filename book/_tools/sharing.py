@@ -9,13 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from chapters import chapters
+from chapters import PICTURE, chapters
 from docutils import nodes
 from repository_links import origin, web_address
 from sphinx.application import Sphinx
 from sphinx.config import Config
 
-PICTURE = "_static/ring.png"
 MOST = 180  # letters of a description
 
 NOT_FOUND = """<!DOCTYPE html>

@@ -23,7 +23,8 @@ from d2lps.widgets.texts import PLAYER
 # The colours of ranks, as in player.css: those of all figures, then others between them in lightness.
 COLORS = [*figures.COLORS, "#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
 REPEATED = "#b3001b"  # the edge of a cell in which something counts more than once
-_COLUMNS = 8
+_COLUMNS = 4  # of a still picture, side by side
+_TIMES = 2  # as many columns, below each other: the second begins with the last of the first
 
 
 class Player(still.Still):
@@ -87,18 +88,21 @@ class Player(still.Still):
         """One column for each of a few steps, one line for each row; below them the timeline where there is a strip."""
         scene, trace = self.scene, self._timed
         stops, rows = scene["stops"], scene["rows"]
-        chosen = np.linspace(0, len(stops) - 1, min(len(stops), _COLUMNS)).round().astype(int)  # also the first and the last
-        heights = [max(1.2, 0.7 + 0.3 * len(rows)), *([1.0 + 0.4 * trace.ranks] if trace is not None else [])]
-        drawn = still.figure(1.4 * len(chosen) + 0.9, sum(heights))
-        grid = drawn.add_gridspec(len(heights), len(chosen), height_ratios=heights, wspace=0.25)  # room for arrows
-        for column, step in enumerate(chosen):
-            _column(drawn.add_subplot(grid[0, column]), scene, stops[step])
-            if column:
-                _arrows(drawn, scene, stops[step - 1]["t"], stops[step]["t"])
-        names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
-        drawn.axes[0].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
+        most = _TIMES * (_COLUMNS - 1) + 1
+        chosen = np.linspace(0, len(stops) - 1, min(len(stops), most)).round().astype(int)  # also the first and the last
+        lines = [chosen[at : at + _COLUMNS] for at in range(0, max(1, len(chosen) - 1), _COLUMNS - 1)]
+        heights = [max(1.2, 0.7 + 0.3 * len(rows))] * len(lines) + ([1.0 + 0.4 * trace.ranks] if trace is not None else [])
+        drawn = still.figure(1.15 * len(lines[0]) + 0.9, sum(heights))
+        grid = drawn.add_gridspec(len(heights), len(lines[0]), height_ratios=heights, wspace=0.3)  # room for arrows
+        for line, steps in enumerate(lines):
+            for column, step in enumerate(steps):
+                _column(drawn.add_subplot(grid[line, column]), scene, stops[step])
+                if column:
+                    _arrows(drawn, scene, stops[steps[column - 1]]["t"], stops[step]["t"])
+            names = [f"{scene['ranks'][row['rank']]['name']}  {row['name']}" for row in rows]
+            drawn.axes[-len(steps)].set_yticks([index + 0.5 for index in range(len(rows))], names, fontsize=7)
         if trace is not None:
-            trace.timeline(drawn.add_subplot(grid[1, :]))
+            trace.timeline(drawn.add_subplot(grid[-1, :]))
         drawn.suptitle(scene["title"], fontsize=9)
         return drawn
 

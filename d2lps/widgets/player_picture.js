@@ -3,6 +3,7 @@
 // A cell shows whose contributions it holds: one stripe for each rank, in that rank's colour and at that rank's place.
 
 const COLOURS = 16; // --rank-0 ... --rank-15 in player.css
+const CROWD = 8; // arrows to or from one card that may be drawn at their full width
 
 const middle = (box) => ({ x: box.x + box.w / 2, y: box.y + box.h / 2 });
 const smooth = (f) => f * f * (3 - 2 * f);
@@ -163,7 +164,7 @@ class Picture {
   flight(message) {
     const { scene, eps } = this.story, source = this.cards[message.src], target = this.cards[message.dst];
     const curve = this.curve(middle(source), middle(target), message.lane), [a, b] = this.between(curve, source, target);
-    const title = svg("title", {}, this.title(message)), wide = this.story.thick(message.bytes ?? 0);
+    const title = svg("title", {}, this.title(message)), wide = this.story.thick(message.bytes ?? 0) / (message.fan > CROWD ? 2.5 : 1);
     const arrow = svg("g", { class: "arrow", "data-src": message.src, "data-dst": message.dst }, title, ...this.arrow(curve, a, b, wide));
     const frames = [...new Set(this.story.sources(message))].map((c) => this.frame(this.cellBoxes[c])), focus = svg("g");
     const load = [title.cloneNode(true), ...this.load(message)], token = svg("g", { "data-src": message.src, "data-dst": message.dst });
@@ -214,7 +215,7 @@ class Picture {
   // That piece of the curve, with a head.
   arrow(curve, a, b, wide) {
     if (a === b) return [];
-    const [p, q, r] = curve.part(a, b), angle = Math.atan2(r.y - q.y, r.x - q.x), long = 8 + wide;
+    const [p, q, r] = curve.part(a, b), angle = Math.atan2(r.y - q.y, r.x - q.x), long = Math.min(9, 6 + 2 * wide) + Math.max(0, wide - 1);
     const wing = (turn) => `${r.x - long * Math.cos(angle + turn)} ${r.y - long * Math.sin(angle + turn)}`;
     const neck = mix(r, { x: r.x - Math.cos(angle), y: r.y - Math.sin(angle) }, long * 0.7), style = `stroke-width: ${wide.toFixed(2)}`;
     return [svg("path", { class: "shaft", style, d: `M${p.x} ${p.y}Q${q.x} ${q.y} ${neck.x} ${neck.y}` }), svg("path", { class: "head", d: `M${wing(0.45)}L${r.x} ${r.y}L${wing(-0.45)}Z` })];

@@ -10,14 +10,15 @@ function indexAt(list, t) {
   return low;
 }
 
-// Numbers the messages that leave one rank for another at the same time.
+// Numbers the messages that leave one rank for another at the same time, and counts those that leave or reach one rank then.
 function withLanes(messages) {
-  const seen = new Map();
-  return messages.map((message) => {
-    const key = [message.src, message.dst, message.start].join(), lane = seen.get(key) ?? 0;
-    seen.set(key, lane + 1);
+  const seen = new Map(), next = (...key) => seen.set(key.join(), (seen.get(key.join()) ?? 0) + 1).get(key.join());
+  const numbered = messages.map((message) => {
+    const { src, dst, start } = message, lane = next(src, dst, start) - 1;
+    next("from", src, start), next("to", dst, start);
     return { ...message, lane: lane % 5 };
   });
+  return numbered.map((message) => ({ ...message, fan: Math.max(seen.get(`from,${message.src},${message.start}`), seen.get(`to,${message.dst},${message.start}`)) }));
 }
 
 class Story {
