@@ -224,7 +224,7 @@ def test_reduce_leaves_the_others_alone() -> None:
         collectives.all_reduce(comm, tensor)
 
     assert check.reduce(everywhere).text == (
-        "with 2 ranks and 8 elements, rank 1's tensor was changed; only that of rank 0 should be"
+        "with 2 ranks and 8 elements, rank 0's tensor was changed; only that of rank 1 should be"
     )
 
 
@@ -242,6 +242,31 @@ def adding_broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None
 
 def wrong_broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
     collectives.broadcast(comm, tensor, 0)
+
+
+def always_to_rank_0(comm: Communicator, tensor: torch.Tensor, dst: int) -> None:
+    collectives.reduce(comm, tensor, 0)
+
+
+def always_from_rank_0(comm: Communicator, tensor: torch.Tensor, parts: list[torch.Tensor] | None, src: int) -> None:
+    collectives.scatter(comm, tensor, parts if comm.rank == 0 else None, 0)
+
+
+def always_at_rank_0(comm: Communicator, tensor: torch.Tensor, gather_list: list[torch.Tensor] | None, dst: int) -> None:
+    collectives.gather(comm, tensor, gather_list if comm.rank == 0 else None, 0)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "function", "said"),
+    [
+        ("reduce", always_to_rank_0, "rank 0's tensor was changed; only that of rank 1 should be"),
+        ("scatter", always_from_rank_0, "scatter_list"),
+        ("gather", always_at_rank_0, "gather_list"),
+    ],
+)
+def test_another_root_than_rank_0_is_asked_for(exercise: str, function: Function, said: str) -> None:
+    verdict = getattr(check, exercise)(function)
+    assert not verdict and said in verdict.text, verdict
 
 
 def lazy_scatter(comm: Communicator, tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None, src: int) -> None:
@@ -279,16 +304,16 @@ def keep_what_is_for_others(comm: Communicator, output_list: list[torch.Tensor],
             wrong_broadcast,
             "rank 0, tensor, elements 0 to 7: holds element 0 of rank 0; should be element 0 of rank 1",
         ),
-        ("scatter", lazy_scatter, "rank 1, tensor, elements 0 to 7: never written; should be element 0 of part 1 of rank 0"),
+        ("scatter", lazy_scatter, "rank 0, tensor, elements 0 to 7: never written; should be element 0 of rank 1"),
         (
             "scatter",
             scatter_to_the_neighbour,
-            "rank 0, tensor, elements 0 to 7: holds element 0 of part 1 of rank 0; should be element 0 of rank 0",
+            "rank 0, tensor, elements 0 to 7: holds element 0 of part 1 of rank 1; should be element 0 of rank 1",
         ),
         (
             "gather",
             gather_in_reverse,
-            "rank 0, gather_list[0], elements 0 to 7: holds element 0 of rank 1; should be element 0 of rank 0",
+            "rank 1, gather_list[0], elements 0 to 7: holds element 0 of rank 1; should be element 0 of rank 0",
         ),
         ("all_gather", gather_ones_own, "rank 0, tensor_list[1], elements 0 to 7: never written; should be element 0 of rank 1"),
         (

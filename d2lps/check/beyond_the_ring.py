@@ -34,7 +34,7 @@ def by_hand(ring: float, tree: float, recursive_doubling: float, halving_doublin
 @judged
 def recursive_doubling(function: Function) -> str:
     """Check `function(comm, tensor)`: whole tensors are swapped with partners 1, 2, 4, ... away, for every number of ranks."""
-    own(function)
+    function = own(function)
     right(all_reduce, function)
     for p in RANKS:
         trace, floor = played(function, star(p, 1e9, 1e-6), _N).trace, p.bit_length() - 1
@@ -53,7 +53,7 @@ def recursive_doubling(function: Function) -> str:
 @judged
 def bruck(function: Function) -> str:
     """Check `function(comm, tensor_list, tensor)`: Bruck's all-gather, in ceil(log2 p) steps for every p."""
-    own(function)
+    function = own(function)
     right(all_gather, function)
     for p in RANKS:
 

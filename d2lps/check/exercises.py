@@ -17,7 +17,10 @@ from d2lps.check.values import BLANK, countable
 from d2lps.simulator import simulate
 from d2lps.topology import Topology
 
-_ROOT = 0
+
+def _root(p: int, size: int) -> int:
+    """Another one in each case, so that nobody gets by with rank 0 alone."""
+    return (size + p // 2) % p
 
 
 def _blank(size: int) -> torch.Tensor:
@@ -39,33 +42,34 @@ def all_reduce(rank: int, p: int, size: int) -> Case:
 @exercise(least=1)
 def reduce(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, dst)`: the tensor of dst ends as the sum of all, the others as they were."""
-    tensor = countable(rank, size)
-    if rank == _ROOT:
-        return [tensor, _ROOT], [Left(tensor, _total(p, size), parts=1)]
-    return [tensor, _ROOT], [Left(tensor, countable(rank, size), only=f"that of rank {_ROOT}")]
+    tensor, dst = countable(rank, size), _root(p, size)
+    if rank == dst:
+        return [tensor, dst], [Left(tensor, _total(p, size), parts=1)]
+    return [tensor, dst], [Left(tensor, countable(rank, size), only=f"that of rank {dst}")]
 
 
 @exercise(least=1)
 def broadcast(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, src)`: every rank's tensor ends as that of src."""
-    tensor, src = countable(rank, size), p - 1
+    tensor, src = countable(rank, size), _root(p, size)
     return [tensor, src], [Left(tensor, countable(src, size))]
 
 
 @exercise(least=7)
 def scatter(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, scatter_list, src)`: rank r's tensor ends as scatter_list[r] of src."""
-    tensor, parts = _blank(size), [countable(_ROOT, size, r) for r in range(p)]
-    return [tensor, parts if rank == _ROOT else None, _ROOT], [Left(tensor, countable(_ROOT, size, rank))]
+    tensor, src = _blank(size), _root(p, size)
+    parts = [countable(src, size, r) for r in range(p)]
+    return [tensor, parts if rank == src else None, src], [Left(tensor, parts[rank].clone())]
 
 
 @exercise(least=1)
 def gather(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, gather_list, dst)`: gather_list[r] of dst ends as rank r's tensor."""
-    tensor, room = countable(rank, size), [_blank(size) for _ in range(p)]
-    if rank != _ROOT:
-        return [tensor, None, _ROOT], []
-    return [tensor, room, _ROOT], [Left(room[r], countable(r, size), f"gather_list[{r}]") for r in range(p)]
+    tensor, room, dst = countable(rank, size), [_blank(size) for _ in range(p)], _root(p, size)
+    if rank != dst:
+        return [tensor, None, dst], []
+    return [tensor, room, dst], [Left(room[r], countable(r, size), f"gather_list[{r}]") for r in range(p)]
 
 
 @exercise(least=7)
