@@ -62,6 +62,55 @@ def test_a_lane_that_is_free_is_used_again(world: str) -> None:
     assert run.trace.rounds == 3 * 2  # each began when the one before had ended
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_who_wait_for_one_work_wait_until_it_is_complete(world: str) -> None:
+    def work(comm: Communicator) -> list[bool]:
+        complete: list[bool] = []
+        seen: list[bool] = []
+
+        def slow(beside: Communicator) -> None:
+            beside.sleep(0.3)
+            complete.append(True)
+
+        def waits(beside: Communicator) -> None:
+            first.wait()
+            seen.append(bool(complete))
+
+        first = comm.start(slow)
+        others = [comm.start(waits), comm.start(waits)]
+        comm.sleep(0.1)  # they wait by now
+        for started in (first, *others):
+            started.wait()
+            seen.append(bool(complete))
+        return seen
+
+    assert go(world, work, 1) == [[True] * 5]
+
+
+@pytest.mark.parametrize("world", ["shm", "gloo"])
+def test_two_lanes_may_wait_for_one_message(world: str) -> None:
+    def work(comm: Communicator) -> list[float]:
+        seen: list[float] = []
+        message = comm.irecv(into := torch.zeros(1), 1) if comm.rank == 0 else None
+
+        def waits(beside: Communicator) -> None:
+            if message is not None:
+                message.wait()
+                seen.append(into.item())
+
+        works = [comm.start(waits), comm.start(waits)]
+        if comm.rank == 1:
+            comm.sleep(0.3)
+            comm.send(torch.ones(1), 0)
+        for started in works:
+            started.wait()
+        return seen
+
+    run = go(world, work, 2)
+    assert run[0] == [1.0, 1.0]
+    assert run.trace.unmatched == 0 and len(run.trace.messages["src"]) == 1
+
+
 def fails_on_one(comm: Communicator) -> None:
     if comm.rank == 1:
         raise LookupError("in the lane")

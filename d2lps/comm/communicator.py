@@ -28,7 +28,7 @@ from d2lps.comm.ops import ReduceOp
 from d2lps.comm.rank import Rank, running
 from d2lps.comm.staging import check_writable, stage, unstage
 from d2lps.comm.status import readers_line
-from d2lps.comm.work import Work, in_thread
+from d2lps.comm.work import Work, in_thread, once
 
 Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
 STATEMENT = 512  # bytes of what a rank tells the others, so that ranks that say different things can still exchange them
@@ -181,10 +181,10 @@ class Communicator(Rank):
         return in_thread(live, f"lane {beside.lane}")
 
     def _join(self, beside: Rank) -> None:
-        if beside in self.started:  # and has not been waited for at the end of the rank's function
+        if (started := self.started.get(beside)) is not None:  # and has not been waited for at the end of the rank's function
             with self.waiting("join", tag=beside.recorder.thread if beside.recorder else 0):
-                error = self.started[beside].exception()
-            del self.started[beside]
+                error = started.exception()
+            self.started.pop(beside, None)  # another lane that waited, too, may have done it
             if error is not None:
                 raise error
 
@@ -231,7 +231,7 @@ class Communicator(Rank):
             if recorded:
                 recorded()
 
-        return Work(finish, transfer.is_done)
+        return Work(once(finish), transfer.is_done)
 
     def _tell(self, call: str, word: Any) -> list[Any]:
         """What every rank of the group says with the same call ("barrier", "split", "agree"), by rank; outside the trace.

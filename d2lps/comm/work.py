@@ -20,10 +20,15 @@ class Work:
         self._complete = False
 
     def wait(self) -> None:
-        """Return when it is complete; raise what went wrong in it. A second wait returns at once."""
+        """Return when it is complete; raise what went wrong in it. Once it is complete, a wait returns at once.
+
+        Several lanes may wait for it at the same time: `finish` must bear being called again while it waits (see `once`).
+        """
         if not self._complete:
-            self._complete = True
-            self._finish()
+            try:
+                self._finish()
+            finally:  # not before: another lane that waits meanwhile must wait as long
+                self._complete = True
 
     def test(self) -> bool:
         """Whether it is complete, without waiting for it; from then on it is as if it had been waited for."""
@@ -36,6 +41,19 @@ class Work:
         return self._complete or self._ready()
 
     is_completed = test  # torch's name for it
+
+
+def once(finish: Callable[[], None]) -> Callable[[], None]:
+    """The same for several threads: who calls it while another does returns when that one has, and does nothing itself."""
+    lock, begun = threading.Lock(), list[bool]()
+
+    def one_at_a_time() -> None:
+        with lock:
+            if not begun:
+                begun.append(True)
+                finish()
+
+    return one_at_a_time
 
 
 def in_thread(function: Callable[[], object], name: str) -> Future[Any]:
