@@ -128,13 +128,8 @@ def blocks(function: Function) -> str:
 def _pushed_once(run: kvstore.StoreRun, devices: int) -> None:
     """Two machines push one gradient each, of 32 bytes, whoever of their devices does it."""
     logged = [event for server in run.servers for _, event in server.log]
-<<<<<<< HEAD
-    pushes = [event for event in logged if isinstance(event, kvstore.Request) and event.op in ("push", "pushpull")]
-    pushed = sum(push.value.nbytes for push in pushes if push.value is not None) / 32
-=======
     pushes = [e.value for e in logged if isinstance(e, kvstore.Request) and e.op in ("push", "pushpull")]
     pushed = sum(value.nbytes for value in pushes if value is not None) / 32
->>>>>>> srv1
     if not pushed:
         raise Wrong(f"{devices} devices a machine: the weights are right, but nothing was pushed to the servers")
     if pushed > 2:
