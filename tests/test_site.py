@@ -288,15 +288,14 @@ BEYOND = "book/one_machine/beyond_the_ring"
 SERVERS = [
     f"book/parameter_servers/{name}" for name in ("from_ring_to_server", "keys_and_values", "consistency", "when_machines_fail")
 ]
-BACK = ["book/back/measured_machines", "book/back/how_fast"]
 HEAVY = ["book/parameter_servers/consistency"]  # its widgets of ipywidgets need a script of 3.6 MB
-NO_SENTENCES = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
-NO_CAPTIONS = [*FOUNDATIONS, AGGREGATING, *SERVERS, *BACK]
-LATE_PLAYERS = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
-WIDE_CODE = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
+NO_SENTENCES = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS[2:]]
+NO_CAPTIONS = [*FOUNDATIONS, AGGREGATING, *SERVERS[2:]]
+LATE_PLAYERS = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS[2:]]
+WIDE_CODE = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS[2:]]
 SMALL_LETTERS = ["book/foundations/eight_collectives", RING, BEYOND]
 UNNAMED = ["book/foundations/many_processes", "book/parameter_servers/consistency"]
-SILENT = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
+SILENT = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS[2:]]
 
 
 def awaited_of(pages: list[str], late: list[str]) -> list[Any]:
