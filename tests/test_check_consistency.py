@@ -54,6 +54,9 @@ def test_who_may_read_wrongly(wrong: Any, words: str) -> None:
 def test_pauses() -> None:
     assert check.pause(**PAUSE)
     assert check.pause(**dict.fromkeys(PAUSE, ...)).text == "not all is filled in"
+    assert check.pause().text.startswith("nothing is said of BSP, ASP")
+    assert check.pause(**{rule: 52 for rule in PAUSE if rule != "SSP(8)"}).text == "nothing is said of SSP(8)"
+    assert not check.pause(**PAUSE | {"BSP": math.nan})
 
 
 @pytest.mark.parametrize(("wrong", "words"), [

@@ -144,6 +144,13 @@ class TwoClients(Survivor):
         return name[0] % 2
 
 
+class ByAmount(Survivor):
+    """Takes two pushes of the same amount for one."""
+
+    def handle(self, name: Any, amount: int) -> str:
+        return "done" if amount in [known for _, known in self.disk.records] else super().handle(name, amount)
+
+
 @pytest.mark.parametrize(("wrong", "words"), [
     (Forgets, "push 1 stopped"),
     (OneNameForAll, "2 clients, push 2 stopped after its record was written, every client repeats its last push"),
@@ -151,6 +158,7 @@ class TwoClients(Survivor):
     (FilterInMemory, "after its record was written"), (AnswersFirst, "after one more new life, the value is 0, not 1"),
     (WritesAll, "a push that was done before needs none"), (SaysNothing, "got the answer None"),
     (RefusesRepetitions, "got the answer 'known'"), (TwoClients, "3 clients"),
+    (ByAmount, "after pushes 1 to 4 the value is 6, not 7"),
 ])  # fmt: skip
 def test_servers_that_forget(wrong: Any, words: str) -> None:
     assert check.survivor(Survivor)
@@ -205,6 +213,13 @@ def in_memory(disk: Any, step: int, files: dict[str, str]) -> None:
     disk.files = dict(files)
 
 
+KEPT: dict[str, dict[str, str]] = {}
+
+
+def beside_the_disk(disk: Any, step: int, files: dict[str, str]) -> None:
+    KEPT["files"] = files
+
+
 def two_names(disk: Any, step: int, files: dict[str, str]) -> None:
     """Knows that there are two servers."""
     save(disk, step, {name: files.get(name, "") for name in ("server-0", "server-1")})
@@ -216,8 +231,8 @@ def two_names(disk: Any, step: int, files: dict[str, str]) -> None:
     (draft_of_each, lambda disk: {name: text for name, text in disk.texts.items() if name != "draft"}, "stopped in operation 3"),
     (manifest_first, load, "KeyError"), (manifest_in_place, load, "Error"), (past_the_disk, load, "KeyError: 'manifest'"),
     (in_memory, lambda disk: disk.files, "AttributeError"), (two_names, load, "with 3, then 2 servers"),
-    (save, lambda disk: {}, "load gives {}"),
-], ids=["in place", "drafts, all read", "drafts", "first", "manifest in place", "past the disk", "memory", "two", "none"])
+    (save, lambda disk: {}, "load gives {}"), (beside_the_disk, lambda disk: KEPT["files"], "with the first checkpoint alone"),
+], ids=["in place", "drafts, all read", "drafts", "first", "manifest", "past the disk", "memory", "two", "none", "kept"])
 def test_checkpoints_of_neither(save: Any, load: Any, words: str) -> None:
     verdict = check.checkpoint(save, load)
     assert not verdict and words in verdict.text

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -36,9 +37,11 @@ def may_read(function: Function) -> str:
 @answered
 def pause(**seconds: float) -> str:
     """Check how long 40 iterations take with two pauses of 6 s: pause(**{"BSP": ..., "ASP": ..., "SSP(2)": ...})."""
-    for rule, said in seconds.items():
-        bound = {"BSP": 0, "ASP": 40}[rule] if rule in ("BSP", "ASP") else int(rule[4:-1])
-        if abs(said - (right := _paused(bound))) > 0.5:
+    bounds = {"BSP": 0, "ASP": 40} | {f"SSP({b})": b for b in (2, 4, 6, 8)}
+    if missing := [rule for rule in bounds if rule not in seconds]:
+        raise Wrong(f"nothing is said of {', '.join(missing)}")
+    for rule, bound in bounds.items():
+        if not abs((said := seconds[rule]) - (right := _paused(bound))) <= 0.5:
             why = "two workers pause once each, at different times; for which of the pauses does somebody else stand still?"
             if rule.startswith("SSP"):
                 why = "how far may worker 1 run on while worker 0 pauses, and does that lead help when its own pause comes?"
@@ -72,10 +75,8 @@ def largest_rate(function: Function) -> str:
 
 def _converges(step: float, delay: int) -> bool:
     w = [1.0] * (delay + 1)
-    for _ in range(400 * (delay + 1)):
+    while len(w) < 401 * (delay + 1) and abs(w[-1]) < 1e6:
         w.append(w[-1] - step * w[-1 - delay])
-        if abs(w[-1]) > 1e6:
-            return False
     return max(map(abs, w[-50:])) < 0.1
 
 
@@ -101,10 +102,7 @@ _FLOATS, _BANDWIDTH, _STEPS = 10_000, 1e7, 20  # 4 ms a tensor, as 4 MB take at 
 @judged
 def overlap(function: Function) -> str:
     """Check `overlapped(kv, weights, steps, compute)`: each gradient pushed once, one round late at most, in the longer time."""
-    for workers, seconds in ((4, 0.06), (1, 0.03), (2, 0.01), (8, 0.03)):
-        each = _overlapped(function, workers, seconds)
-        if workers == 4:
-            first = each
+    first, *_ = [_overlapped(function, *case) for case in ((4, 0.06), (1, 0.03), (2, 0.01), (8, 0.03))]
     return f"{1e3 * first:.0f} ms an iteration with 4 workers, and every gradient counts once"
 
 
@@ -195,17 +193,15 @@ class Meeting:
         self.door, self.met = threading.Barrier(parties, timeout=0.3), False
 
     def __radd__(self, value: int) -> int:
-        try:
+        with suppress(threading.BrokenBarrierError):  # nobody else came
             self.door.wait()
             self.met = True
-        except threading.BrokenBarrierError:  # nobody else came
-            pass
         return value + 1
 
     __add__ = __radd__
 
 
-class Failing:
+class Failing(Meeting):
     """A gradient that can't be added."""
 
     def __radd__(self, value: int) -> int:
@@ -219,15 +215,16 @@ class Polite:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.acquire = self.lock.acquire
 
-    def acquire(self, *args: Any, **kwargs: Any) -> bool:
-        return self.lock.acquire(*args, **kwargs)
+    def __enter__(self) -> bool:
+        return self.acquire()
 
     def release(self, *error: Any) -> None:
         self.lock.release()
         threading.Event().wait(0.05)
 
-    __enter__, __exit__ = acquire, release
+    __exit__ = release
 
 
 @judged
@@ -241,7 +238,7 @@ def server(make: Callable[[int], Any]) -> str:
         if found != 5 + pushes:
             how = ": two additions ran at the same time" if gradient.met else ": somebody came between a read and its write"
             raise Wrong(f"{_many(pushes, 'thread')} pushed 1 each to a value of 5, and it became {found}{how}")
-    if _pushed(make, 5, [Failing(), Meeting(2)]).value != 6:
+    if _pushed(make, 5, [Failing(2), Meeting(2)]).value != 6:
         raise Wrong("after a push whose addition failed, the next one is not in the value")
     return "up to 3 threads, and one push that fails"
 
@@ -257,9 +254,8 @@ def _pushed(make: Callable[[int], Any], value: int, gradients: list[Any]) -> Any
 
     def push(gradient: Any) -> None:
         try:
-            server.push(gradient)
-        except ArithmeticError:
-            pass
+            with suppress(ArithmeticError):
+                server.push(gradient)
         except Exception as error:
             errors.append(error)
 

@@ -39,6 +39,9 @@ def numbers(failure: float, interval: float, rule: float, really: float, saving:
 # ---- a server that goes on ----------------------------------------------------------------------------------------------
 
 
+_MOMENTS = {"before": "before its record was written", "after": "after its record was written", "end": "after its answer"}
+
+
 class _Crash(Exception):
     """The machine stops here."""
 
@@ -46,62 +49,54 @@ class _Crash(Exception):
 class _Disk:
     """Keeps what was appended; the machine may stop just before or just after."""
 
-    def __init__(self) -> None:
-        self._kept: list[Any] = []
-        self.stop = ""
-
-    @property
-    def records(self) -> list[Any]:
-        return list(self._kept)
+    stop, records = "", ()
 
     def append(self, record: Any) -> None:
-        if self.stop == "before":
-            raise _Crash
-        self._kept.append(record)
-        if self.stop == "after":
+        self.records = (*self.records, *[record] * (self.stop != "before"))
+        if self.stop in ("before", "after"):
             raise _Crash
 
 
 @judged
 def survivor(make: Callable[[Any], Any]) -> str:
     """Check a class `Survivor(disk)` with `handle((client, sequence), amount)` and `value`: every push counts once."""
-    crashes = 0
-    for clients, moment in product((1, 2, 3), ("before", "after", "at the end")):
-        for victim in range(1, 3 * clients + 1):
-            _lived(make, clients, victim, moment)
-            crashes += 1
-    return f"{crashes} crashes, pushes of 1 to 3 clients"
+    lives = [(n, victim, moment) for n in (1, 2, 3) for moment in _MOMENTS for victim in range(1, 3 * n + 1)]
+    for life in lives:
+        _lived(make, *life)
+    return f"{len(lives)} crashes, pushes of 1 to 3 clients"
 
 
 def _lived(make: Callable[[Any], Any], clients: int, victim: int, moment: str) -> None:
-    """Clients push 1, 2, 3 ... in turn; the machine stops in one push; then every client repeats what it sent last."""
-    when = {"before": "before its record was written", "after": "after its record was written"}.get(moment, "after its answer")
+    """Clients push in turn; the machine stops in one push; then every client repeats what it sent last."""
     disk, names = _Disk(), [(push % clients, push // clients + 1) for push in range(4 * clients)]
     server, expected = make(disk), 0
     for number, name in enumerate(names, 1):
         disk.stop = moment if number == victim else ""
         with suppress(_Crash):
-            _handled(server, name, number)
-        expected += number
+            _handled(server, name, _amount(number))
+        expected += _amount(number)
         if number == victim:
             disk.stop, server = "", make(disk)
             for again in range(max(1, number - clients + 1), number + 1):
-                _handled(server, names[again - 1], again)
-        case = f"{clients} client{'s' * (clients > 1)}, push {victim} stopped {when}, every client repeats its last push"
+                _handled(server, names[again - 1], _amount(again))
+        who = f"{clients} client{'s' * (clients > 1)}"
+        case = f"{who}, push {victim} stopped {_MOMENTS[moment]}, every client repeats its last push"
         for what, value in (("", server.value), (", after one more new life,", make(disk).value)):
             if value != expected:
-                raise Wrong(f"{case}: {_them(number)}{what} the value is {value}, not {expected}")
+                pushes = f"pushes 1 to {number}" if number > 1 else "push 1"
+                raise Wrong(f"{case}: after {pushes}{what} the value is {value}, not {expected}")
     if len(disk.records) > len(names):
         raise Wrong(f"{len(names)} pushes wrote {len(disk.records)} records: a push that was done before needs none")
 
 
+def _amount(number: int) -> int:
+    """What this push adds: others add as much, so that it is not known by its amount."""
+    return 1 + (number - 1) % 3
+
+
 def _handled(server: Any, name: Any, amount: int) -> None:
     if (said := server.handle(name, amount)) != "done":
-        raise Wrong(f"push {amount} of client {name[0]} got the answer {said!r}, not 'done': its client would repeat it forever")
-
-
-def _them(number: int) -> str:
-    return f"after pushes 1 to {number}" if number > 1 else "after push 1"
+        raise Wrong(f"push {name} got the answer {said!r}, not 'done': its client would repeat it forever")
 
 
 # ---- a checkpoint of all or nothing -------------------------------------------------------------------------------------
@@ -118,16 +113,17 @@ class _Files:
         return dict(self._texts)
 
     def write(self, name: str, text: str) -> None:
-        self.count += 1
-        self._texts[name] = text[: len(text) // 2] if self.count == self.stop else text
-        if self.count == self.stop:
-            raise _Crash
+        self._texts[name] = text[: len(text) // 2] if self.count + 1 == self.stop else text
+        self._count()
 
     def rename(self, old: str, new: str) -> None:
+        self._count()
+        self._texts[new] = self._texts.pop(old)
+
+    def _count(self) -> None:
         self.count += 1
         if self.count == self.stop:
             raise _Crash
-        self._texts[new] = self._texts.pop(old)
 
 
 @judged
@@ -141,19 +137,18 @@ def _stopped_everywhere(save: Function, load: Function, *servers: int) -> int:
     old, new, third = ({f"server-{i}": f"{age} state of {i}" for i in range(count)}
                        for age, count in zip(("old", "new", "third"), servers, strict=True))  # fmt: skip
     for stop in range(1, 100):
-        disk, done = _Files(), False
-        save(disk, 1, old)
-        disk = _Files(stop, disk.texts.items())
-        try:
+        first, done = _Files(), False
+        save(first, 1, old)
+        disk = _Files(stop, first.texts.items())
+        with suppress(_Crash):
             save(disk, 2, new)
             done = True
-        except _Crash:
-            pass
         where = f"with {servers[0]}, then {servers[1]} servers, stopped in operation {stop}"
         _loads(load, disk, [new] if done else [old, new], "" if done else where)
         again = _Files(0, disk.texts.items())
         save(again, 3, third)
         _loads(load, again, [third], f"{where}, and after the next checkpoint")
+        _loads(load, first, [old], "from the disk with the first checkpoint alone")
         if done:
             return stop - 1
     raise Wrong("it writes and renames without end")
