@@ -39,12 +39,12 @@ def entry(page: str) -> str:
 def contents() -> str:
     """The page: a heading for each part, and its chapters, numbered through the book."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
-    lines, number = [f"# {entry(toc['root'])}", NOTE], 0
+    lines, number = [f"# {title((ROOT / toc['root']).with_suffix('.md'))}", NOTE], 0
     for part in toc["parts"]:
         lines.append(f"## {part['caption']}")
         for chapter in part["chapters"]:
-            number += part.get("numbered", True)
-            lines.append(f"{number}. {entry(chapter['file'])}" if part.get("numbered", True) else f"- {entry(chapter['file'])}")
+            number += bool(part.get("numbered"))
+            lines.append(f"{number}. {entry(chapter['file'])}" if part.get("numbered") else f"- {entry(chapter['file'])}")
     return "\n\n".join(lines) + "\n"
 
 
