@@ -9,10 +9,8 @@ import repository_links
 import sharing
 import still_pictures
 import written_pages
-from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
-from sphinx_exercise.nodes import solution_node
 
 
 def theme(app: Sphinx, config: Config) -> None:
@@ -20,12 +18,6 @@ def theme(app: Sphinx, config: Config) -> None:
     config.html_theme_options["navbar_persistent"] = []
     config.html_theme_options["logo"] = {"text": config.html_title, "alt_text": ""}
     config.html_logo = "book/_static/mark.svg"
-
-
-def fold(app: Sphinx, doctree: nodes.document) -> None:
-    """Make every solution a dropdown."""
-    for solution in doctree.findall(solution_node):
-        solution["classes"].append("dropdown")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -38,7 +30,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", own_assets.copy, priority=800)
     app.connect("doctree-read", lean_widgets.lighten)
     app.connect("doctree-read", landing.head)
-    app.connect("doctree-read", fold)
     app.connect("html-page-context", sharing.tags, priority=800)
     app.connect("build-finished", sharing.finish)
     app.connect("build-finished", written_pages.finish, priority=900)

@@ -1,8 +1,7 @@
 """In JupyterLab, solutions and code that is beside the point are folded: a click on the line that is left opens them.
 
 A solution's text can fold only if it has cells of its own. So cells are cut where a solution begins and ends, and begin with a
-comment, which a page does not show and JupyterLab leaves standing as the line to click on. The site's
-extension makes every solution a dropdown; `:class: dropdown` in the notebook would fold it a second time in JupyterLab.
+comment, which a page does not show and JupyterLab leaves standing as the line to click on.
 """
 
 import re
@@ -13,7 +12,6 @@ from nbformat.v4 import new_markdown_cell
 
 BLOCK = re.compile(r"^(?P<fence>`{3,}|:{3,})\{solution(?P<kind>|-start|-end)\}.*?^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL)
 BEGINS, ENDS = "% Solution", "% The solution ends"
-DROPDOWN = re.compile(r"^(`{3,}\{solution(?:-start)?\}.*\n):class: dropdown\n", re.MULTILINE)
 FOLDED = {"hide-input": ("source",), "remove-input": ("source",), "remove-cell": ("source",), "hide-output": ("outputs",),
           "hide-cell": ("source", "outputs")}
 
@@ -45,7 +43,7 @@ def pieces(cell: NotebookNode) -> list[NotebookNode]:
     """The cells that a cell becomes."""
     if not kind(cell):
         return [cell]
-    return [new_markdown_cell(source, metadata=dict(cell.metadata)) for source in cut(DROPDOWN.sub(r"\1", cell.source)) if source]
+    return [new_markdown_cell(source, metadata=dict(cell.metadata)) for source in cut(cell.source) if source]
 
 
 def cut_cells(cells: list[NotebookNode]) -> list[NotebookNode]:
