@@ -10,7 +10,7 @@ SITE := _build/html
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak versions bench size lab colab handout execute serve clean
+.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak versions bench size lab colab handout slides execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -30,7 +30,7 @@ types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_shaped_hosts.py -n 2 --dist loadfile
+	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py -n 2 --dist loadfile
 
 test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation, with nothing beside it
 	$(PYTEST) tests/test_shaped_hosts.py
@@ -39,7 +39,7 @@ test-notebooks: .venv/.done  ## run the notebooks and compare with their stored 
 	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 3 --dist loadscope $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
-	D2LPS_SITE=$(SITE) $(PYTEST) -n 3 tests/test_site.py
+	D2LPS_SITE=$(SITE) $(PYTEST) -n 3 tests/test_site.py tests/test_slides.py
 
 soak: .venv/.done  ## provoke failures for an hour or two: kills, hangs, broken frames, programs of torch's 30 times over
 	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_sharedmemory.py tests/test_kvstore_*.py
@@ -67,6 +67,9 @@ colab: .venv/.done  ## write copies of the notebooks for Colab into _build/colab
 
 handout: .venv/.done  ## write the chapters as a course for nbgrader into _build/handout; NOTEBOOKS=... for some
 	$(BIN)/python book/_tools/handout.py $(NOTEBOOKS)
+
+slides: .venv/.done  ## make slides of the chapters, beside their pages in the built site; NOTEBOOKS=... for some
+	$(BIN)/python book/_tools/slides.py $(NOTEBOOKS)
 
 serve:           ## show the built site at http://127.0.0.1:8000
 	@test -f $(SITE)/index.html || { echo "There is no site in $(SITE) yet. Build it first: make book"; exit 1; }

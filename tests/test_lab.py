@@ -118,8 +118,10 @@ def test_a_chapter_shows_nothing_raw_and_no_solution(page: Any, address: str, fo
     until(lambda: not RAW.search("\n".join(page.evaluate(TEXTS))))  # what MyST draws takes the place of what stood there
     shown = "\n".join(page.evaluate(TEXTS))
     assert len(shown) > 5000 and RAW.findall(shown) == []
-    folded = sum(cell.source.startswith(BEGINS) for cell in nbformat.read(path, as_version=4).cells)
-    assert page.locator(".jp-MarkdownCell .jp-InputPlaceholder", has_text=BEGINS).count() == folded
+    solutions = [cell for cell in nbformat.read(path, as_version=4).cells if cell.source.startswith(BEGINS)]
+    dropdowns = sum(":class: dropdown" in cell.source for cell in solutions)
+    assert page.locator("details", has_text="Solution to").count() == dropdowns and page.locator("details[open]").count() == 0
+    assert page.locator(".jp-MarkdownCell .jp-InputPlaceholder", has_text=BEGINS).count() == len(solutions) - dropdowns
 
 
 def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, address: str, folder: Path) -> None:
@@ -128,12 +130,13 @@ def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, addr
     assert "Twice" in page.locator(".jp-MarkdownCell").nth(1).inner_text()
     for hidden in ("The secret is addition.", "return x + x"):
         assert shown.get_by_text(hidden).locator("visible=true").count() == 0
-    page.locator(".jp-InputPlaceholder", has_text="% Solution").first.click()
-    shown.get_by_text("Start of Solution to").click()  # what jupyterlab-myst folds once more
-    shown.get_by_text("The secret is addition.").locator("visible=true").first.wait_for()
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     shown.get_by_text("not yet: double is still empty").wait_for(timeout=60_000)
+    for hidden in ("The secret is addition.", "return x + x"):  # to run all opens nothing
+        assert shown.get_by_text(hidden).locator("visible=true").count() == 0
+    shown.get_by_text("Start of Solution to").click()
+    shown.get_by_text("The secret is addition.").locator("visible=true").first.wait_for()
 
 
 def test_the_first_page_lists_the_chapters_in_order(page: Any, address: str) -> None:

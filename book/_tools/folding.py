@@ -1,7 +1,8 @@
 """In JupyterLab, solutions and code that is beside the point are folded: a click on the line that is left opens them.
 
 A solution's text can fold only if it has cells of its own. So cells are cut where a solution begins and ends, and begin with a
-comment, which a page does not show and JupyterLab leaves standing as the line to click on.
+comment, which a page does not show and JupyterLab leaves standing as the line to click on. Where the solution is a dropdown,
+jupyterlab-myst folds the text itself, and keeps it folded when all cells are run, which unfolds what is folded by us.
 """
 
 import re
@@ -58,7 +59,9 @@ def cut_cells(cells: list[NotebookNode]) -> list[NotebookNode]:
 
 
 def hides(cell: NotebookNode, solution: bool) -> set[str]:
-    """Which parts of a cell are folded: all of a solution, elsewhere what its tags hide on the site."""
+    """Which parts of a cell are folded: all of a solution but a dropdown, elsewhere what its tags hide on the site."""
+    if kind(cell) in ("start", "whole") and ":class: dropdown" in cell.source:
+        return set()
     parts = {"source", "outputs"} if solution else {part for tag in cell.metadata.get("tags", []) for part in FOLDED.get(tag, ())}
     return parts & ({"source", "outputs"} if cell.cell_type == "code" else {"source"})
 

@@ -17,13 +17,16 @@ from links import title
 BOOK = ROOT / "book"
 PAGE = BOOK / "contents.md"
 SETTINGS = Path(sys.prefix) / "share" / "jupyter" / "lab" / "settings" / "overrides.json"
+PAGE_CONFIG = Path(sys.prefix) / "etc" / "jupyter" / "labconfig" / "page_config.json"
+DISABLED = {"disabledExtensions": {"@jupyter/nbgrader": True}}  # a teacher's menus and buttons, which the tests install
 OVERRIDES = {
     "@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false"},  # a newcomer's first question is about the book
 }
 NOTE = """A chapter opens with a click. **Run › Run All Cells** runs it from its first cell. Below each exercise are a cell for
-your answer, with `...` where it goes, and one that checks it; the solution is folded behind the line *% Solution*: click on its
-three dots.
+your answer, with `...` where it goes, and one that checks it. Its solution is folded: click on its title for the words, and on
+the three dots for the code. (To run all cells runs the solutions too.) A name such as *zhang2023* is a work that the site's
+references list.
 """
 
 
@@ -39,19 +42,20 @@ def entry(page: str) -> str:
 def contents() -> str:
     """The page: a heading for each part, and its chapters, numbered through the book."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
-    lines, number = [f"# {entry(toc['root'])}", NOTE], 0
+    lines, number = [f"# {title((ROOT / toc['root']).with_suffix('.md'))}", NOTE], 0
     for part in toc["parts"]:
         lines.append(f"## {part['caption']}")
         for chapter in part["chapters"]:
-            number += part.get("numbered", True)
-            lines.append(f"{number}. {entry(chapter['file'])}" if part.get("numbered", True) else f"- {entry(chapter['file'])}")
+            number += bool(part.get("numbered"))
+            lines.append(f"{number}. {entry(chapter['file'])}" if part.get("numbered") else f"- {entry(chapter['file'])}")
     return "\n\n".join(lines) + "\n"
 
 
 def main() -> None:
     PAGE.write_text(contents())  # not committed: it is what the notebooks say now
-    SETTINGS.parent.mkdir(parents=True, exist_ok=True)
-    SETTINGS.write_text(json.dumps(OVERRIDES, indent=1))
+    for path, values in ((SETTINGS, OVERRIDES), (PAGE_CONFIG, DISABLED)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=1))
     command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={BOOK}"]
     command += ["--LabApp.default_url=/lab/tree/contents.md"]
     command += ["--allow-root"] if os.geteuid() == 0 else []  # as in a container
