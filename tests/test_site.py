@@ -212,6 +212,8 @@ def test_page_is_without_a_fault_and_its_widgets_move(page: "playwright.Page", a
     page.wait_for_load_state("networkidle")
     assert page.locator("article h1").first.is_visible()
     for widget in found:
+        if (start := widget.locator('button[data-action="first"]')).count():
+            start.click()  # it opens in mid-story, where a step forth and one back do not lead
         first = settle(widget)
         by_mouse(page, widget)
         wait_for(page, widget, "!=", first)
