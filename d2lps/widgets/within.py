@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,18 @@ class Holder(Still):
     """A widget whose script, `own`.js, shows the things that it holds."""
 
     def __init__(self, own: str, things: Iterable[Thing], **state: Any) -> None:
-        held = {_kind(thing): thing for thing in things if isinstance(thing, Still)}
-        scripts = (_inner(kind, str(thing._esm)) for kind, thing in held.items())
-        styles = (str(thing._css).removeprefix(_COMMON["css"]) for thing in held.values())
-        files = {kind: source(f"{own}.{kind}").removeprefix(_COMMON[kind]) for kind in ("js", "css")}
-        self._esm = "".join([_COMMON["js"], _WITHIN["js"], *scripts, files["js"]])
-        self._css = "".join([_COMMON["css"], *styles, _WITHIN["css"], files["css"]])
+        written = code(own, {_kind(thing): thing for thing in things if isinstance(thing, Still)})
+        self._esm, self._css = written["_esm"], written["_css"]
         super().__init__(**state)
+
+
+def code(own: str, held: Mapping[str, Still | type[Still]]) -> dict[str, str]:
+    """The script and the style of a holder, whose own files are called so, of widgets of these kinds."""
+    files = {kind: source(f"{own}.{kind}").removeprefix(_COMMON[kind]) for kind in ("js", "css")}
+    scripts = (_inner(kind, str(thing._esm)) for kind, thing in held.items())
+    styles = (str(thing._css).removeprefix(_COMMON["css"]) for thing in held.values())
+    return {"_esm": "".join([_COMMON["js"], _WITHIN["js"], *scripts, files["js"]]),
+            "_css": "".join([_COMMON["css"], *styles, _WITHIN["css"], files["css"]])}  # fmt: skip
 
 
 def _kind(widget: Still) -> str:
