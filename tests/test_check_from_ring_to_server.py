@@ -43,7 +43,7 @@ def refused(verdict: Verdict, *words: str) -> None:
     ("by_hand", ((90, 90, 28.8), (90, 90, 14.4), (75, 75, 12)), "three servers, a server sends"),
     ("by_hand", ((90, 180, 14.4), (90, 90, 14.4), (75, 75, 12)), "three servers, ms.*first in and then out"),
     ("by_hand", ((90, 180, 28.8), (90, 90, 14.4), (90, 90, 14.4)), "colocated, a worker sends.*never reaches the port"),
-    ("by_hand", ((90, 180, 28.8), (90, 90, 14.4), 12), "three numbers are wanted"),
+    ("by_hand", ((90, 180, 28.8), (90, 90, 14.4), 12), "3 numbers are wanted"),
     ("racks", ((8, 64), (2, 80)), "without the tree, ms.*come back up"),
     ("racks", ((4, 128), (2, 80)), "without the tree, gradients"),
     ("racks", ((8, 128), (1, 80)), "with the tree, gradients"),
@@ -208,7 +208,7 @@ def test_another_right_way_passes() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (everybody_pushes, "4 gradients are pushed"), (does_not_add_up, "rank 0 has"), (fixed_rate, "rate 0.25"),
+    (everybody_pushes, "6 gradients are pushed"), (does_not_add_up, "rank 0 has"), (fixed_rate, "rate 0.25"),
     (around_the_servers, "nothing was pushed"), (all_reduced_inside, "28.8 are possible"),
     (returns_its_part, "not the 8 weights"),
 ])  # fmt: skip

@@ -45,7 +45,7 @@ def refused(verdict: Verdict, words: str) -> None:
     ("memory", ((1.0, 8.0), (1.0, 9.5), 4.0), "all_reduce, a worker.*both moments"),
     ("memory", ((2.0, 15.9), (1.0, 8.0), 4.0), "servers, in all.*once"),
     ("memory", ((2.0, 15.9), (1.0, 9.5), 0.5), "aside.*by itself"),
-    ("memory", (2.0, (1.0, 9.5), 4.0), "two numbers are wanted"),
+    ("memory", (2.0, (1.0, 9.5), 4.0), "2 numbers are wanted"),
     ("slices", (8,), "fullest server has 3.00 shares, and 0.000"),
     ("slices", (1,), "8.00 shares"),
     ("slices", (80,), "1.70 shares.*more slices"),
@@ -152,7 +152,7 @@ def test_another_right_optimizer_passes() -> None:
 @pytest.mark.parametrize(("wrong", "words"), [
     (EpsilonInside, "epsilon|away"), (OneRate, r"lr=0.5, alpha=0.99, step 0"), (OneAlpha, "alpha=0.99, step 0"),
     (OtherDefault, r"^lr=0.1, step 0"), (WithoutRoot, "step 0: element"), (ChangesTheGradient, "the gradient was changed"),
-    (NotInPlace, "step 0"), (Remembers, "step 6.*is all in `state`"), (OneState, "step 0"), (Stub, "no state and no step yet"),
+    (NotInPlace, "step 0"), (Remembers, "step 6.*is all in `state`"), (OneState, "step 0"), (Stub, "still empty"),
     (torch.optim.RMSprop, "no state yet|TypeError"),
 ])  # fmt: skip
 def test_optimizers_that_are_refused(wrong: type, words: str) -> None:

@@ -1,6 +1,5 @@
 """Checks of the exercises of *Keys and values*."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,26 +11,20 @@ import cloudpickle
 import torch
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.tools import near, parts
 from d2lps.kvstore import Placement
 
 _KEYS = [f"key {number}" for number in range(4000)]
-
-
-def _near(what: str, got: Any, right: float, hint: str, off: float = 0.03) -> None:
-    if not isinstance(got, int | float) or abs(got - right) > off * right:
-        raise Wrong(f"{what}: not {got!r}. {hint}")
 
 
 @answered
 def memory(all_reduce: Any, servers: Any, aside: Any) -> str:
     """Check `all_reduce, servers`, each (GB in one worker, GB in all machines), and `aside`, the GB of pushes kept aside."""
     worker = "A worker has weights and a gradient and, without servers, both moments too"
-    for name, given, right in ("all_reduce", all_reduce, (1.99, 15.9)), ("servers", servers, (0.995, 9.46)):
-        if not isinstance(given, tuple | list) or len(given) != 2:
-            raise Wrong(f"{name}: two numbers are wanted, (GB in a worker, GB in all), not {given!r}")
-        _near(f"{name}, a worker", given[0], right[0], worker)
-        _near(f"{name}, in all", given[1], right[1], f"{worker}; servers have weights and moments once; there are eight workers")
-    _near("aside", aside, 3.98, "Until the iteration is complete, each of eight workers' pushes is there by itself")
+    everybody = f"{worker}; servers have weights and moments once; there are eight workers"
+    for name, given, one, all_of_them in ("all_reduce", all_reduce, 1.99, 15.9), ("servers", servers, 0.995, 9.46):
+        parts(name, given, ("a worker", one, worker), ("in all", all_of_them, everybody), within=0.03)
+    near("aside", aside, 3.98, "Until the iteration is complete, each of eight workers' pushes is there by itself", within=0.03)
     return "15.9 GB with an all-reduce, 9.5 with servers, and 4 more for pushes that wait"
 
 
@@ -80,56 +73,47 @@ def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
 @judged
 def owner(function: Function) -> str:
     """Check `function(key, servers)`: everybody finds the same server, and as little moves as can be."""
-    for before in [0, 1, 2, 3, 4, 5, 6, 7], ["ant", "bee", "cat"]:
-        if (got := function(_KEYS[0], list(before))) not in before:
-            raise Wrong(f"owner({_KEYS[0]!r}, {before}) is {got!r}, which is none of them")
-        whose = {key: function(key, list(before)) for key in _KEYS}
-        for key in _KEYS[:100]:
-            if function(key, before[::-1]) != whose[key]:
+    for before, newcomer, keys in (list(range(8)), 8, _KEYS), (["ant", "bee", "cat"], "dog", _KEYS[:1000]):
+        whose, after = _owners(function, keys, before), _owners(function, keys, [*before, newcomer])
+        left = _owners(function, keys, [server for server in before if server != before[1]])
+        for key, elsewhere in _owners(function, keys[:100], before[::-1]).items():
+            if elsewhere != whose[key]:
                 raise Wrong(f"{key!r} is at {whose[key]!r}, and elsewhere if the same servers are named in another order")
-        newcomer: Any = 8 if 0 in before else "dog"
-        after = {key: function(key, [*before, newcomer]) for key in _KEYS}
-        for key in _KEYS:
-            if after[key] not in (whose[key], newcomer):
-                raise Wrong(f"{key!r} goes from {whose[key]!r} to {after[key]!r} when {newcomer!r} comes, not to the newcomer")
-        left = [server for server in before if server != before[1]]
-        for key in _KEYS:
-            if (now := function(key, left)) not in left:
-                raise Wrong(f"owner({key!r}, {left}) is {now!r}, which is none of them")
-            if whose[key] not in (before[1], now):
-                raise Wrong(f"{key!r} goes from {whose[key]!r} to {now!r} when {before[1]!r} leaves, which never had it")
-        if newcomer == 8:
-            _elsewhere(function, before)
-        _even(after, [*before, newcomer])
+        for key, server in whose.items():
+            if after[key] not in (server, newcomer):
+                raise Wrong(f"{key!r} goes from {server!r} to {after[key]!r} when {newcomer!r} comes, not to the newcomer")
+        for key, server in whose.items():
+            if server not in (before[1], left[key]):
+                raise Wrong(f"{key!r} goes from {server!r} to {left[key]!r} when {before[1]!r} leaves, which never had it")
+        _elsewhere(function, before, [whose[key] for key in keys[:50]])
+        counted, share = Counter(after.values()), len(keys) / (len(before) + 1)
+        server = max([*before, newcomer], key=lambda server: abs(counted[server] - share))
+        if abs(counted[server] - share) > 0.2 * share:
+            held = f"{counted[server]} of {len(keys)} keys; its share is {share:.0f}"
+            raise Wrong(f"of {len(before) + 1} servers {server!r} has {held}")
     return f"{len(_KEYS) // 9} of {len(_KEYS)} keys are a ninth; the newcomer takes about so many, and nothing else moves"
 
 
-def _even(whose: dict[str, Any], servers: Sequence[Any]) -> None:
-    counted, share = Counter(whose.values()), len(_KEYS) / len(servers)
-    server = max(servers, key=lambda server: abs(counted[server] - share))
-    if abs(counted[server] - share) > 0.2 * share:
-        raise Wrong(f"of {len(servers)} servers {server!r} has {counted[server]} of {len(_KEYS)} keys; its share is {share:.0f}")
+def _owners(function: Function, keys: Sequence[str], servers: Sequence[Any]) -> dict[str, Any]:
+    found = {key: function(key, list(servers)) for key in keys}
+    for key, got in found.items():
+        if got not in servers:
+            raise Wrong(f"owner({key!r}, {servers}) is {got!r}, which is none of them")
+    return found
 
 
-_OTHER = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-import cloudpickle
-function, keys, servers = cloudpickle.load(sys.stdin.buffer)
-print(json.dumps([function(key, list(servers)) for key in keys]))
-"""
+_OTHER = "import cloudpickle, sys; f, keys, servers = cloudpickle.load(sys.stdin.buffer); print([f(k, [*servers]) for k in keys])"
 
 
-def _elsewhere(function: Function, servers: Sequence[Any]) -> None:
+def _elsewhere(function: Function, servers: Sequence[Any], here: list[Any]) -> None:
     """Another process, whose strings have other hashes, must come to the same."""
-    here = [function(key, [*servers]) for key in _KEYS[:50]]
-    environment = os.environ | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
-    command = [sys.executable, "-c", _OTHER, json.dumps(sys.path)]
-    asked = cloudpickle.dumps((function, _KEYS[: len(here)], [*servers]))
-    found = subprocess.run(command, input=asked, capture_output=True, env=environment, check=False)
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    asked = cloudpickle.dumps((function, _KEYS[: len(here)], servers))
+    found = subprocess.run([sys.executable, "-c", _OTHER], input=asked, capture_output=True, env=environment, check=False)
     if found.returncode:
         raise Wrong(f"in another process it fails: {found.stderr.decode().strip().splitlines()[-1]}")
-    if json.loads(found.stdout.splitlines()[-1]) != here:
+    if found.stdout.decode().splitlines()[-1] != str(here):
         raise Wrong("another process finds other owners for the same keys: what differs there?")
 
 
@@ -157,9 +141,9 @@ def slices(count: Any) -> str:
 @answered
 def break_even(wide: Any, narrow: Any) -> str:
     """Check up to which fraction of touched rows they are cheaper than the table, for rows of 64 bytes and of 4."""
-    for name, got, right in ("64 bytes", wide, 64 / 72), ("4 bytes", narrow, 4 / 12):
-        hint = "A row's number travels with the push and again with the pull; the whole table needs none"
-        _near(name, got, right, hint, off=0.006)
+    hint = "A row's number travels with the push and again with the pull; the whole table needs none"
+    near("64 bytes", wide, 64 / 72, hint)
+    near("4 bytes", narrow, 4 / 12, hint)
     return "eight rows of nine if they have 64 bytes, one of three if they have 4"
 
 

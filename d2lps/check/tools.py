@@ -85,3 +85,22 @@ def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01
             raise Wrong(f"{given:g} is {said}: it is asked in {unit}")
     if not abs(given - wanted) <= within * abs(wanted):
         raise Wrong(f"{given:g} {unit} is not it: {hint}")
+
+
+def near(what: str, given: Any, wanted: float, hint: str, within: float = 0.006) -> None:
+    """One answer among several, named by `what`; else the hint."""
+    if not isinstance(given, int | float) or not abs(given - wanted) <= within * abs(wanted):
+        raise Wrong(f"{what}: not {given!r}. {hint}")
+
+
+def parts(name: str, given: Any, *wanted: tuple[str, float, str], within: float = 0.006) -> None:
+    """An answer of several numbers, each (what it is, its value, a hint).
+
+    >>> parts("a week", (7, 100), ("days", 7, ""), ("hours", 168, "A day has 24."))
+    Traceback (most recent call last):
+    d2lps.check.exercise.Wrong: a week, hours: not 100. A day has 24.
+    """
+    if not isinstance(given, tuple | list) or len(given) != len(wanted):
+        raise Wrong(f"{name}: {len(wanted)} numbers are wanted, ({', '.join(what for what, *_ in wanted)}), not {given!r}")
+    for got, (what, right, hint) in zip(given, wanted, strict=True):
+        near(f"{name}, {what}", got, right, hint, within)
