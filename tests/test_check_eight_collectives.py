@@ -173,7 +173,7 @@ def everywhere(comm: Communicator, tensor: torch.Tensor, dst: int) -> None:
         (flat_reduce, "it takes 4 steps, not 3: film the tree broadcast"),
         (lambda comm, tensor, dst: tree(comm, tensor, dst, spoil=True), "tensor was changed"),
         (lambda comm, tensor, dst: tree(comm, tensor, dst, steps=3), "rank 5 the root, rank 5 ends with wrong numbers"),
-        (lambda comm, tensor, dst: tree(comm, tensor, 0), "or another root"),
+        (lambda comm, tensor, dst: tree(comm, tensor, 0), "only that of rank 1 should be"),
         (everywhere, "steps, not 1"),
         (lambda comm, tensor, dst: comm.barrier(), "is missing"),
     ],
