@@ -93,7 +93,11 @@ def address(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/lab/tree"
     finally:
         server.terminate()
-        server.wait()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:  # it waits for the kernels of all chapters that were opened; they end with it
+            server.kill()
+            server.wait()
 
 
 @pytest.fixture(scope="module")
