@@ -87,7 +87,7 @@ def _statements(label: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
     for path in sorted(BOOK.rglob("*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         sources = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else "" for cell in cells]
-        if start := next((i for i, text in enumerate(sources) if text.startswith(f"```{{solution-start}} {label}\n")), 0):
+        if start := next((i for i, text in enumerate(sources) if f"```{{solution-start}} {label}\n" in text), 0):
             end = next(i for i, text in enumerate(sources) if i > start and "{solution-end}" in text)
             return _parsed(cells[:start]), _parsed(cells[start:end])
     raise LookupError(f"no notebook has the solution of {label}")

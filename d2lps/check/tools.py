@@ -15,10 +15,11 @@ from d2lps.topology import Topology
 _READY_MADE = "d2lps.collectives", "d2lps.aggregate"
 
 
-def right(check: Callable[[Function], Verdict], function: Function) -> None:
+def right(check: Callable[[Function], Verdict], function: Function) -> Verdict:
     """What a check of a collective says against a function is wrong here, too."""
     if not (verdict := check(function)):
         raise Wrong(verdict.text)
+    return verdict
 
 
 def own(function: Function) -> None:
@@ -31,6 +32,18 @@ def own(function: Function) -> None:
     """
     if found := next(_ready_made(function, set()), ""):
         raise Wrong(f"{found} is the library's; write it yourself, from sends and receives")
+
+
+def refuse(*found: tuple[object, str]) -> None:
+    """Say the words beside the first thing that was found; what stands further down is not looked at.
+
+    >>> refuse((1 > 2, "1 is more than 2"), ([3], "there is a 3"))
+    Traceback (most recent call last):
+    d2lps.check.exercise.Wrong: there is a 3
+    """
+    for bad, words in found:
+        if bad:
+            raise Wrong(words)
 
 
 def without(function: Function, *names: str) -> None:
