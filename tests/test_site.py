@@ -283,18 +283,20 @@ MOST = 3e6  # bytes that a page may load, uncompressed
 
 # Pages that have not followed yet: they must fail, so that whoever mends one takes it out here.
 FOUNDATIONS = [f"book/foundations/{name}" for name in ("why_one_machine", "the_machines", "many_processes", "eight_collectives")]
+AGGREGATING, RING = "book/one_machine/aggregating_gradients", "book/one_machine/ring_synchronization"
+BEYOND = "book/one_machine/beyond_the_ring"
 SERVERS = [
     f"book/parameter_servers/{name}" for name in ("from_ring_to_server", "keys_and_values", "consistency", "when_machines_fail")
 ]
 BACK = ["book/back/measured_machines", "book/back/how_fast"]
 HEAVY = ["book/parameter_servers/consistency"]  # its widgets of ipywidgets need a script of 3.6 MB
-NO_SENTENCES = [*FOUNDATIONS, *SERVERS, *BACK]
-NO_CAPTIONS = [*FOUNDATIONS, *SERVERS, *BACK]
-LATE_PLAYERS = [*FOUNDATIONS, *SERVERS]
-WIDE_CODE = [*FOUNDATIONS, *SERVERS, *BACK]
-SMALL_LETTERS = ["book/foundations/eight_collectives"]
+NO_SENTENCES = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
+NO_CAPTIONS = [*FOUNDATIONS, AGGREGATING, *SERVERS, *BACK]
+LATE_PLAYERS = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
+WIDE_CODE = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
+SMALL_LETTERS = ["book/foundations/eight_collectives", RING, BEYOND]
 UNNAMED = ["book/foundations/many_processes", "book/parameter_servers/consistency"]
-SILENT = [*FOUNDATIONS, *SERVERS]
+SILENT = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
 
 
 def awaited_of(pages: list[str], late: list[str]) -> list[Any]:
