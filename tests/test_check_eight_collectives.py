@@ -7,7 +7,7 @@ import pytest
 import torch
 from solutions import solution
 
-from d2lps import Communicator, collectives
+from d2lps import Communicator, aggregate, collectives
 from d2lps.check import eight_collectives as check
 
 Function = Callable[..., Any]
@@ -120,7 +120,7 @@ def for_eight(comm: Communicator, room: list[torch.Tensor], tensor: torch.Tensor
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda comm, room, tensor: collectives.all_gather(comm, room, tensor), "it calls all_gather"),
+        (lambda comm, room, tensor: collectives.all_gather(comm, room, tensor), "all_gather is the library's"),
         (in_turn, "in a ring it talks to its right neighbor only"),
         (to_the_left, "in a ring it talks to its right neighbor only"),
         (forgets_its_own, "never written"),
@@ -169,7 +169,7 @@ def everywhere(comm: Communicator, tensor: torch.Tensor, dst: int) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda comm, tensor, dst: collectives.reduce(comm, tensor, dst), "it calls reduce"),
+        (lambda comm, tensor, dst: collectives.reduce(comm, tensor, dst), "reduce is the library's"),
         (flat_reduce, "it takes 4 steps, not 3: film the tree broadcast"),
         (lambda comm, tensor, dst: tree(comm, tensor, dst, spoil=True), "tensor was changed"),
         (lambda comm, tensor, dst: tree(comm, tensor, dst, steps=3), "rank 5 the root, rank 5 ends with wrong numbers"),
@@ -222,7 +222,7 @@ def forgets_the_last(comm: Communicator, output: torch.Tensor, parts: list[torch
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda comm, output, parts: collectives.reduce_scatter(comm, output, parts), "it calls reduce_scatter"),
+        (lambda comm, output, parts: collectives.reduce_scatter(comm, output, parts), "reduce_scatter is the library's"),
         (at_once, "it takes 1 step, not 2"),
         (round_a_ring, "with 3 ranks, 3 pairs talk, not all 6"),
         (all_parts, "rank 0 sends 2 parts, where 1 are enough"),
@@ -281,7 +281,7 @@ def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: i
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda comm, tensor, src, chunks: collectives.broadcast(comm, tensor, src), "it calls broadcast"),
+        (lambda comm, tensor, src, chunks: collectives.broadcast(comm, tensor, src), "broadcast is the library's"),
         (lambda comm, tensor, src, chunks: chain(comm, tensor, src, 1), "a message has 192 bytes, and a chunk at most 48"),
         (lambda comm, tensor, src, chunks: chain(comm, tensor, src, 4), "and 1 chunk: 4 steps"),
         (lambda comm, tensor, src, chunks: chain(comm, tensor, 0, chunks), "with 2 ranks, rank 1 the root"),
@@ -327,7 +327,12 @@ def whole_tensors_round_a_ring(comm: Communicator, tensor: torch.Tensor) -> None
     ("function", "words"),
     [
         (spoiled, "rank 1 is missing"),
-        (lambda comm, tensor: collectives.all_reduce(comm, tensor), "it calls all_reduce"),
+        (lambda comm, tensor: collectives.all_reduce(comm, tensor), "all_reduce is the library's"),
+        (lambda comm, tensor: getattr(collectives, "all_" + "reduce")(comm, tensor), "all_reduce is the library's"),
+        (lambda comm, tensor: collectives.all_reduce(comm.split(0), tensor), "all_reduce is the library's"),
+        (lambda comm, tensor: comm.start(collectives.all_reduce, tensor).wait(), "all_reduce is the library's"),
+        (lambda comm, tensor: aggregate.on_device(comm, tensor), "on_device is the library's"),
+        (lambda comm, tensor: aggregate.blockwise(comm, tensor), "all_reduce is the library's"),
         (by_a_flat_tree, "in a ring it talks to its right neighbor only"),
         (whole_tensors_round_a_ring, "with 2 ranks it takes 1 step, not 2"),
         (lambda comm, tensor: tensor.mul_(comm.size), "with 2 ranks"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from solutions import solution
 
-from d2lps import collectives
+from d2lps import ReduceOp, collectives
 from d2lps.check import ring_synchronization as check
 
 LABELS = {"both_ways": "both", "isend_ring": "isend", "ring_mean": "mean", "ring_of_rings": "hierarchical"}
@@ -130,7 +130,7 @@ def divides_before(comm, tensor):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(divides_at_the_end, "are enough"), (divides_before, "are enough"), (ring, "the mean is"),
-     (lambda comm, tensor: collectives.all_reduce(comm, tensor, collectives.ReduceOp.AVG), "the library's")],
+     (lambda comm, tensor: collectives.all_reduce(comm, tensor, ReduceOp.AVG), "the library's")],
 )  # fmt: skip
 def test_ring_mean_refuses(wrong, word):
     verdict = check.ring_mean(wrong)

@@ -212,6 +212,8 @@ def test_page_is_without_a_fault_and_its_widgets_move(page: "playwright.Page", a
     page.wait_for_load_state("networkidle")
     assert page.locator("article h1").first.is_visible()
     for widget in found:
+        if (start := widget.locator('button[data-action="first"]')).count():
+            start.click()  # it opens in mid-story, where a step forth and one back do not lead
         first = settle(widget)
         by_mouse(page, widget)
         wait_for(page, widget, "!=", first)
@@ -282,7 +284,6 @@ MOST = 3e6  # bytes that a page may load, uncompressed
 
 
 # Pages that have not followed yet: they must fail, so that whoever mends one takes it out here.
-FOUNDATIONS = [f"book/foundations/{name}" for name in ("why_one_machine", "the_machines", "many_processes", "eight_collectives")]
 AGGREGATING, RING = "book/one_machine/aggregating_gradients", "book/one_machine/ring_synchronization"
 BEYOND = "book/one_machine/beyond_the_ring"
 SERVERS = [
@@ -290,13 +291,13 @@ SERVERS = [
 ]
 BACK = ["book/back/measured_machines", "book/back/how_fast"]
 HEAVY = ["book/parameter_servers/consistency"]  # its widgets of ipywidgets need a script of 3.6 MB
-NO_SENTENCES = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
-NO_CAPTIONS = [*FOUNDATIONS, AGGREGATING, *SERVERS, *BACK]
-LATE_PLAYERS = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
-WIDE_CODE = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
-SMALL_LETTERS = ["book/foundations/eight_collectives", RING, BEYOND]
-UNNAMED = ["book/foundations/many_processes", "book/parameter_servers/consistency"]
-SILENT = [*FOUNDATIONS, AGGREGATING, RING, BEYOND, *SERVERS]
+NO_SENTENCES = [AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
+NO_CAPTIONS = [AGGREGATING, *SERVERS, *BACK]
+LATE_PLAYERS = [AGGREGATING, RING, BEYOND, *SERVERS]
+WIDE_CODE = [AGGREGATING, RING, BEYOND, *SERVERS, *BACK]
+SMALL_LETTERS = [RING, BEYOND]
+UNNAMED = ["book/parameter_servers/consistency"]
+SILENT = [AGGREGATING, RING, BEYOND, *SERVERS]
 
 
 def awaited_of(pages: list[str], late: list[str]) -> list[Any]:

@@ -37,7 +37,7 @@ def cable(bandwidth: float) -> str:
 @judged
 def pipelined(function: Function) -> str:
     """Check `function(comm, tensor, k)`: rank 0 adds up everything, in k chunks; a sum leaves while the next chunk comes in."""
-    own(function)
+    function = own(function)
     for k in (1, 2, 5):
         right(all_reduce, lambda comm, tensor, k=k: function(comm, tensor, k))
     once = played(function, _MACHINE, _N, 1).time
@@ -54,7 +54,7 @@ def pipelined(function: Function) -> str:
 @judged
 def by_owner(function: Function) -> str:
     """Check `function(comm, tensors)`: each tensor has an owner, who adds it up and sends the sum back to all."""
-    own(function)
+    function = own(function)
     for many in (1, 5):
         right(all_reduce, lambda comm, tensor, many=many: function(comm, tensor.tensor_split(many)))
     for p in (2, 4, 5):

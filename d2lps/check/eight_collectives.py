@@ -7,7 +7,8 @@ import torch
 from d2lps import collectives
 from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.exercises import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
-from d2lps.check.films import GROUPS, NETWORK, PART, by_hand, film, films, in_steps, to_the_right, with_bytes
+from d2lps.check.films import GROUPS, NETWORK, PART, film, films, in_steps, to_the_right, with_bytes
+from d2lps.check.tools import own
 from d2lps.simulator import simulate
 from d2lps.topology import star
 
@@ -151,7 +152,7 @@ def _compare(mine: torch.Tensor, right: torch.Tensor, where: str) -> None:
 @judged
 def chain_broadcast(function: Function) -> str:
     """Check `function(comm, tensor, src, chunks)`: a broadcast down a chain, in chunks that follow one another."""
-    by_hand(function)
+    function = own(function)
     for p in (1, *GROUPS):
         for chunks, size in ((1, 24), (4, 24), (7, 25)):
             _chain(function, p, chunks, size)

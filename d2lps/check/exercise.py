@@ -119,7 +119,7 @@ def unwritten(function: Function) -> bool:
 
 def raised(error: Exception) -> str:
     """What a reader's function raised, or a deadlock among its ranks, in words."""
-    if isinstance(error, RankHung):
+    if isinstance(error, RankHung | Wrong):
         return str(error)
     return f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
 

@@ -1,6 +1,5 @@
 """What checks see in a run: whose work it is, what arrives, in how many steps, with how many bytes, and to whom it is sent."""
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,8 @@ import torch
 
 from d2lps import collectives
 from d2lps.check import exercises
-from d2lps.check.exercise import Function, Verdict, Wrong
+from d2lps.check.exercise import Function, Wrong
+from d2lps.check.tools import own, right
 from d2lps.simulator import simulate
 from d2lps.topology import star
 from d2lps.trace import Trace
@@ -16,39 +16,6 @@ from d2lps.trace import Trace
 GROUPS = (2, 3, 5, 8, 11)  # ranks; 11 is more than a tree written for eight can serve
 PART = 3  # elements
 NETWORK = 1e9, 0.5e-6  # bytes/s and s of each link
-
-
-def borrowed(function: Function) -> str:
-    """The collective, of the library's or of torch's, that a function calls instead of doing the work itself; "" if none.
-
-    >>> borrowed(lambda comm, room, tensor: collectives.all_gather(comm, room, tensor))
-    'all_gather'
-    """
-    todo, seen = [function], set()
-    while todo:
-        code = getattr(one := todo.pop(), "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in one.__closure__ or ()), strict=True))
-        known = {**one.__globals__, **cells}
-        inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-        names = {name for body in (code, *inner) for name in (*body.co_names, *body.co_freevars)}
-        for name in sorted(names):
-            home = getattr(known.get(name), "__module__", None) or ""
-            if home.startswith(("d2lps.collectives", "d2lps.aggregate", "torch.distributed")):
-                return str(known[name].__name__)
-            if name in collectives.__all__ and not isinstance(known.get(name), types.FunctionType):
-                return name
-            if isinstance(known.get(name), types.FunctionType) and not home.startswith(("d2lps", "torch")):
-                todo.append(known[name])
-    return ""
-
-
-def by_hand(function: Function) -> None:
-    """Refuse a function that lets another collective do its work."""
-    if name := borrowed(function):
-        raise Wrong(f"it calls {name}, which does the work for you; only send, recv, sendrecv and their like are allowed")
 
 
 def _arguments(name: str, rank: int, p: int, root: int) -> tuple[list[Any], list[torch.Tensor]]:
@@ -81,10 +48,8 @@ def film(name: str, function: Function, p: int) -> Trace:
 
 def films(name: str, function: Function) -> dict[int, Trace]:
     """Traces by the number of ranks, of a function that does all by itself and passes the check of its collective."""
-    by_hand(function)
-    verdict: Verdict = getattr(exercises, name)(function)
-    if not verdict:
-        raise Wrong(verdict.text)
+    function = own(function)
+    right(getattr(exercises, name), function)
     return {p: film(name, function, p) for p in GROUPS}
 
 

@@ -24,7 +24,7 @@ _SMALL = 16_000
 @judged
 def both_ways(function: Function) -> str:
     """Check `function(comm, tensor)`: half of the tensor goes round to the right while the other half goes to the left."""
-    own(function)
+    function = own(function)
     right(all_reduce, function)
     for p in (4, 5, 8):
         run = played(function, ring(p, 25e9), _N)
@@ -69,7 +69,7 @@ def carried(function: Function) -> str:
 @judged
 def isend_ring(function: Function) -> str:
     """Check `function(comm, tensor)`: a ring of isend and recv that has waited for all it sent."""
-    own(function)
+    function = own(function)
     without(function, "sendrecv", "exchange", "together")
     right(all_reduce, function)
     for p in (2, 3, 8):
@@ -103,7 +103,7 @@ class _Divisions(TorchDispatchMode):
 @judged
 def ring_mean(function: Function) -> str:
     """Check `function(comm, tensor)`: every rank ends with the mean, of which each has divided only a p-th."""
-    own(function)
+    function = own(function)
     for p in (1, 2, 3, 5, 8):
         size = 40 * p
 
@@ -130,7 +130,7 @@ def ring_mean(function: Function) -> str:
 @judged
 def ring_of_rings(function: Function) -> str:
     """Check `function(comm, tensor, inside)`: rings inside machines of `inside` ranks, and between them."""
-    own(function)
+    function = own(function)
     for inside in (2, 4, 8):
         right(all_reduce, lambda comm, tensor, inside=inside: function(comm, tensor, inside))
     for machines, inside in ((4, 2), (2, 4), (3, 2)):
@@ -151,7 +151,7 @@ def ring_of_rings(function: Function) -> str:
 @judged
 def beat_the_ring(function: Function) -> str:
     """Check `function(comm, tensor)`: an all-reduce that is three times as fast as the ring for 16 kB on eight H100."""
-    own(function)
+    function = own(function)
     right(partial(contest, topology=hgx_h100(), nbytes=_SMALL), function)
     ring, run = (played(f, hgx_h100(), _SMALL) for f in (ready_made, function))
     gain, each = ring.time / run.time, len(run.trace) / 8

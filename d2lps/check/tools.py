@@ -1,9 +1,9 @@
 """What the checks of several chapters share: a reader's function must be right, its own, and as quick as it should be."""
 
 import functools
-from collections.abc import Callable, Iterator
-from types import CodeType, ModuleType
-from typing import Any
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,8 +11,6 @@ from d2lps.check.exercise import Function, Verdict, Wrong
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import Topology
-
-_READY_MADE = "d2lps.collectives", "d2lps.aggregate"
 
 
 def right(check: Callable[[Function], Verdict], function: Function) -> Verdict:
@@ -22,16 +20,37 @@ def right(check: Callable[[Function], Verdict], function: Function) -> Verdict:
     return verdict
 
 
-def own(function: Function) -> None:
-    """Refuse a function that has the library do what was to be written.
+def own(function: Function) -> Function:
+    """The function, where no collective of the library works, however it is called.
 
-    >>> from d2lps.collectives import all_reduce
-    >>> own(lambda comm, tensor: all_reduce(comm, tensor))
-    Traceback (most recent call last):
-    d2lps.check.exercise.Wrong: all_reduce is the library's; write it yourself, from sends and receives
+    >>> from d2lps import check, collectives
+    >>> check.all_reduce(own(lambda comm, tensor: getattr(collectives, "all_" + "reduce")(comm, tensor)))
+    not yet: with 1 rank and 8 elements, all_reduce is the library's; write it yourself, from sends and receives
     """
-    if found := next(_ready_made(function, set()), ""):
-        raise Wrong(f"{found} is the library's; write it yourself, from sends and receives")
+
+    @functools.wraps(function)
+    def alone(comm: Any, *args: Any, **options: Any) -> Any:
+        split, start = comm.split, comm.start  # what these give is the function's own, too
+        vars(comm).update(inside=_refuse, split=lambda *how, **more: _alone(split(*how, **more)),
+                          start=lambda fn, *more: start(own(fn), *more))  # fmt: skip
+        try:
+            return function(comm, *args, **options)
+        finally:
+            for name in ("inside", "split", "start"):
+                vars(comm).pop(name, None)
+
+    return alone
+
+
+def _refuse(collective: str) -> NoReturn:
+    raise Wrong(f"{collective} is the library's; write it yourself, from sends and receives")
+
+
+def _alone(comm: Any) -> Any:
+    """A part of a communicator, or None, for good."""
+    if comm is not None:
+        comm.inside = _refuse
+    return comm
 
 
 def refuse(*found: tuple[object, str]) -> None:
@@ -53,34 +72,14 @@ def without(function: Function, *names: str) -> None:
             raise Wrong(f"it uses {name}, and the exercise is to do without")
 
 
-def _ready_made(function: Any, seen: set[int]) -> Iterator[str]:
-    """The names of the library's collectives that a function, or one that it calls, mentions."""
-    seen.add(id(function))
-    for code in _codes(function):
-        for name, value in _mentioned(getattr(function, "__globals__", {}), code, function):
-            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") or ""
-            if home.startswith(_READY_MADE) or (home == "d2lps" and {"collectives", "aggregate"} & set(code.co_names)):
-                yield "d2lps.collectives" if home == "d2lps" else name
-            elif callable(value) and id(value) not in seen and not home.startswith(("d2lps.", "torch", "numpy")):
-                yield from _ready_made(value, seen)
-
-
 def _codes(function: Any) -> list[CodeType]:
     """A function's code and that of the functions inside of it."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    while (inner := getattr(function, "__wrapped__", getattr(function, "func", None))) is not None:
+        function = inner
     codes = [code] if (code := getattr(function, "__code__", None)) else []
     for code in codes:
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return codes
-
-
-def _mentioned(names: dict[str, Any], code: CodeType, function: Any) -> list[tuple[str, Any]]:
-    """(name, what it stands for) in a piece of code; of imports in it, the module's name stands for itself."""
-    cells = zip(getattr(function, "__code__", code).co_freevars, getattr(function, "__closure__", None) or (), strict=False)
-    inside = [(name, cell.cell_contents) for name, cell in cells]
-    imported = [(name, ModuleType(name)) for name in code.co_names if name.startswith(_READY_MADE)]
-    return inside + imported + [(name, names[name]) for name in code.co_names if name in names]
 
 
 def played(function: Function, topology: Topology, nbytes: int, *args: Any, **how: Any) -> Run:
