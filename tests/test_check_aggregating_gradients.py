@@ -112,14 +112,26 @@ def cuts_them_up(comm, tensors):
             collected(comm, block, root)
 
 
+def everyone_adds_everything(comm, tensors):
+    """In one step, without owners: p / 2 times the bytes."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    room = [(tensor, torch.empty_like(tensor), rank) for tensor in tensors for rank in others]
+    works = [comm.irecv(inbox, rank) for _, inbox, rank in room]
+    for work in works + [comm.isend(tensor, rank) for tensor in tensors for rank in others]:
+        work.wait()
+    for tensor, inbox, _ in room:
+        comm.combine(tensor, inbox)
+
+
 def forgets_the_last(comm, tensors):
     one_after_another(comm, tensors[:-1] or tensors)
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(rank_0_owns_all, "let it own as many"), (one_after_another, "one after another"), (cuts_them_up, "stay whole"),
-     (forgets_the_last, "missing"), (lambda comm, tensors: [aggregate.blockwise(comm, t) for t in tensors], "the library's")],
+    [(rank_0_owns_all, "let it own as many"), (one_after_another, "under way at once"), (cuts_them_up, "stay whole"),
+     (forgets_the_last, "missing"), (everyone_adds_everything, "to its owner"),
+     (lambda comm, tensors: [aggregate.blockwise(comm, t) for t in tensors], "the library's")],
 )  # fmt: skip
 def test_by_owner_refuses(wrong, word):
     verdict = check.by_owner(wrong)

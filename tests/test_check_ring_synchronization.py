@@ -176,7 +176,7 @@ def test_beat_the_ring():
 
 @pytest.mark.parametrize(
     ("answers", "word"),
-    [((5.185, (4, 1), 6.22), "which ring is done last"), ((10.37, (2, 1), 6.22), "10.37"), ((10.37, (1, 4), 6.22), "take"),
+    [((5.185, (4, 1), 6.22), "which ring is last"), ((10.37, (2, 1), 6.22), "10.37"), ((10.37, (1, 4), 6.22), "take"),
      ((10.37, (4, 1), 5.185), "both rings carry")],
 )  # fmt: skip
 def test_half_as_fast_refuses(answers, word):

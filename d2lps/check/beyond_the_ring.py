@@ -1,14 +1,15 @@
 """Checks of the exercises of *Beyond the ring*."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from d2lps.check.exercise import RANKS, Function, Wrong, answered, judged
+from d2lps.check.exercise import RANKS, Function, answered, judged
 from d2lps.check.exercises import all_gather, all_reduce, contest
-from d2lps.check.tools import number, own, played, right
+from d2lps.check.tools import number, own, played, refuse, right
 from d2lps.collectives import all_reduce as ready_made
 from d2lps.result import Run
 from d2lps.simulator import simulate
@@ -38,15 +39,17 @@ def recursive_doubling(function: Function) -> str:
     right(all_reduce, function)
     for p in RANKS:
         trace, floor = played(function, star(p, 1e9, 1e-6), _N).trace, p.bit_length() - 1
-        steps = floor if p == 2**floor else floor + 2
-        if trace.rounds > steps:
-            raise Wrong(
-                f"with {p} ranks it takes {trace.rounds} steps; {steps} are enough, if all that you have is exchanged in each"
-            )
-        if parts := [int(n) for n in trace.messages["nbytes"] if n != _N]:
-            raise Wrong(f"with {p} ranks, a message has {parts[0]:,} bytes: in each step the whole tensor is exchanged, {_N:,}")
-        if len(trace) and p == 2**floor and trace.bytes_sent().max() > floor * _N:
-            raise Wrong(f"with {p} ranks, one sends {trace.bytes_sent().max() / _N:g} tensors: one a step, {floor}, are enough")
+        core, sent = 2**floor, trace.bytes_sent().max(initial=0) / _N
+        steps, most = (floor, floor) if p == core else (floor + 2, floor + 1)
+        total, enough = len(trace), floor * core + 2 * (p - core)
+        parts = [int(n) for n in trace.messages["nbytes"] if n != _N][:1]
+        case = f"with {p} ranks"
+        refuse(
+            (trace.rounds > steps, f"{case} it takes {trace.rounds} steps; {steps} are enough, if all you have is exchanged"),
+            (parts, f"{case}, a message has {parts} bytes: in each step the whole tensor is exchanged, {_N:,}"),
+            (sent > most, f"{case}, one sends {sent:g} tensors: one a step, {most}, are enough"),
+            (total > enough, f"{case}, {total} tensors are sent: {enough} do, if those beyond {core} only hand theirs in"),
+        )
     return "log2 p steps where p is a power of two, and two more elsewhere"
 
 
@@ -62,14 +65,12 @@ def bruck(function: Function) -> str:
             function(comm, [torch.empty_like(part) for _ in range(comm.size)], part)
 
         trace, steps = simulate(work, star(p, 1e9, 1e-6), device="meta").trace, (p - 1).bit_length()
-        most = int(np.bincount(trace.messages["src"], minlength=p).max()) if len(trace) else 0
-        if trace.rounds > steps or most > steps:
-            raise Wrong(
-                f"with {p} ranks it takes {trace.rounds} steps, and a rank sends {most} messages; {steps} are enough: what a "
-                "rank has can double with each message"
-            )
-        if len(trace) and trace.bytes_sent().max() > 400 * (p - 1):
-            raise Wrong(f"with {p} ranks, one sends {trace.bytes_sent().max() / 400:g} parts, and {p - 1} are missing at another")
+        most, sent = np.bincount(trace.messages["src"], minlength=p).max(), trace.bytes_sent().max(initial=0) / 400
+        refuse(
+            (max(trace.rounds, most) > steps, f"with {p} ranks it takes {trace.rounds} steps, and a rank sends {most} messages; "
+             f"{steps} are enough: what a rank has can double with each message"),
+            (sent > p - 1, f"with {p} ranks, one sends {sent:g} parts, and {p - 1} are missing at another"),
+        )  # fmt: skip
     return "ceil(log2 p) messages from each rank, and no part twice"
 
 
@@ -81,20 +82,17 @@ def tree_merge(function: Function) -> str:
         data = np.concatenate([_numbers(rank) for rank in range(p)])
         wanted = [float(len(data)), float(data.mean()), float(((data - data.mean()) ** 2).sum())]
         for name, got, value in zip(("count", "mean", "M"), run[0], wanted, strict=True):
-            if not np.isclose(got, value, rtol=1e-9):
-                raise Wrong(f"with {p} ranks, the {name} on rank 0 is {got:.6g}, and that of all the numbers is {value:.6g}")
-        steps, into = (p - 1).bit_length(), np.bincount(run.trace.messages["dst"], minlength=p)
-        if len(run.trace) > p - 1:
-            raise Wrong(f"with {p} ranks there are {len(run.trace)} messages: each rank but 0 hands its triple up, once")
-        if into.max() > steps:
-            raise Wrong(
-                f"with {p} ranks, rank {into.argmax()} receives from {into.max()} others: that is a star. In a binomial tree it "
-                f"receives from at most {steps}; let others merge what they hear before they pass it on"
-            )
-        if run.trace.rounds > steps:
-            raise Wrong(f"with {p} ranks it takes {run.trace.rounds} steps one after another, and a binomial tree {steps}")
-        if run.trace.bytes_sent().sum() > 24 * (p - 1):
-            raise Wrong(f"with {p} ranks, more than a triple is sent at a time")
+            said = f"with {p} ranks, the {name} on rank 0 is {got:.6g}, and that of all the numbers is {value:.6g}"
+            refuse((not np.isclose(got, value, rtol=1e-9), said))
+        trace, steps, case = run.trace, (p - 1).bit_length(), f"with {p} ranks"
+        into = np.bincount(trace.messages["dst"], minlength=p)
+        refuse(
+            (len(trace) > p - 1, f"{case} there are {len(trace)} messages: each rank but 0 hands its triple up, once"),
+            (into.max() > steps, f"{case}, rank {into.argmax()} receives from {into.max()} others: that is a star. In a binomial "
+             f"tree it receives from at most {steps}; let others merge what they hear before they pass it on"),
+            (trace.rounds > steps, f"{case} it takes {trace.rounds} steps one after another, and a binomial tree {steps}"),
+            (trace.bytes_sent().sum() > 24 * (p - 1), f"{case}, more than a triple is sent at a time"),
+        )  # fmt: skip
     return "the numbers of all ranks, seen by none, in ceil(log2 p) steps"
 
 
@@ -117,28 +115,24 @@ def _merged(function: Function, p: int) -> Run:
 def groups(chosen: Sequence[Sequence[int]]) -> str:
     """Check the answer: groups of the 16 ranks of the chapter's racks, by which 160 MB take less than 10 ms."""
     ranks = sorted(rank for group in chosen for rank in group)
-    if ranks != list(range(16)):
-        raise Wrong("the groups should hold each rank from 0 to 15 once")
+    refuse((ranks != list(range(16)), "the groups should hold each rank from 0 to 15 once"))
     racks = spine_leaf(4, 4, spines=2, oversubscription=4)
 
     def job(comm: Any, tensor: torch.Tensor) -> None:
         ready_made(comm, tensor, algorithm="hierarchical", groups=[list(map(int, group)) for group in chosen])
 
     seconds = played(job, racks, 160_000_000, trace=False).time
-    if seconds >= _FAST:
-        raise Wrong(
-            f"160 MB take {seconds * 1e3:.1f} ms with these groups: which links do the large messages inside a group take?"
-        )
-    return f"160 MB take {seconds * 1e3:.2f} ms"
+    said = f"160 MB take {seconds * 1e3:.2f} ms"
+    refuse((seconds >= _FAST, f"{said} with these groups: which links do the large messages inside a group take?"))
+    return said
 
 
 @judged
 def five_times(function: Function) -> str:
     """Check `function(comm, tensor)`: an all-reduce of 160 MB that is five times as fast as the ring on four machines of H100."""
+    function = own(function)
     cluster = multi_node(hgx_h100(), 4)
-    if not (verdict := contest(function, cluster)):
-        raise Wrong(verdict.text)
+    verdict = right(partial(contest, topology=cluster), function)
     mine, ring = (played(f, cluster, 160_000_000, trace=False).time for f in (function, ready_made))
-    if ring < 5 * mine:
-        raise Wrong(f"{verdict.text}; how many bytes does each rank send out of its machine?")
+    refuse((ring < 5 * mine, f"{verdict.text}; how many bytes does each rank send out of its machine?"))
     return verdict.text

@@ -1,14 +1,15 @@
 """Checks of the exercises of *Ring synchronization*."""
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercise import Function, answered, judged
 from d2lps.check.exercises import all_reduce, contest
-from d2lps.check.tools import number, own, played, right, without
+from d2lps.check.tools import number, own, played, refuse, right, without
 from d2lps.collectives import all_reduce as ready_made
 from d2lps.simulator import simulate
 from d2lps.topology import hgx_h100, multi_node, ring, star
@@ -28,18 +29,16 @@ def both_ways(function: Function) -> str:
     for p in (4, 5, 8):
         run = played(function, ring(p, 25e9), _N)
         links = run.trace.bytes_by_link()
-        if far := [pair for pair in links if (pair[0] - pair[1]) % p not in (1, p - 1)]:
-            raise Wrong(f"with {p} ranks, rank {far[0][0]} sends to rank {far[0][1]}, which is not its neighbor")
-        rightward, leftward = (sum(links.get((r, (r + way) % p), 0) for r in range(p)) / _N for way in (1, -1))
-        if min(rightward, leftward) < 0.49 * (rightward + leftward):
-            raise Wrong(
-                f"with {p} ranks, {rightward:.2f} n go to the right and {leftward:.2f} n to the left: half should go each way"
-            )
-        if run.time > 1.01 * (p - 1) / p * _N / 25e9:
-            raise Wrong(
-                f"with {p} ranks it takes {run.time * 1e3:.3f} ms, a ring one way {2 * (p - 1) / p * _N / 25e6:.3f} ms: half "
-                "of that is possible; are both directions under way in every step?"
-            )
+        far = [pair for pair in links if (pair[0] - pair[1]) % p not in (1, p - 1)][:1]
+        ways = [sum(links.get((r, (r + way) % p), 0) for r in range(p)) / _N for way in (1, -1)]
+        least = (p - 1) / p * _N / 25e9
+        refuse(
+            (far, f"with {p} ranks, {far} (from, to): that is not its neighbor"),
+            (min(ways) < 0.49 * sum(ways), f"with {p} ranks, {ways[0]:.2f} n go to the right and {ways[1]:.2f} n to the left: "
+             "half should go each way"),
+            (run.time > 1.01 * least, f"with {p} ranks it takes {run.time * 1e3:.3f} ms, a ring one way {2e3 * least:.3f} ms: "
+             "half of that is possible; are both directions under way in every step?"),
+        )  # fmt: skip
     return "half of the bytes go each way at once, and a ring of cables needs half of the time"
 
 
@@ -47,13 +46,9 @@ def both_ways(function: Function) -> str:
 def bytes_on_links(to_the_right: float, to_the_left: float, first: int, second: int) -> str:
     """Check the answers: p = 5, n = 200: bytes from rank 1 to 2, from 2 to 1; chunks that never cross from 1 to 2, by half."""
     number(to_the_right, 320, "bytes", "in how many steps does rank 1 send, and how long is a chunk?")
-    if to_the_left != 0:
-        raise Wrong(f"{to_the_left!r} bytes to the left: who ever sends to the left?")
-    for which, given, chunk in (("first", first, 2), ("second", second, 3)):
-        if given != chunk:
-            raise Wrong(
-                f"chunk {given!r} does cross in the {which} half: where does a chunk's way round the ring begin, and end?"
-            )
+    crosses = "does cross in the {} half: where does a chunk's way round the ring begin, and end?".format
+    refuse((to_the_left != 0, f"{to_the_left!r} bytes to the left: who ever sends to the left?"),
+           (first != 2, f"chunk {first!r} {crosses('first')}"), (second != 3, f"chunk {second!r} {crosses('second')}"))
     return "one chunk a step, and each half spares the link one chunk"
 
 
@@ -66,9 +61,8 @@ def carried(function: Function) -> str:
             shares = [w / sum(shares) for w in shares]
             for r in range(p):
                 got, wanted = float(function(list(shares), r)), 2 - shares[r] - shares[(r + 1) % p]
-                if abs(got - wanted) > 1e-9:
-                    said = f"shares {[round(w, 3) for w in shares]}: you say {got:.3f} n to rank {r}, a run says {wanted:.3f} n"
-                    raise Wrong(f"{said}; which chunk is it spared in the first half, and which in the second?")
+                said = f"shares {[round(w, 3) for w in shares]}: you say {got:.3f} n to rank {r}, a run says {wanted:.3f} n"
+                refuse((not abs(got - wanted) < 1e-9, f"{said}; which chunk is it spared in the first half, and in the second?"))
     return "to spare a link bytes, two chunks must be larger, and these cross all the other links"
 
 
@@ -80,16 +74,15 @@ def isend_ring(function: Function) -> str:
     right(all_reduce, function)
     for p in (2, 3, 8):
         trace = played(function, star(p, 1e9, 1e-6), _SMALL).trace
-        if links := [pair for pair in trace.bytes_by_link() if (pair[1] - pair[0]) % p != 1 % p]:
-            raise Wrong(f"with {p} ranks, rank {links[0][0]} sends to rank {links[0][1]}: a ring has only right neighbors")
-        if (late := trace.messages["src_done_seq"] < 0).any():
-            rank, count = int(trace.messages["src"][late][0]), int(late.sum())
-            raise Wrong(
-                f"with {p} ranks, {count} sends are never waited for, of rank {rank} for one: who then changes the tensor "
-                "may change what is still on its way"
-            )
-        if trace.rounds > 2 * (p - 1):
-            raise Wrong(f"with {p} ranks it takes {trace.rounds} steps, and a ring {2 * (p - 1)}: what waits too early?")
+        far = [pair for pair in trace.bytes_by_link() if (pair[1] - pair[0]) % p != 1 % p][:1]
+        late = trace.messages["src"][trace.messages["src_done_seq"] < 0].tolist()
+        refuse(
+            (far, f"with {p} ranks, {far} (from, to): a ring has only right neighbors"),
+            (late, f"with {p} ranks, {len(late)} sends are never waited for, of ranks {sorted(set(late))}: who then changes the "
+             "tensor may change what is still on its way"),
+            (trace.rounds > 2 * (p - 1), f"with {p} ranks it takes {trace.rounds} steps, and a ring {2 * (p - 1)}: what waits "
+             "too early?"),
+        )  # fmt: skip
     return "every send was waited for, in as many steps as with sendrecv"
 
 
@@ -124,18 +117,13 @@ def ring_mean(function: Function) -> str:
 
         run = simulate(work, star(p, 1e9, 1e-6))
         for rank, (got, mean, divided) in enumerate(run):
-            if not torch.allclose(got, mean, rtol=1e-5):
-                k = int((got - mean).abs().argmax())
-                raise Wrong(f"with {p} ranks, rank {rank}, element {k}: {got[k]:.6f}, and the mean is {mean[k]:.6f}")
-            if not torch.equal(got, run[0][0]):
-                raise Wrong(
-                    f"with {p} ranks, ranks 0 and {rank} differ in the last bits: is each element divided on one rank only?"
-                )
-            if divided > size // p:
-                raise Wrong(
-                    f"with {p} ranks, rank {rank} divides {divided} of {size} elements: {size // p} are enough. Where does it "
-                    "hold a sum that is complete, and that all others get from it?"
-                )
+            k, case = int((got - mean).abs().argmax()), f"with {p} ranks, rank {rank}"
+            refuse(
+                (not torch.allclose(got, mean, rtol=1e-5), f"{case}, element {k}: {got[k]:.6f}, and the mean is {mean[k]:.6f}"),
+                (not torch.equal(got, run[0][0]), f"{case} differs from 0 in the last bits: is each element divided only once?"),
+                (divided > size // p, f"{case} divides {divided} of {size} elements: {size // p} are enough. Where does it hold "
+                 "a sum that is complete, and that all others get from it?"),
+            )  # fmt: skip
     return "each element is divided once, on one rank, and copied"
 
 
@@ -147,51 +135,47 @@ def ring_of_rings(function: Function) -> str:
         right(all_reduce, lambda comm, tensor, inside=inside: function(comm, tensor, inside))
     for machines, inside in ((4, 2), (2, 4), (3, 2)):
         links = played(function, star(machines * inside, 1e9, 1e-6), _N, inside).trace.bytes_by_link()
-        out = [
-            sum(b for (src, dst), b in links.items() if src == r and src // inside != dst // inside)
-            for r in range(machines * inside)
-        ]
+        out = [0] * machines * inside
+        for (src, dst), nbytes in links.items():
+            out[src] += nbytes * (src // inside != dst // inside)
         most, least = max(out) / _N, 2 * (machines - 1) / machines / inside
-        if most > 1.02 * least:
-            raise Wrong(
-                f"{machines} machines of {inside}: rank {out.index(max(out))} sends {most:.2f} n to other machines, and "
-                f"{least:.2f} n are enough; what has each rank to do with its chunk only?"
-            )
+        said = f"{machines} machines of {inside}: rank {out.index(max(out))} sends {most:.2f} n to other machines"
+        refuse((most > 1.02 * least, f"{said}, and {least:.2f} n are enough; what has each rank to do with its chunk only?"))
     cluster = multi_node(hgx_h100(), 4)
     mine, flat = (played(f, cluster, 160_000_000, trace=False).time for f in (lambda c, t: function(c, t, 8), ready_made))
-    if mine > flat / 4:
-        raise Wrong(
-            f"four machines of eight H100: {mine * 1e3:.2f} ms, a flat ring {flat * 1e3:.2f} ms: gain more than {flat / mine:.1f}"
-        )
-    return f"four machines of eight H100: {mine * 1e3:.2f} ms, a flat ring {flat * 1e3:.2f} ms, {flat / mine:.1f} times as fast"
+    said = f"four machines of eight H100: {mine * 1e3:.2f} ms, a flat ring {flat * 1e3:.2f} ms, {flat / mine:.1f} times as fast"
+    refuse((mine > flat / 4, f"{said}; four times should be possible"))
+    return said
 
 
 @judged
 def beat_the_ring(function: Function) -> str:
     """Check `function(comm, tensor)`: an all-reduce that is three times as fast as the ring for 16 kB on eight H100."""
     function = own(function)
+<<<<<<< HEAD
     if not (verdict := contest(function, hgx_h100(), nbytes=_SMALL)):
         raise Wrong(verdict.text)
     gain = played(ready_made, hgx_h100(), _SMALL).time / played(function, hgx_h100(), _SMALL).time
     run = played(function, hgx_h100(), _SMALL)
     each = len(run.trace) / 8
+=======
+    right(partial(contest, topology=hgx_h100(), nbytes=_SMALL), function)
+    ring, run = (played(f, hgx_h100(), _SMALL) for f in (ready_made, function))
+    gain, each = ring.time / run.time, len(run.trace) / 8
+>>>>>>> p2one
     said = f"16 kB on eight H100: {run.time * 1e6:.1f} us, {gain:.1f} times as fast as the ring"
-    if gain < 3:
-        raise Wrong(f"{said}; {run.trace.rounds} steps, where the ring has 14: with how few can you do?")
-    return f"{said}, in {run.trace.rounds} steps and {each:g} messages a rank" + (
-        "; can a real rank post so many at once for nothing?" if each > 3 * run.trace.rounds else ""
-    )
+    refuse((gain < 3, f"{said}; {run.trace.rounds} steps, where the ring has 14: with how few can you do?"))
+    asked = "; can a real rank post so many at once for nothing?" if each > 3 * run.trace.rounds else ""
+    return f"{said}, in {run.trace.rounds} steps and {each:g} messages a rank{asked}"
 
 
 @answered
 def half_as_fast(before: float, shares: tuple[float, float], after: float) -> str:
     """Check the answers: milliseconds with shares 2:1; the best shares, as a pair; milliseconds with these."""
-    number(
-        before, 160 / 3 * 1.75 / 9, "ms", "which ring is done last, with a third of the data, and how fast is its slowest link?"
-    )
+    number(before, 160 / 3 * 1.75 / 9, "ms", "which ring is last, with a third of the data, and how fast is its slowest link?")
     one, other = shares
-    if abs(one / other - 4) > 0.01:
-        slowest = max(one / 36, other / 9) / (one + other) * 280
-        raise Wrong(f"shares of {one}:{other} take {slowest:.2f} ms; both rings should be done at the same time")
+    slowest = max(one / 36, other / 9) / (one + other) * 280
+    bad = not abs(one - 4 * other) <= 0.01 * other
+    refuse((bad, f"shares of {one}:{other} take {slowest:.2f} ms; both rings should be done at the same time"))
     number(after, 1.75 * 160 / 45, "ms", "how much do both rings carry together in a second?")
     return "one cable in 24 at half speed costs a fifth"

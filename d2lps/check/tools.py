@@ -13,10 +13,15 @@ from d2lps.simulator import simulate
 from d2lps.topology import Topology
 
 
+<<<<<<< HEAD
 def right(check: Callable[[Function], Verdict], function: Function) -> None:
+=======
+def right(check: Callable[[Function], Verdict], function: Function) -> Verdict:
+>>>>>>> p2one
     """What a check of a collective says against a function is wrong here, too."""
     if not (verdict := check(function)):
         raise Wrong(verdict.text)
+    return verdict
 
 
 def own(function: Function) -> Function:
@@ -50,6 +55,21 @@ def _alone(comm: Any) -> Any:
     if comm is not None:
         comm.inside = _refuse
     return comm
+<<<<<<< HEAD
+=======
+
+
+def refuse(*found: tuple[object, str]) -> None:
+    """Say the words beside the first thing that was found; what stands further down is not looked at.
+
+    >>> refuse((1 > 2, "1 is more than 2"), ([3], "there is a 3"))
+    Traceback (most recent call last):
+    d2lps.check.exercise.Wrong: there is a 3
+    """
+    for bad, words in found:
+        if bad:
+            raise Wrong(words)
+>>>>>>> p2one
 
 
 def without(function: Function, *names: str) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from d2lps.check.exercise import Function, Wrong, judged
+from d2lps.check.exercise import Function, judged
+from d2lps.check.tools import refuse
 from d2lps.collectives import all_reduce
 from d2lps.result import Run
 from d2lps.simulator import simulate
@@ -28,13 +29,12 @@ def weighted_mean(function: Function) -> str:
         run, case = _shared(function, images, counts), f"shards of {counts}"
         usual = simulate(lambda comm: all_reduce(comm, torch.ones(_LENGTH + 1).double()), star(len(counts), 1e9, 1e-6)).trace
         for rank, got in enumerate(run):
-            if not (off := ((got - images.mean(0)).norm() / images.mean(0).norm()).item()) < 1e-12:
-                raise Wrong(f"{case}, rank {rank}: off by {off:.0%}; does every image count as much as every other?")
-        if len(run.trace) > len(usual):
-            raise Wrong(f"{case}: {len(run.trace)} messages, and one all-reduce has {len(usual)}; let the count travel along")
+            off = ((got - images.mean(0)).norm() / images.mean(0).norm()).item()
+            refuse((not off < 1e-12, f"{case}, rank {rank}: off by {off:.0%}; does every image count as much as every other?"))
+        many, once = len(run.trace), len(usual)
         sent, least = (int(trace.bytes_sent().sum()) // 8 for trace in (run.trace, usual))
-        if sent > least:
-            raise Wrong(f"{case}: {sent} numbers are sent; with one number more than the gradient has, {least} would do")
+        refuse((many > once, f"{case}: {many} messages, and one all-reduce has {once}; let the count travel along"),
+               (sent > least, f"{case}: {sent} numbers are sent; with one more than the gradient has, {least} would do"))
     return "every image counts alike, in one all-reduce of one number more than the gradient has"
 
 
@@ -58,16 +58,12 @@ def shares(function: Function) -> str:
     cases += [([dice.randint(1, 1000) for _ in range(dice.randint(2, 8))], dice.randint(1, 300)) for _ in range(40)]
     for speeds, batch in cases:
         counts, case = list(function(list(speeds), batch)), f"speeds {speeds}, a batch of {batch}: "
-        if len(counts) != len(speeds) or any(count != int(count) or count < 0 for count in counts):
-            raise Wrong(f"{case}{counts} are not {len(speeds)} whole numbers from 0 up")
-        if sum(counts) != batch:
-            raise Wrong(f"{case}{counts} add up to {sum(counts)}")
-        last = max(count / speed for count, speed in zip(counts, speeds, strict=True))
-        if last > _soonest(speeds, batch) * (1 + 1e-9):
-            slow = max(range(len(speeds)), key=lambda k: counts[k] / speeds[k])
-            raise Wrong(
-                f"{case}{counts} keep all waiting for device {slow}, {1e3 * last:.1f} ms; another one could take an image of it"
-            )
+        whole = len(counts) == len(speeds) and all(count == int(count) >= 0 for count in counts)
+        refuse((not whole, f"{case}{counts} are not {len(speeds)} whole numbers from 0 up"),
+               (sum(counts) != batch, f"{case}{counts} add up to {sum(counts)}"))
+        last, slow = max((count / speed, k) for k, (count, speed) in enumerate(zip(counts, speeds, strict=True)))
+        said = f"{case}{counts} keep all waiting for device {slow}, {1e3 * last:.1f} ms; another one could take an image of it"
+        refuse((last > _soonest(speeds, batch) * (1 + 1e-9), said))
     return f"in {len(cases)} cases nobody could be done sooner"
 
 
@@ -87,12 +83,10 @@ def accuracy(function: Function) -> str:
     for pairs in ([(3, 4)], [(9, 10), (0, 1)], [(52, 52), (0, 51), (13, 51)], [(0, 0), (1, 3)], [(large, large)] + [(1, 2)] * 4):
         run = simulate(lambda comm, pairs=pairs: function(comm, *pairs[comm.rank]), star(len(pairs), 1e9, 1e-6))
         correct, seen = (sum(column) for column in zip(*pairs, strict=True))
+        why = "; these are whole numbers beyond what a float32 can count" if seen > large else ""
         for rank, got in enumerate(run):
-            if isinstance(got, bool) or float(got) != correct / seen:
-                large_too = "; these are whole numbers beyond what a float32 can count" if seen > large else ""
-                raise Wrong(
-                    f"(correct, seen) = {pairs}: rank {rank} says {float(got):.10g}, and it is {correct}/{seen}{large_too}"
-                )
+            said = f"(correct, seen) = {pairs}: rank {rank} says {float(got):.10g}, and it is {correct}/{seen}{why}"
+            refuse((isinstance(got, bool) or float(got) != correct / seen, said))
     return "every image counts alike, and the count is exact"
 
 
@@ -112,15 +106,11 @@ def backward(function: Function) -> str:
             start = torch.ones(2, 4, requires_grad=True)
             function(model(start).sum(), model, watch.aggregate)
             weights = [layer.weight for layer in list(model)[1:]]
-            if watch.late:
-                raise Wrong(watch.late)
-            if (times := [watch.seen.count(id(weight.grad)) for weight in weights]) != [1] * layers:
-                raise Wrong(
-                    f"run {again + 1} with {layers} layers: the gradients were aggregated {times} times when it returned; each "
-                    "should be, once: wait for all before you return, and remove your hooks"
-                )
-            if watch.seen != [id(weight.grad) for weight in reversed(weights)]:
-                raise Wrong("the gradients were aggregated in another order than they got ready, so ranks may not agree on it")
+            times, ready = [watch.seen.count(id(w.grad)) for w in weights], [id(w.grad) for w in reversed(weights)]
+            said = (f"run {again + 1} with {layers} layers: the gradients were aggregated {times} times when it returned; each "
+                    "should be, once: wait for all before you return, and remove your hooks")  # fmt: skip
+            order = "the gradients were aggregated in another order than they got ready, so ranks may not agree on it"
+            refuse((watch.late, watch.late), (times != [1] * layers, said), (watch.seen != ready, order))
     return "the first aggregation began while the backward pass went on, and each gradient was aggregated once, in order"
 
 
