@@ -152,17 +152,9 @@ def ring_of_rings(function: Function) -> str:
 def beat_the_ring(function: Function) -> str:
     """Check `function(comm, tensor)`: an all-reduce that is three times as fast as the ring for 16 kB on eight H100."""
     function = own(function)
-<<<<<<< HEAD
-    if not (verdict := contest(function, hgx_h100(), nbytes=_SMALL)):
-        raise Wrong(verdict.text)
-    gain = played(ready_made, hgx_h100(), _SMALL).time / played(function, hgx_h100(), _SMALL).time
-    run = played(function, hgx_h100(), _SMALL)
-    each = len(run.trace) / 8
-=======
     right(partial(contest, topology=hgx_h100(), nbytes=_SMALL), function)
     ring, run = (played(f, hgx_h100(), _SMALL) for f in (ready_made, function))
     gain, each = ring.time / run.time, len(run.trace) / 8
->>>>>>> p2one
     said = f"16 kB on eight H100: {run.time * 1e6:.1f} us, {gain:.1f} times as fast as the ring"
     refuse((gain < 3, f"{said}; {run.trace.rounds} steps, where the ring has 14: with how few can you do?"))
     asked = "; can a real rank post so many at once for nothing?" if each > 3 * run.trace.rounds else ""

@@ -13,11 +13,7 @@ from d2lps.simulator import simulate
 from d2lps.topology import Topology
 
 
-<<<<<<< HEAD
-def right(check: Callable[[Function], Verdict], function: Function) -> None:
-=======
 def right(check: Callable[[Function], Verdict], function: Function) -> Verdict:
->>>>>>> p2one
     """What a check of a collective says against a function is wrong here, too."""
     if not (verdict := check(function)):
         raise Wrong(verdict.text)
@@ -55,8 +51,6 @@ def _alone(comm: Any) -> Any:
     if comm is not None:
         comm.inside = _refuse
     return comm
-<<<<<<< HEAD
-=======
 
 
 def refuse(*found: tuple[object, str]) -> None:
@@ -69,7 +63,6 @@ def refuse(*found: tuple[object, str]) -> None:
     for bad, words in found:
         if bad:
             raise Wrong(words)
->>>>>>> p2one
 
 
 def without(function: Function, *names: str) -> None:
