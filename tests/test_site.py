@@ -283,19 +283,6 @@ def test_the_landing_page_keeps_still_for_those_who_want_less_motion(browser: "p
 MOST = 3e6  # bytes that a page may load, uncompressed
 
 
-# Pages that have not followed yet: they must fail, so that whoever mends one takes it out here.
-RING, BEYOND = "book/one_machine/ring_synchronization", "book/one_machine/beyond_the_ring"
-PLAIN = ["book/back/measured_machines", "book/back/how_fast"]  # no captions, no sentences, wide code
-LATE_PLAYERS = [RING, "book/parameter_servers/from_ring_to_server", "book/parameter_servers/keys_and_values"]
-SMALL_LETTERS = [RING, BEYOND]
-
-
-def awaited(pages: list[str], late: list[str]) -> list[Any]:
-    """Pages as parameters; those of which it is known that they have not followed must fail."""
-    mark = pytest.mark.xfail(reason="it has not followed yet", strict=True)
-    return [pytest.param(name, marks=[mark] if name in late else []) for name in pages]
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_loads_what_it_needs_and_no_more(browser: "playwright.Browser", address: str, name: str) -> None:
     sizes: dict[str, int] = {}
@@ -377,30 +364,30 @@ def is_sentence(text: str) -> bool:
     return len(text.split()) > 2 and (text[0].isupper() or text[0].isdigit()) and text[-1] in ".?!"
 
 
-@pytest.mark.parametrize("name", awaited(PAGES, PLAIN))
+@pytest.mark.parametrize("name", PAGES)
 def test_every_picture_has_a_sentence_for_those_who_cannot_see_it(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     assert [alt for alt in seen(name)["alts"] if not is_sentence(alt.removeprefix('alt="'))] == []
 
 
-@pytest.mark.parametrize("name", awaited(PAGES, PLAIN))
+@pytest.mark.parametrize("name", PAGES)
 def test_every_plot_has_a_caption_with_a_number(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     number = re.compile(r"Figure \d+(\.\d+)? ?\S")
     assert [caption for caption in seen(name)["captions"] if not number.match(caption) or not is_sentence(caption)] == []
 
 
-@pytest.mark.parametrize("name", awaited([LANDING, *CHAPTERS], LATE_PLAYERS))
+@pytest.mark.parametrize("name", [LANDING, *CHAPTERS])
 def test_the_first_player_is_within_two_screens(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     top = seen(name)["player"]
     assert top is not None
     assert top < TWO_SCREENS
 
 
-@pytest.mark.parametrize("name", awaited(PAGES, PLAIN))
+@pytest.mark.parametrize("name", PAGES)
 def test_code_fits_its_column(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     assert seen(name)["wide"] == []
 
 
-@pytest.mark.parametrize("name", awaited(PAGES, SMALL_LETTERS))
+@pytest.mark.parametrize("name", PAGES)
 def test_figures_can_be_read_on_a_telephone(page: "playwright.Page", address: str, name: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"{address}/{name}.html")
