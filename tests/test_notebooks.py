@@ -2,6 +2,8 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import nbformat
 import pytest
@@ -49,20 +51,32 @@ def test_stored_in_normal_form(path: Path, notebook: NotebookNode) -> None:
     assert path.read_text() == normal, "bring it into normal form: make execute"
 
 
-def code_of_now(state: NotebookNode) -> dict[str, str]:
-    """The script and the style of a stored widget as they are today; what holds others has theirs in its own."""
-    own = state["_anywidget_id"].split(".")[-2]
+Held = dict[str, Any]  # by kind: what a widget's script holds of others', and what theirs hold
+
+
+def held_by(script: str) -> Held:
+    """{"choices": {"player": {}}} of a bet on choices of players (see d2lps/widgets/within.py)."""
+    levels: list[Held] = [{}]
+    for begin in re.findall(r"^(?:KINDS\.(\w+) = \(\(\) => \{|return shown;\n\}\)\(\);)$", script, re.MULTILINE):
+        if begin:
+            levels.append(levels[-1].setdefault(begin, {}))
+        else:
+            levels.pop()
+    return levels[0]
+
+
+def code_of_now(own: str, held: Held) -> Any:
+    """A kind of widget, its script and its style as they are today; what holds others has theirs in its own."""
     if not issubclass(KINDS[own], Holder):
-        return {key: str(getattr(KINDS[own], key)) for key in CODE}
-    inner = re.findall(r"^KINDS\.(\w+) = ", state["_esm"], re.MULTILINE)
-    return code(own, {kind: KINDS[kind] for kind in inner})
+        return KINDS[own]
+    return SimpleNamespace(**code(own, {kind: code_of_now(kind, inner) for kind, inner in held.items()}))
 
 
 def test_stored_widgets_have_the_code_of_now(notebook: NotebookNode) -> None:
     ours = [model.state for model in models(notebook).values() if model.state.get("_anywidget_id", "").startswith("d2lps.")]
     for state in ours:
-        now = code_of_now(state)
-        assert all(state.get(key) == now[key] for key in CODE), f"{state['_anywidget_id']} is out of date: make execute"
+        now = code_of_now(state["_anywidget_id"].split(".")[-2], held_by(state["_esm"]))
+        assert all(state.get(key) == getattr(now, key) for key in CODE), f"{state['_anywidget_id']} is out of date: make execute"
 
 
 def test_cells_are_short(notebook: NotebookNode) -> None:
