@@ -7,6 +7,7 @@ import pytest
 import torch
 from solutions import solution
 
+import d2lps
 from d2lps import Communicator, aggregate, collectives
 from d2lps.check import eight_collectives as check
 
@@ -340,3 +341,17 @@ def whole_tensors_round_a_ring(comm: Communicator, tensor: torch.Tensor) -> None
 )
 def test_ring_all_reduce(function: Function, words: str) -> None:
     refused(check.ring_all_reduce(function), words)
+
+
+@pytest.mark.parametrize("version", [(2, 6), (2, 9), (9, 0)])
+def test_torch_is_asked_in_other_words_where_its_gloo_lacks_one(version: tuple[int, int]) -> None:
+    def work(comm: Communicator) -> list[list[float]]:
+        inputs = [torch.tensor([10.0 * comm.rank + part]) for part in range(comm.size)]
+        outputs = [torch.zeros(1) for _ in inputs]
+        check.torchs_own("all_to_all", outputs, [part.clone() for part in inputs], torch=version)
+        total = torch.zeros(1)
+        check.torchs_own("reduce_scatter", total, inputs, torch=version)
+        return [torch.cat(outputs).tolist(), total.tolist()]
+
+    run = d2lps.run(work, 3, backend="gloo")
+    assert run == [[[10.0 * src + rank for src in range(3)], [30.0 + 3 * rank]] for rank in range(3)]
