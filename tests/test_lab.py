@@ -115,19 +115,7 @@ def opened(page: Any, address: str, path: Path, folder: Path) -> Any:
     return page
 
 
-@pytest.mark.parametrize("chapter", notebooks(), ids=lambda path: path.stem)
-def test_a_chapter_shows_nothing_raw_and_no_solution(page: Any, address: str, folder: Path, chapter: Path) -> None:
-    path = folder / chapter.relative_to(BOOK)
-    opened(page, address, path, folder)
-    until(lambda: not RAW.search("\n".join(page.evaluate(TEXTS))))  # what MyST draws takes the place of what stood there
-    shown = "\n".join(page.evaluate(TEXTS))
-    assert len(shown) > 5000 and RAW.findall(shown) == []
-    solutions = [cell for cell in nbformat.read(path, as_version=4).cells if cell.source.startswith(BEGINS)]
-    dropdowns = sum(":class: dropdown" in cell.source for cell in solutions)
-    assert page.locator("details", has_text="Solution to").count() == dropdowns and page.locator("details[open]").count() == 0
-    assert page.locator(".jp-MarkdownCell .jp-InputPlaceholder", has_text=BEGINS).count() == len(solutions) - dropdowns
-
-
+# The first of all: every chapter that is open has a kernel, and a machine with two cores starts those one after the other.
 def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, address: str, folder: Path) -> None:
     opened(page, address, folder / "exercise.ipynb", folder)
     shown = page.locator(".jp-Notebook")
@@ -141,6 +129,19 @@ def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, addr
         assert shown.get_by_text(hidden).locator("visible=true").count() == 0
     shown.get_by_text("Start of Solution to").click()
     shown.get_by_text("The secret is addition.").locator("visible=true").first.wait_for()
+
+
+@pytest.mark.parametrize("chapter", notebooks(), ids=lambda path: path.stem)
+def test_a_chapter_shows_nothing_raw_and_no_solution(page: Any, address: str, folder: Path, chapter: Path) -> None:
+    path = folder / chapter.relative_to(BOOK)
+    opened(page, address, path, folder)
+    until(lambda: not RAW.search("\n".join(page.evaluate(TEXTS))))  # what MyST draws takes the place of what stood there
+    shown = "\n".join(page.evaluate(TEXTS))
+    assert len(shown) > 5000 and RAW.findall(shown) == []
+    solutions = [cell for cell in nbformat.read(path, as_version=4).cells if cell.source.startswith(BEGINS)]
+    dropdowns = sum(":class: dropdown" in cell.source for cell in solutions)
+    assert page.locator("details", has_text="Solution to").count() == dropdowns and page.locator("details[open]").count() == 0
+    assert page.locator(".jp-MarkdownCell .jp-InputPlaceholder", has_text=BEGINS).count() == len(solutions) - dropdowns
 
 
 def test_the_first_page_lists_the_chapters_in_order(page: Any, address: str) -> None:
