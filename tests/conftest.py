@@ -1,8 +1,18 @@
 """Fixtures that several test files share, and how often a test runs."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from widget_page import chromium
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Gone at the end of a file: Playwright drives no second one in a process, and other tests look for what is left."""
+    with chromium() as browser:
+        yield browser
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -13,7 +13,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.figure import Figure
-from widget_page import chromium, needs_chromium, picture, shown, until
+from widget_page import needs_chromium, picture, shown, until
 
 import d2lps
 from d2lps import collectives
@@ -41,12 +41,6 @@ def line(slope: float) -> Figure:
 def choices() -> Choices:
     options = {"ranks": [2, 3, 4], "algorithm": ["ring", "tree"]}
     return Choices(options, play, title="All-reduce", first={"ranks": 3}, names={"algorithm": "by"})
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
 
 
 # ---- choices ------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Race, sweep and topology explorer: what they show against what a person works out, and their pages in a browser."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from widget_page import chromium, middle, needs_chromium, picture, shown, until
+from widget_page import middle, needs_chromium, picture, shown, until
 
 import d2lps
 from d2lps import cost
@@ -158,12 +158,6 @@ MAKE = {
     "sweep": lambda: Sweep(net, ["tree", "ring"], [160, 1600, 16_000], [2, 4, 8]),
     "topology": lambda: TopologyExplorer({"ring": ring(3, 1e9), "PCIe": pcie_tree(2)}, nbytes=1e6, algorithms=["ring", "tree"]),
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.mark.parametrize("kind", MAKE)

@@ -21,7 +21,7 @@ from lab import OVERRIDES, PAGE, contents
 from launching import until
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from normalize import normalize
-from widget_page import chromium, needs_chromium
+from widget_page import needs_chromium
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
@@ -101,9 +101,10 @@ def address(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser.new_page(viewport={"width": 1280, "height": 1000})
+def page(browser: Any) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    yield page
+    page.close()
 
 
 def opened(page: Any, address: str, path: Path, folder: Path) -> Any:

@@ -1,6 +1,5 @@
 """The player: the scene of small runs against what a person works out, and the page in a browser."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from beside import beside
 from matplotlib.patches import ConnectionPatch
 from oracles import told
-from widget_page import chromium, needs_chromium, picture, shown, until
+from widget_page import needs_chromium, picture, shown, until
 
 import d2lps
 from d2lps import kvstore
@@ -349,12 +348,6 @@ def test_the_picture_that_stands_in_has_a_timeline_below_even_without_a_message(
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
 
 
 @needs_chromium

@@ -20,7 +20,7 @@ from chapters import chapters
 from compared import reachable, views
 from execute import listed
 from normalize import models
-from widget_page import chromium, middle, needs_chromium
+from widget_page import middle, needs_chromium
 
 from d2lps import figures
 
@@ -59,13 +59,7 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator["playwright.Browser"]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def context(browser: "playwright.Browser") -> Iterator["playwright.BrowserContext"]:
     """One reader, whose browser keeps what it has loaded for one page for the next."""
     with browser.new_context() as context:
@@ -341,7 +335,7 @@ def wait_for_widgets(page: "playwright.Page", url: str) -> None:
     page.wait_for_load_state("networkidle")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def seen(browser: "playwright.Browser", address: str) -> Callable[[str], dict[str, Any]]:
     """What a reader sees of a page on a wide screen."""
 

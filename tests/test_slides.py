@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from slides import deck
-from widget_page import chromium, needs_chromium
+from widget_page import needs_chromium
 
 SITE = Path(os.environ.get("D2LPS_SITE", "no site"))
 CHAPTER = "book/one_machine/ring_synchronization"
@@ -34,19 +34,19 @@ def test_a_page_becomes_slides_without_solutions() -> None:
 
 
 @pytest.fixture(scope="module")
-def shown() -> Iterator[Any]:
+def shown(browser: Any) -> Iterator[Any]:
     """The slides of one chapter, opened where its page is."""
     if not (page := SITE / f"{CHAPTER}.html").exists():
         pytest.skip("D2LPS_SITE does not name a built site")
-    (path := page.with_name("tested.slides.html")).write_text(deck(page.read_text("utf-8")), "utf-8")
-    with chromium() as browser:
-        tab, faults = browser.new_page(viewport={"width": 1280, "height": 720}), []
-        tab.on("pageerror", lambda error: faults.append(str(error)))
-        tab.on("requestfailed", lambda request: faults.append(request.url))
-        tab.goto(path.resolve().as_uri())
-        yield tab
-        assert faults == []
+    (path := page.with_name(f"tested-{os.getpid()}.slides.html")).write_text(deck(page.read_text("utf-8")), "utf-8")
+    tab, faults = browser.new_page(viewport={"width": 1280, "height": 720}), []
+    tab.on("pageerror", lambda error: faults.append(str(error)))
+    tab.on("requestfailed", lambda request: faults.append(request.url))
+    tab.goto(path.resolve().as_uri())
+    yield tab
+    tab.close()
     path.unlink()
+    assert faults == []
 
 
 @needs_chromium
