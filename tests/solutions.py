@@ -17,6 +17,7 @@ self-contained, with d2lps, torch and functions of the chapter.
 import ast
 import builtins
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,16 @@ BOOK = Path(__file__).parents[1] / "book"
 def solution(label: str) -> "Solution":
     """The names that the solution of an exercise defines, each made when it is asked for."""
     return Solution(label, *_statements(label))
+
+
+def refused(verdict: Any, *words: str) -> None:
+    """A check has refused what it was handed, and has said these words."""
+    assert not verdict and all(word in verdict.text for word in words), verdict
+
+
+def refused_as(verdict: Any, *patterns: str) -> None:
+    """The same, where the words are patterns of `re`."""
+    assert not verdict and all(re.search(pattern, verdict.text) for pattern in patterns), verdict
 
 
 class Solution(Mapping[str, Any]):

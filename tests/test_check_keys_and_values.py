@@ -1,7 +1,6 @@
 """The exercises of *Keys and values*: the printed solutions pass; what is wrong is refused, in words."""
 
 import hashlib
-import re
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from solutions import solution
+from solutions import refused_as, solution
 
-from d2lps.check import Verdict
 from d2lps.check import keys_and_values as check
 
 Tensor = torch.Tensor
@@ -33,11 +31,6 @@ def test_the_printed_numbers_pass(label: str) -> None:
 def test_the_printed_optimizer_and_owner_pass() -> None:
     assert (verdict := check.rmsprop(solution("ex-keys-optimizer")["RMSprop"])), verdict
     assert (verdict := check.owner(solution("ex-keys-bidder")["owner"])), verdict
-
-
-def refused(verdict: Verdict, words: str) -> None:
-    assert not verdict, verdict
-    assert re.search(words, verdict.text), verdict
 
 
 @pytest.mark.parametrize(("name", "answers", "words"), [
@@ -64,7 +57,7 @@ def refused(verdict: Verdict, words: str) -> None:
     ("tourist", (160, 270), "after peeking"),
 ])  # fmt: skip
 def test_wrong_numbers_are_refused(name: str, answers: tuple[Any, ...], words: str) -> None:
-    refused(getattr(check, name)(*answers), words)
+    refused_as(getattr(check, name)(*answers), words)
 
 
 # ---- an optimizer of one's own --------------------------------------------------------------------------------------------
@@ -156,7 +149,7 @@ def test_another_right_optimizer_passes() -> None:
     (torch.optim.RMSprop, "no state yet|TypeError"),
 ])  # fmt: skip
 def test_optimizers_that_are_refused(wrong: type, words: str) -> None:
-    refused(check.rmsprop(wrong), words)
+    refused_as(check.rmsprop(wrong), words)
 
 
 # ---- who owns a key -------------------------------------------------------------------------------------------------------
@@ -200,7 +193,7 @@ def by_position(key: str, servers: Sequence[Any]) -> Any:
     (lambda key, servers: bid(key, 0), "which is none of them"),
 ])  # fmt: skip
 def test_owners_that_are_refused(wrong: Callable[[str, Sequence[Any]], Any], words: str) -> None:
-    refused(check.owner(wrong), words)
+    refused_as(check.owner(wrong), words)
 
 
 def test_other_right_owners_pass() -> None:

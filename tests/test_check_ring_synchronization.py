@@ -3,6 +3,7 @@
 import pytest
 import torch
 from solutions import solution
+from test_check_beyond_the_ring import everyone_to_everyone
 
 from d2lps import ReduceOp, collectives
 from d2lps.check import ring_synchronization as check
@@ -49,15 +50,6 @@ def both_to_the_right(comm, tensor):
 def one_way_after_the_other(comm, tensor):
     for way, half in zip((1, -1), tensor.tensor_split(2), strict=True):
         ring(comm, half, way)
-
-
-def everyone_to_everyone(comm, tensor):
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    room = {rank: torch.empty_like(tensor) for rank in others}
-    for work in [comm.irecv(room[rank], rank) for rank in others] + [comm.isend(tensor, rank) for rank in others]:
-        work.wait()
-    for rank in others:
-        comm.combine(tensor, room[rank])
 
 
 def never_waits(comm, tensor):
