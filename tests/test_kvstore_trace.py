@@ -51,7 +51,9 @@ def test_a_real_run_has_the_messages_of_the_simulated_one(n: int, split: int) ->
     sums = [trace.ops[op] for trace in (simulated, run.trace) for op in trace.locals["op"]]
     assert sums.count("SUM") == 2 * 3 * 3 * (2 if n == 8 else 1)
     m = run.trace.messages
-    assert (m["start"] <= m["end"]).all() and m["start"].min() >= 0 and m["end"].max() <= run.time
+    assert (m["start"] <= m["end"]).all() and m["start"].min() >= 0
+    # Nobody waits for a clock: a server that was busy may take it in and answer when all workers have returned.
+    assert m["end"][m["nbytes"] > 0].max() <= run.time
     assert run.trace.time_waiting()[:3].min() > 0
 
 
