@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := .venv/bin
 NODE := _build/node
 SITE := _build/html
-# Tests run two or three at a time: threads with nothing to do must not spin on the cores of others.
+# Tests run four at a time, since many of them wait: threads with nothing to do must not spin on the cores of others.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -30,16 +30,16 @@ types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py -n 2 --dist loadfile
+	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py -n 4 --dist loadfile
 
 test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation, with nothing beside it
 	$(PYTEST) tests/test_shaped_hosts.py
 
 test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some
-	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 3 --dist loadscope $(or $(NOTEBOOKS),book)
+	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 4 --dist loadscope $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
-	D2LPS_SITE=$(SITE) $(PYTEST) -n 3 tests/test_site.py tests/test_slides.py
+	D2LPS_SITE=$(SITE) $(PYTEST) -n 4 tests/test_site.py tests/test_slides.py
 
 soak: .venv/.done  ## provoke failures for an hour or two: kills, hangs, broken frames, programs of torch's 30 times over
 	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_sharedmemory.py tests/test_kvstore_*.py

@@ -108,8 +108,8 @@ def test(pair: Pair) -> Outcome:
     """Run what `make test-library` runs, in the pair's environment, and the chapters where that is wanted."""
     report = pair.folder / "report.xml"
     report.unlink(missing_ok=True)
-    command = [pair.folder / "bin" / "python", "-m", "pytest", "-q", "--tb=short", "-n", "2", "--dist", "loadfile"]
-    command += [f"--junitxml={report}", "--ignore", "tests/test_site.py", "--ignore", "tests/test_shaped_hosts.py"]
+    command = [pair.folder / "bin" / "python", "-m", "pytest", "-q", "--tb=short", "-n", "4", "--dist", "loadfile"]
+    command += [f"--junitxml={report}", *(f"--ignore=tests/test_{part}.py" for part in ("site", "slides", "shaped_hosts"))]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"})
     return outcome(report)._replace(alike=rerun(pair) if pair.chapters else "")
 
