@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from d2lps import compress
 from d2lps.collectives.all_reduce import all_reduce
 from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.compress import Codec, ErrorFeedback
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's outer SGD
 
@@ -70,7 +72,8 @@ class DiLoCo:
     outer: of torch.optim.SGD. fragments: the model in so many parts of equal size, one of which is sent every H / fragments
     steps: each still every H, and n / fragments bytes at once. delay: a part's deltas are taken so many steps before they are
     due, and travel under the steps between (`comm.start`); of the weights that a rank has by then, `keep` of 1 stays.
-    codec: how deltas travel, of `d2lps.compress`, or an ErrorFeedback of one.
+    codec: how deltas travel, of `d2lps.compress`, or an ErrorFeedback of one. algorithm: of the all-reduce, the codec's if there
+    is one.
 
     All ranks must begin with the same weights (Mismatch); ValueError for what does not fit. `shared` is where the shared
     weights are, flat. Cost: an all-reduce of n bytes every H steps; memory for two copies of the weights, shared and momentum.
@@ -85,12 +88,10 @@ class DiLoCo:
         fragments: int = 1,
         delay: int = 0,
         keep: float = 0.0,
-        codec: Any = None,
-        algorithm: str = "ring",
+        codec: Codec | ErrorFeedback | None = None,
+        algorithm: str | None = None,
     ) -> None:
         self.comm, self.parameters, self.codec, self.algorithm = comm, _floats(parameters), codec, algorithm
-        if codec is not None:
-            raise NotImplementedError("codecs come with d2lps.compress")
         self.shared, self.steps, self.keep = read(self.parameters), 0, keep
         self.period = _period(_whole("every", every), _whole("fragments", fragments), delay, self.shared.numel())
         if not 0 <= keep <= 1 or (keep and not delay):
@@ -118,14 +119,19 @@ class DiLoCo:
     def _send(self, number: int) -> None:
         """Let the mean of the deltas of a fragment be made, beside what comes next if there is a delay."""
         delta = self.fragments[number] - self._part(read(self.parameters), number)
+        args = delta, f"fragment {number}", self.steps
         if self.delay:
-            self.pending = number, delta, self.comm.start(self._average, delta, number)
+            self.pending = number, delta, self.comm.start(self.average, *args)
         else:
+            self.average(self.comm, *args)
             self.pending = number, delta, None
-            self._average(self.comm, delta, number)
 
-    def _average(self, comm: Communicator, delta: torch.Tensor, number: int) -> None:
-        all_reduce(comm, delta, ReduceOp.SUM, self.algorithm)
+    def average(self, comm: Communicator, delta: torch.Tensor, name: str, turn: int) -> None:
+        """Leave the mean of all ranks' `delta` in it, as far as the codec lets it through."""
+        if self.codec is None:
+            all_reduce(comm, delta, algorithm=self.algorithm or "ring")
+        else:
+            compress.all_reduce(comm, delta, self.codec, name, turn=turn, algorithm=self.algorithm)
         delta /= comm.size
 
     def _apply(self) -> None:
@@ -202,6 +208,8 @@ def local_steps(comm: Communicator, every: int, seconds: float) -> int:
 
     Every worker calls it. Source: "dynamic local updates", Liu et al., "Asynchronous local-SGD training", 2024.
     """
+    if seconds <= 0:
+        raise ValueError(f"seconds={seconds}: a step takes longer")
     fastest = torch.tensor([seconds], dtype=torch.float64)
     all_reduce(comm, fastest, ReduceOp.MIN)
     return max(1, int(every * fastest.item() / seconds))
