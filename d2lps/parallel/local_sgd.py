@@ -75,8 +75,9 @@ class DiLoCo:
     codec: how deltas travel, of `d2lps.compress`, or an ErrorFeedback of one. algorithm: of the all-reduce, the codec's if there
     is one.
 
-    All ranks must begin with the same weights (Mismatch); ValueError for what does not fit. `shared` is where the shared
-    weights are, flat. Cost: an all-reduce of n bytes every H steps; memory for two copies of the weights, shared and momentum.
+    All ranks must begin with the same weights (else Mismatch: broadcast rank 0's), and make as many rounds; what a rank does
+    after the last one is its own. `shared` is where the shared weights are, flat. Cost: an all-reduce of n bytes every H steps; memory
+    for two copies of the weights, shared and momentum, and while they are compared for two more. Also ValueError.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class DiLoCoWorker:
 
     Under bsp a round has everybody's deltas, and its mean moves the weights; under asp each delta does as it arrives, by its
     share, 1 / workers. every: may differ from worker to worker (see `local_steps`). outer: of `optimizer`, for
-    kv.set_optimizer: "sgd", or under asp "delayed_nesterov". The first worker's weights win. Cost: n bytes to the servers and n
-    back every H steps. ValueError, Refused.
+    kv.set_optimizer: "sgd", or under asp "delayed_nesterov". All begin with the first worker's weights; one that ends is not
+    waited for. Cost: n bytes to the servers, fewer after kv.compress, and n back, every H steps. ValueError, Refused.
     """
 
     def __init__(
