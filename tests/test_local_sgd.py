@@ -216,23 +216,22 @@ def test_a_model_without_contents_takes_as_long() -> None:
     assert times[0] == times[1] == pytest.approx(40 + 8 * 0.8)  # 2 x 3/4 x 12,000 bytes are 1.8 s, of which 1 is under a step
 
 
-@pytest.mark.parametrize(("codec", "times", "bound"), [("half", 2, 2e-3), ("int8", 4, 0.03), ("int4", 8, 0.5)])
+# How far an element of the mean may be off, of the largest element of the deltas: half a unit in the last place at each of four
+# roundings, or a unit for each of the two encodings, of which the second is of the first one's sum.
+@pytest.mark.parametrize(("codec", "times", "bound"), [("half", 2, 4 / 2**11), ("int8", 4, 2.1 / 127), ("int4", 8, 2.3 / 7)])
 def test_deltas_in_fewer_bytes(codec: str, times: float, bound: float) -> None:
-    make = {"half": compress.half(), "int8": compress.int8(), "int4": compress.int4()}[codec]
-
-    def work(comm: Communicator, codec: Any) -> torch.Tensor:
+    def work(comm: Communicator, codec: Any) -> tuple[torch.Tensor, float]:
         own = torch.Generator().manual_seed(comm.rank)
-        weights = torch.randn(8192, generator=torch.Generator().manual_seed(2))
-        diloco = DiLoCo(comm, [weights], every=1, codec=codec)
-        for _ in range(3):
-            weights += torch.randn(8192, generator=own).mul_(0.01)
-            diloco.step()
-        return diloco.shared
+        weights, delta = torch.randn(8192, generator=torch.Generator().manual_seed(9)), torch.randn(8192, generator=own) / 100
+        diloco = DiLoCo(comm, [weights], every=1, outer={"lr": 1.0}, codec=codec)
+        weights -= delta
+        diloco.step()
+        return diloco.shared, delta.abs().max().item()
 
-    plain, fewer = (d2lps.simulate(work, star(4, 1e9), codec) for codec in (None, make))
-    assert all(torch.equal(fewer[0], other) for other in fewer)  # the same on all ranks, to the bit
-    start = torch.randn(8192, generator=torch.Generator().manual_seed(2))
-    assert 0 < (plain[0] - fewer[0]).norm() / (plain[0] - start).norm() < bound
+    plain, fewer = (d2lps.simulate(work, star(4, 1e9), codec) for codec in (None, getattr(compress, codec)()))
+    assert all(torch.equal(fewer[0][0], other) for other, _ in fewer)  # the same on all ranks, to the bit
+    off = (plain[0][0] - fewer[0][0]).abs().max().item()
+    assert 0 < off < bound * max(largest for _, largest in plain)
     ratio = plain.trace.bytes_sent() / fewer.trace.bytes_sent()
     assert ratio == pytest.approx([times] * 4, rel=0.04)  # blocks have a scale each
 
@@ -477,7 +476,7 @@ def language(comm: Communicator | None, ranks: Sequence[int] = (), seed: int = 0
 
 
 def test_at_50_steps_a_language_model_is_nearly_as_good() -> None:
-    """By tokens, at a fiftieth of the bytes (see above): within 0.1 of the loss; five seeds were 0.04 to 0.07 behind, and one worker alone 0.4."""
+    """By tokens, at a fiftieth of the bytes (see above): five seeds were 0.04 to 0.07 behind, one worker alone 0.4 to 0.5."""
     together = d2lps.simulate(language, star(4, 1e9), trace=False)
     assert together == [together[0]] * 4
     assert abs(together[0] - language(None, range(4))) < 0.1 < language(None, [0]) - together[0]

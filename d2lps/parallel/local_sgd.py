@@ -71,13 +71,13 @@ class DiLoCo:
 
     outer: of torch.optim.SGD. fragments: the model in so many parts of equal size, one of which is sent every H / fragments
     steps: each still every H, and n / fragments bytes at once. delay: a part's deltas are taken so many steps before they are
-    due, and travel under the steps between (`comm.start`); of the weights that a rank has by then, `keep` of 1 stays.
-    codec: how deltas travel, of `d2lps.compress`, or an ErrorFeedback of one. algorithm: of the all-reduce, the codec's if there
-    is one.
+    due, and travel under the steps between (`comm.start`); keep: how much a rank keeps then of its own weights, which have gone
+    on meanwhile, from 0 to 1, the rest being the shared ones. codec: how deltas travel, of `d2lps.compress`, or an ErrorFeedback
+    of one. algorithm: of the all-reduce.
 
     All ranks must begin with the same weights (else Mismatch: broadcast rank 0's), and make as many rounds; what a rank does
-    after the last one is its own. `shared` is where the shared weights are, flat. Cost: an all-reduce of n bytes every H steps; memory
-    for two copies of the weights, shared and momentum, and while they are compared for two more. Also ValueError.
+    after the last one is its own. `shared` holds the shared weights, flat. Cost: an all-reduce of n bytes every H steps; in
+    memory two copies of the weights, shared and momentum, and two more in a round. Also ValueError.
     """
 
     def __init__(
@@ -120,20 +120,12 @@ class DiLoCo:
     def _send(self, number: int) -> None:
         """Let the mean of the deltas of a fragment be made, beside what comes next if there is a delay."""
         delta = self.fragments[number] - self._part(read(self.parameters), number)
-        args = delta, f"fragment {number}", self.steps
+        args = delta, self.codec, self.algorithm, f"fragment {number}", self.steps
         if self.delay:
-            self.pending = number, delta, self.comm.start(self.average, *args)
+            self.pending = number, delta, self.comm.start(average_deltas, *args)
         else:
-            self.average(self.comm, *args)
+            average_deltas(self.comm, *args)
             self.pending = number, delta, None
-
-    def average(self, comm: Communicator, delta: torch.Tensor, name: str, turn: int) -> None:
-        """Leave the mean of all ranks' `delta` in it, as far as the codec lets it through."""
-        if self.codec is None:
-            all_reduce(comm, delta, algorithm=self.algorithm or "ring")
-        else:
-            compress.all_reduce(comm, delta, self.codec, name, turn=turn, algorithm=self.algorithm)
-        delta /= comm.size
 
     def _apply(self) -> None:
         """Move a fragment of the shared weights, and this rank to it."""
@@ -150,6 +142,17 @@ class DiLoCo:
 
     def _part(self, weights: torch.Tensor, number: int) -> torch.Tensor:
         return weights.tensor_split(len(self.fragments))[number]
+
+
+def average_deltas(
+    comm: Communicator, delta: torch.Tensor, codec: Codec | ErrorFeedback | None, algorithm: str | None, name: str, turn: int
+) -> None:
+    """Leave the mean of all ranks' `delta` in it, as far as the codec lets it through."""
+    if codec is None:
+        all_reduce(comm, delta, algorithm=algorithm or "ring")
+    else:
+        compress.all_reduce(comm, delta, codec, name, turn=turn, algorithm=algorithm)
+    delta /= comm.size
 
 
 class DiLoCoWorker:
