@@ -135,7 +135,7 @@ class DiLoCo:
             work.wait()
         self.fragments[number].grad = delta
         self.outer[number].step()
-        self.fragments[number].grad = None
+        self.fragments[number].grad = None  # n bytes that are not needed for the next H steps
         weights = read(self.parameters)
         self._part(weights, number).lerp_(self.fragments[number], 1 - self.keep)
         write(self.parameters, weights)
