@@ -38,8 +38,8 @@ class ErrorFeedback:
 
     def encode(self, name: str, tensor: Tensor) -> Tensor:
         """What is sent in place of the tensor, and of what is left of those of that name."""
-        wanted = self.owed(self.left, name, tensor)
-        sent = self.codec.encode(wanted.view(tensor.shape), self.turns[name])
+        wanted = self.owed(self.left, name, tensor).view(tensor.shape)
+        sent = self.codec.encode(wanted, self.turns[name])
         self.keep(self.left, name, wanted, lambda: self.codec.decode(sent, wanted, self.turns[name]))
         self.turns[name] += 1
         return sent
@@ -58,7 +58,7 @@ class ErrorFeedback:
 
     def keep(self, left: dict[str, Tensor], name: str, wanted: Tensor, sent: Callable[[], Tensor]) -> None:
         """Of what should have been sent, keep what was not."""
-        left[name] = wanted - sent().flatten()
+        left[name] = (wanted - sent()).flatten()
 
 
 class Forgetful(ErrorFeedback):
