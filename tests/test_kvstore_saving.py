@@ -50,6 +50,7 @@ OPTIMIZERS = [
     {"name": "adam", "lr": 0.1, "amsgrad": True},
     {"name": None, "reduction": "median"},
     {},
+    {"name": "delayed_nesterov", "lr": 0.1, "period": 3},
 ]
 
 

@@ -13,6 +13,7 @@ the processes does not matter. Tensors of GPUs are what no test has seen so far:
 """
 
 from d2lps.backend.choice import use
+from d2lps.backend.hooks import ddp_hook
 from d2lps.backend.processgroup import group
 
-__all__ = ["group", "use"]
+__all__ = ["ddp_hook", "group", "use"]

@@ -69,10 +69,43 @@ class TorchOptimizer:
             self.torch.state.clear()
 
 
+class DelayedNesterov:
+    """For deltas that arrive one by one: each moves the value at once, but the momentum only after `period` of them, by all.
+
+    >>> value, optimizer = torch.zeros(1), DelayedNesterov(lr=1.0, momentum=0.5, period=2)
+    >>> state = optimizer.state(value)
+    >>> for delta in (1.0, 3.0):                    # the second also brings momentum, 0.5 x (1 + 3)
+    ...     optimizer.step(value, torch.tensor([delta]), state)
+    >>> value
+    tensor([-6.])
+
+    So that a worker's late delta is not carried on by itself. activation: what a step between takes of the momentum, from 0 to
+    1 / period. A delta is taken for its share: under asp a push has been divided by the number of workers, a good period.
+    With a period of 1 it is torch's SGD with nesterov=True. Source: Liu et al., "Asynchronous local-SGD training", 2024.
+    """
+
+    def __init__(self, lr: float, momentum: float = 0.9, period: int = 1, activation: float = 0.0) -> None:
+        if not isinstance(period, int) or period < 1 or not 0 <= activation * period <= 1:
+            raise ValueError(f"period={period!r} must be a whole number from 1 up, activation={activation!r} 0 to 1 / period")
+        self.lr, self.momentum, self.period, self.activation = lr, momentum, period, activation
+
+    def state(self, value: torch.Tensor) -> Moments:
+        return {"momentum": torch.zeros_like(value), "waiting": torch.zeros_like(value), "pushes": torch.zeros(())}
+
+    def step(self, value: torch.Tensor, gradient: torch.Tensor, state: Moments) -> None:
+        momentum, waiting, share = state["momentum"], state["waiting"].add_(gradient), self.activation
+        if (state["pushes"] + 1) % self.period == 0:
+            momentum.mul_(self.momentum).add_(waiting)
+            waiting.zero_()
+            share = 1 - (self.period - 1) * self.activation
+        state["pushes"].add_(1).remainder_(self.period)
+        value.sub_(gradient, alpha=self.lr).sub_(momentum, alpha=self.lr * share * self.momentum)
+
+
 OPTIMIZERS: dict[str, Any] = {
     name.lower(): partial(TorchOptimizer, getattr(torch.optim, name))
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop")
-}
+} | {"delayed_nesterov": DelayedNesterov}
 
 
 def register_optimizer(name: str, cls: Any) -> None:
