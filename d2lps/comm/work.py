@@ -43,6 +43,23 @@ class Work:
     is_completed = test  # torch's name for it
 
 
+class Event:
+    """Something that happens in one lane of a rank, and that others of its lanes wait for: once, and for good.
+
+    >>> full = Event()
+    >>> work = comm.start(send_when, full)      # which begins with comm'.wait(full)    # doctest: +SKIP
+    >>> fill(bucket)                            # doctest: +SKIP
+    >>> comm.signal(full)                       # what the lane has waited for      # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def is_set(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.future.done()
+
+
 def once(finish: Callable[[], None]) -> Callable[[], None]:
     """The same for several threads: who calls it while another does returns when that one has, and does nothing itself."""
     lock, begun = threading.Lock(), list[bool]()

@@ -1,0 +1,8 @@
+"""How a model is trained on many devices: one mechanism a file, each a few calls on a communicator."""
+
+from d2lps.parallel.buckets import buckets, flatten
+from d2lps.parallel.data_parallel import DataParallel
+from d2lps.parallel.described import Described, Layer
+from d2lps.parallel.priority import Scheduler
+
+__all__ = ["DataParallel", "Described", "Layer", "Scheduler", "buckets", "flatten"]
