@@ -331,11 +331,12 @@ def test_buckets_are_in_ddps_order_once_a_backward_pass_has_shown_it() -> None:
 
 def test_in_ddp_the_forward_pass_decides_what_is_averaged_and_here_the_backward_pass() -> None:
     def work(comm: Communicator, gloo: Any) -> dict[str, tuple[bool, ...]]:
-        found: dict[str, list[bool]] = {"DDP": [], "ours": []}
+        makers = {"DDP": partial(DistributedDataParallel, process_group=gloo), "ours": partial(DataParallel, comm)}
+        found: dict[str, list[bool]] = {name: [] for name in makers}
         for forward_inside in (False, True):
             for backward_inside in (False, True):
-                for name, wrap in (("DDP", partial(DistributedDataParallel, process_group=gloo)), ("ours", partial(DataParallel, comm))):
-                    model = wrap(net(plain))
+                for name, make in makers.items():
+                    model = make(net(plain))
                     model(batch(comm.rank)).sum().backward()  # after which DDP knows its buckets
                     model.zero_grad()
                     with model.no_sync() if forward_inside else torch.enable_grad():
@@ -350,3 +351,185 @@ def test_in_ddp_the_forward_pass_decides_what_is_averaged_and_here_the_backward_
 
     # forward and backward pass outside; the second inside; the first inside; both inside of no_sync
     assert beside_ddp(work, 2) == [{"DDP": (True, True, False, False), "ours": (True, False, True, False)}] * 2
+
+
+# ---- what overlap gains -----------------------------------------------------------------------------------------------
+
+BYTES, COMPUTE = 10_000_000, 0.010  # of a model of eight alike layers
+
+
+def backward_pass(comm: Communicator, layers: Sequence[Layer], cap: int) -> float:
+    """The seconds of the second one: in the first, the ranks agree on the order."""
+    model, start = DataParallel(comm, Described(comm, layers), cap), 0.0
+    for _ in range(2):
+        loss, start = model(torch.ones(1, device=comm.device)).sum(), comm.now()
+        loss.backward()
+    return comm.now() - start
+
+
+def seconds(bucket: int, layers: int = 8, latency: float = 0.0, ranks: int = 2) -> float:
+    each = Layer(0.0, COMPUTE / layers, BYTES // layers)
+    return d2lps.simulate(backward_pass, star(ranks, 1e9, latency), [each] * layers, bucket, device="meta", trace=False)[0]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, 0.020), (2, 0.015), (8, 0.01125)])
+def test_what_overlap_gains_is_the_formula(number: int, expected: float) -> None:
+    """10 ms of computing and 10 ms of sending, in b buckets: all of the one, and of the other what comes after the last."""
+    assert expected == COMPUTE + COMPUTE / number
+    assert seconds(BYTES // number) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_best_bucket_is_neither_the_smallest_nor_the_largest() -> None:
+    """Each bucket costs latencies, and what is sent after the last of them is not hidden."""
+    layers, latency = 40, 5e-5
+    times = {number: seconds(BYTES // number, layers, latency) for number in (1, 2, 4, 8, 20, 40)}
+    best = min(times, key=lambda number: times[number])
+    assert best == 8
+    assert times[1] > 1.4 * times[best] and times[40] > 1.2 * times[best]
+    falls = [later < earlier for earlier, later in pairwise(times.values())]
+    assert falls == sorted(falls, reverse=True)  # first less and less, then more and more
+
+
+def vgg16(examples: int, flops: float) -> list[Layer]:
+    """Its layers, in their order: a product of the operands' sizes for each pixel, forward, and twice as much backward."""
+    sizes: list[tuple[int, int, int]] = []  # inputs, outputs, pixels
+    channels, width = 3, 224
+    for block in ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)):
+        for out in block:
+            sizes.append((9 * channels, out, width * width))
+            channels = out
+        width //= 2
+    sizes += [(7 * 7 * 512, 4096, 1), (4096, 4096, 1), (4096, 1000, 1)]
+    spent = [2 * examples * inputs * outputs * pixels / flops for inputs, outputs, pixels in sizes]
+    return [Layer(time, 2 * time, 4 * (i + 1) * o) for time, (i, o, _) in zip(spent, sizes, strict=True)]
+
+
+def a_step(comm: Communicator, layers: Sequence[Layer], options: dict[str, Any]) -> float:
+    """From the end of the second backward pass to that of the third."""
+    model, ends = DataParallel(comm, Described(comm, layers), 1, optimizer=Idle, **options), []
+    for _ in range(3):
+        model(torch.ones(1, device=comm.device)).sum().backward()
+        ends.append(comm.now())
+    model.synchronize()
+    return ends[2] - ends[1]
+
+
+class Idle:
+    """An optimizer that takes no time."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def test_what_is_needed_first_goes_first_and_vgg16_trains_faster() -> None:
+    layers = vgg16(examples=32, flops=10e12)
+    assert sum(layer.nbytes for layer in layers) == 4 * 138_357_544
+    computing = sum(layer.forward + layer.backward for layer in layers)
+    sending = sum(layer.nbytes for layer in layers) * 1.5 / 3e9  # by a ring of four
+    assert (round(1e3 * computing), round(1e3 * sending)) == (297, 277)
+
+    def step(**options: Any) -> float:
+        return d2lps.simulate(a_step, star(4, 3e9, 5e-6), layers, options, device="meta", trace=False)[0]
+
+    whole, cut = step(order="fifo"), step(order="fifo", piece=16_000_000)
+    urgent, unlimited = step(order="priority", piece=16_000_000), step(order="priority")
+    assert max(computing, sending) < urgent < 0.9 * min(whole, cut)
+    assert urgent < unlimited  # a tensor that is not cut can't be overtaken
+
+
+# ---- in what order ----------------------------------------------------------------------------------------------------
+
+
+def sent(comm: Communicator, order: str, credit: int, late: float = 0.0) -> tuple[list[tuple[int, int]], list[float]]:
+    """Three tensors of 3, 1 and 2 pieces that get ready one after another: what is sent when, and the sums."""
+    turns: list[tuple[int, int]] = []
+    tensors = [torch.full((length,), float(comm.rank)) for length in (6, 2, 4)]
+
+    def reduce(beside: Communicator, piece: Tensor, number: int) -> None:
+        turns.append((number, piece.storage_offset() // 2))
+        all_reduce(beside, piece)
+        beside.sleep(0.01)
+
+    scheduler = Scheduler(comm, tensors, order, piece=8, credit=credit, reduce=reduce)
+    for number in range(3):
+        comm.sleep(0.005 + (late if comm.rank == comm.size - 1 else 0.0))
+        scheduler.ready(number)
+    for number in (2, 0, 1):
+        scheduler.wait(number)
+    scheduler.finish()
+    return turns, [tensor.unique().item() for tensor in tensors]
+
+
+def test_of_what_is_ready_the_urgent_is_sent_first() -> None:
+    fifo = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert simulated(sent, 2, "fifo", 1)[0][0] == fifo
+    assert simulated(sent, 2, "priority", 1)[0][0] == [(0, 0), (2, 0), (2, 1), (1, 0), (0, 1), (0, 2)]
+    assert simulated(sent, 2, "priority", 2)[0][0] == [(0, 0), (0, 1), (2, 0), (2, 1), (1, 0), (0, 2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("order", ["fifo", "priority"])
+def test_all_ranks_send_in_one_order_though_one_is_late(ranks: int, order: str) -> None:
+    for credit in (1, 4):
+        turns, sums = zip(*simulated(sent, ranks, order, credit, 0.02), strict=True)
+        assert sums == ([ranks * (ranks - 1) / 2] * 3,) * ranks
+        assert credit > 1 or all(turn == turns[0] for turn in turns)
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_so_they_do_on_processes(backend: str) -> None:
+    for credit in (1, 3):
+        turns, sums = zip(*d2lps.run(sent, 3, "priority", credit, 0.01, backend=backend), strict=True)
+        assert sums == ([3.0] * 3,) * 3
+        assert sorted(turns[0]) == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+        assert credit > 1 or turns[0] == turns[1] == turns[2]
+
+
+@pytest.mark.parametrize("options", [{"piece": 0}, {"credit": 0}, {"credit": 2.0}, {"piece": True}, {"order": "lifo"}])
+def test_a_schedule_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        simulated(lambda comm: Scheduler(comm, [torch.zeros(3)], **options), 2)
+
+
+def test_messages_move_while_the_rank_computes() -> None:
+    """Each waits for the other, so that no clock is needed: the layer for its neighbour's gradient, that for the layer."""
+
+    def work(comm: Communicator) -> None:
+        begun, tensor = Event(), torch.ones(1000)
+
+        def reduce(beside: Communicator, piece: Tensor, number: int) -> None:
+            beside.wait(begun)
+            all_reduce(beside, piece)
+
+        scheduler = Scheduler(comm, [tensor], reduce=reduce)
+        scheduler.ready(0)
+        with comm.compute("layer 0"):
+            comm.signal(begun)
+            scheduler.wait(0)
+        scheduler.finish()
+
+    trace = d2lps.run(work, 3, trace=True).trace
+    assert trace is not None
+    bars = trace.bars()
+    for rank in range(3):
+        (start,), (end,) = (bars["computing"][edge][bars["computing"]["rank"] == rank] for edge in ("start", "end"))
+        mine = trace.messages["src"] == rank
+        assert np.all(trace.messages["src_lane"][mine] == 1)
+        assert np.all((trace.messages["start"][mine] > start) & (trace.messages["end"][mine] < end))
+        assert mine.sum() == 4
+
+
+def test_a_timeline_has_computing_and_messages_in_lanes_of_their_own() -> None:
+    def work(comm: Communicator) -> None:
+        model = DataParallel(comm, Described(comm, [Layer(0.001, 0.002, 4000)] * 3), 1)
+        model(torch.ones(1)).sum().backward()
+
+    for run in (simulated(work, 2), d2lps.run(work, 2, trace=True)):
+        assert run.trace is not None
+        blocks = run.trace.bars()["computing"]
+        mine = blocks["rank"] == 0
+        assert set(blocks["lane"][mine]) == {0}
+        assert list(blocks["label"][mine]) == [f"forward {k}" for k in range(3)] + [f"backward {k}" for k in (2, 1, 0)]
+        assert (run.trace.messages["src_lane"] == 1).sum() == 2 * 2 * 3  # of two ranks, both ways round the ring, for each layer
