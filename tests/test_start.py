@@ -210,7 +210,7 @@ def test_an_event_that_never_happens_is_named(world: Runner) -> None:
             comm.signal(event)
         started.wait()
 
-    with pytest.raises(RankHung, match=r"rank 0 waits for what another of its lanes is to signal \(in <lambda>, line \d+: started"):
+    with pytest.raises(RankHung, match=r"rank 0 waits for what another of its lanes is to signal \(in <lambda>, line "):
         world(work, 2, timeout=1)
 
 
