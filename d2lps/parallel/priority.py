@@ -32,7 +32,9 @@ class Scheduler:
     piece the ranks agree on how much is ready everywhere, an all-reduce of one number by a tree.
     piece: bytes, to which tensors are cut; None leaves them whole. credit: how many pieces are on their way at a time, each in
     a lane of its own: with one, each waits for the last one's latency; with many, an urgent one shares the links with others.
-    reduce(comm', piece, number): what is done to a piece of that tensor, in place of the mean. All must get ready, or `close` be called: lanes wait.
+    reduce(comm', piece, number): what is done to a piece of that tensor, in place of the mean. Lanes wait until all are ready, or
+    `close` is called. Errors: what a lane raises comes out of `wait` and `finish`; ValueError for an order that is none.
+    Cost: for each piece what `reduce` costs, with "priority" 2 ceil(log2 p) latencies more; a `Communicator.start` a lane.
     Source: Jayarajan et al. 2019 (P3); Peng et al. 2019 (ByteScheduler).
     """
 
@@ -40,8 +42,8 @@ class Scheduler:
         self, comm: Communicator, tensors: Sequence[Tensor], order: str = "fifo", piece: int | None = None, credit: int = 1,
         reduce: Callable[[Communicator, Tensor, int], None] | None = None,
     ) -> None:  # fmt: skip
-        for name, value in (("piece", piece), ("credit", credit)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        for name, value in (("piece", 1 if piece is None else piece), ("credit", credit)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a whole number, 1 or more")
         self.comm, self.reduce = comm, reduce or _mean
         self._pick = named("order", order, {"fifo": lambda _, oldest: oldest, "priority": self._most_urgent})
