@@ -8,8 +8,8 @@ Run(['rank 0 of 2', 'rank 1 of 2'])
 import importlib
 from typing import Any
 
-from d2lps import aggregate, check, collectives, compress, cost, kvstore, parallel, topology
-from d2lps.comm import Communicator, Deadlock, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
+from d2lps import aggregate, check, collectives, compress, cost, kvstore, topology
+from d2lps.comm import Communicator, Deadlock, Event, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.figures import style
 from d2lps.launch import run
 from d2lps.result import Run
@@ -19,14 +19,14 @@ from d2lps.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
-    "Communicator", "Cut", "Deadlock", "Device", "Kill", "Mismatch", "Model", "Narrow", "OutOfMemory", "RankDied", "RankFailed",
-    "RankHung", "ReduceOp", "Run", "Slow", "Topology", "Trace", "Work", "aggregate", "check", "collectives", "compress",
-    "cost", "kvstore", "parallel", "run", "simulate", "style", "topology",
+    "Communicator", "Cut", "Deadlock", "Device", "Event", "Kill", "Mismatch", "Model", "Narrow", "OutOfMemory", "RankDied",
+    "RankFailed", "RankHung", "ReduceOp", "Run", "Slow", "Topology", "Trace", "Work", "aggregate", "check", "collectives",
+    "compress", "cost", "kvstore", "run", "simulate", "style", "topology",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """What few programs need, `d2lps.backend`, `bench` and `widgets`, is imported when it is first asked for."""
-    if name in ("backend", "bench", "widgets"):
+    """What few programs need, `d2lps.backend`, `bench`, `parallel` and `widgets`, is imported when it is first asked for."""
+    if name in ("backend", "bench", "parallel", "widgets"):
         return importlib.import_module(f"d2lps.{name}")
     raise AttributeError(f"module 'd2lps' has no attribute {name!r}")

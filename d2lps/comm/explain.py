@@ -69,6 +69,7 @@ def describe_status(status: Status, ranks: int = 0) -> str:
         "agree": f"waits to compare its call with the others'{of}",
         "split": f"waits for the others{of} to call split",
         "join": "waits for what it has started",
+        "event": "waits for what another of its lanes is to signal",
         "compute": "computes",
         "sleep": "sleeps",
         "flow": "waits for a message that is on its way",

@@ -16,6 +16,7 @@ from d2lps.comm import ops
 from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.status import Board, Status, readers_line
+from d2lps.comm.work import Event
 from d2lps.trace.recorder import Recorder
 
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
@@ -147,10 +148,25 @@ class Rank(ABC):
         """Seconds on this rank's clock, of which differences mean something; virtual ones, from 0, in a simulation."""
         return time.monotonic()
 
-    def sleep(self, seconds: float) -> None:
-        """Let this rank's time pass."""
-        with self._span("sleep"):
+    def sleep(self, seconds: float, label: str = "") -> None:
+        """Let this rank's time pass; label: of the computing that the time stands for, as which the trace then shows it."""
+        with self._span("compute" if label else "sleep", label):
             time.sleep(seconds)
+
+    # ---- events: what the lanes of one rank tell one another ------------------------------------------------------
+
+    def signal(self, event: Event) -> None:
+        """Say that it has happened: whoever waits for it goes on."""
+        self.now()  # in a simulation, when what this lane has counted until here has been computed
+        event.set()
+
+    def wait(self, event: Event) -> None:
+        """Return when another lane of this rank has signalled the event; at once if it has already."""
+        with self.waiting("event"):
+            self._until(event)
+
+    def _until(self, future: Future[Any]) -> None:
+        future.exception()
 
     # ---- notes: for the message that explains a hang --------------------------------------------------------------
 
@@ -166,7 +182,7 @@ class Rank(ABC):
             self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
             return self.board.watched
 
-        if action == "join" or not self.notes_when_long:
+        if action in ("join", "event") or not self.notes_when_long:
             note()
         running.note = note
         try:

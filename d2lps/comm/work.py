@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 
@@ -41,6 +42,23 @@ class Work:
         return self._complete or self._ready()
 
     is_completed = test  # torch's name for it
+
+
+class Event(Future[None]):
+    """Something that happens in one lane of a rank, and that others of its lanes wait for: once, and for good.
+
+    >>> full = Event()
+    >>> work = comm.start(send_when, full)      # which begins with comm'.wait(full)    # doctest: +SKIP
+    >>> fill(bucket)                            # doctest: +SKIP
+    >>> comm.signal(full)                       # what the lane has waited for      # doctest: +SKIP
+    """
+
+    def set(self) -> None:
+        """For `Communicator.signal`; to say it twice says nothing more."""
+        with suppress(InvalidStateError):
+            self.set_result(None)
+
+    is_set = Future.done  # whether `wait` would return at once
 
 
 def once(finish: Callable[[], None]) -> Callable[[], None]:

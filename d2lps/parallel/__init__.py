@@ -1,5 +1,8 @@
 """How a model is trained on many devices: one mechanism a file, each a few calls on a communicator."""
 
+from d2lps.parallel.buckets import buckets, flatten
+from d2lps.parallel.data_parallel import DataParallel
 from d2lps.parallel.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
+from d2lps.parallel.priority import Scheduler
 
-__all__ = ["DiLoCo", "DiLoCoWorker", "LocalSGD", "local_steps"]
+__all__ = ["DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "Scheduler", "buckets", "flatten", "local_steps"]

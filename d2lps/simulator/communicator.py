@@ -29,10 +29,7 @@ class InLane(Future[Any]):
         self.scheduler = scheduler
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        if not self.done():
-            waiter = self.scheduler.current()
-            self.add_done_callback(lambda _: self.scheduler.happened(waiter))
-            self.scheduler.block(waiter, "join")
+        self.scheduler.until(self, "join")
         return super().exception(timeout)
 
 

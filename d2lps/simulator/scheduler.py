@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,13 @@ class Scheduler:
         if task.error is not None:
             error, task.error = task.error, None
             raise error
+
+    def until(self, future: Future[Any], waiting_for: str) -> None:
+        """Called by a task: go on when the future is done, which another one sees to."""
+        if not future.done():
+            waiter = self.current()
+            future.add_done_callback(lambda _: self.happened(waiter))
+            self.block(waiter, waiting_for)
 
     def current(self) -> Task:
         """The task that runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -149,11 +150,14 @@ class SimulatedRank(Communicator):
         self.catch_up()
         return self.world.network.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, label: str = "") -> None:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds!r} is not a number from 0 up")
         start, scheduler, task = self.now(), self.world.scheduler, self.task
         self.world.network.call_at(start + seconds, lambda: scheduler.happened(task))
         scheduler.block(task, "sleep")
         if self.recorder is not None:
-            self.recorder.span("sleep", "", start, self.now())
+            self.recorder.span("compute" if label else "sleep", label, start, self.now())
+
+    def _until(self, future: Future[Any]) -> None:
+        self.world.scheduler.until(future, "event")

@@ -20,7 +20,7 @@ import torch
 
 from d2lps.trace.buffers import Buffers
 
-ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "serve", "start", "join")
+ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "serve", "start", "join", "event")
 KINDS = ("compute", "sleep", "memory")
 
 
