@@ -72,7 +72,7 @@ def gradient_of_step(function: Function) -> str:
     for p in _RANKS:
         for scale, max_norm, many in ((1.0, 1e9, 1), (2.0**12, 1e9, 300), (2.0**16, 0.5, 3), (2.0**16, 1e-3, 2)):
             given = [[_micro_batch(rank, k, many) * scale for k in range(many)] for rank in range(p)]
-            mean = sum(micro.double() for mine in given for micro in mine) / scale / p
+            mean = torch.stack([micro.double() for mine in given for micro in mine]).sum(0) / scale / p
             mean = mean * min(1.0, max_norm / mean.norm().item())
             case = f"{p} ranks, {many} micro-batches, scale {scale:g}, max_norm {max_norm:g}"
             for rank, got in enumerate(_stepped(function, given, scale, max_norm)):
