@@ -1,8 +1,6 @@
 """Data-parallel training: every rank has the model and a part of the batch, and gradients are averaged as they get ready."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from d2lps import compress
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator, ReduceOp
+from d2lps.compress import Codec, ErrorFeedback
 from d2lps.parallel.buckets import MIB, buckets, flatten
 from d2lps.parallel.priority import Scheduler
 
@@ -24,62 +24,66 @@ class DataParallel(nn.Module):
     >>> loss(model(my_part_of_the_batch)).backward()            # doctest: +SKIP
     >>> optimizer.step()                    # the same step on every rank                           # doctest: +SKIP
 
-    Gradients are views of flat buckets of `bucket_cap` bytes (see `buckets`). A bucket is sent, beside the backward pass, when
-    its last gradient is ready and the buckets before it have been sent: in the same order on all ranks. The first backward pass
-    goes by `module.parameters()` backwards; then rank 0 says in which order its gradients got ready, and buckets go by that.
+    Gradients are views of flat buckets of `bucket_cap` bytes (see `buckets`; None is DDP's default, 25 MiB and a first one of 1).
+    A bucket is sent, beside the backward pass, when its last gradient is ready and, with order="fifo", all buckets before it
+    have been sent. The first backward pass goes by `module.parameters()` backwards; then rank 0 tells in which order its
+    gradients got ready, and buckets go by that. `zero_grad(set_to_none=False)` keeps the views, and spares a copy a step.
     Buffers, a batch norm's statistics for one, are rank 0's at the start and each rank's own from there.
-    bucket_cap: None is DDP's default, 25 MiB and a first bucket of 1 MiB. order, piece, credit: of the buckets, see `Scheduler`.
-    reduce(comm', piece): another mean than `all_reduce` by `algorithm`, as by a codec.
-    optimizer: a function of parameters that gives their optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. Then `backward`
-    does not wait: a parameter takes its step, and loses its gradient, when the next forward pass comes to the module that needs
-    it, or at `synchronize`. So communication goes on beside that forward pass, which is where priorities pay.
-    Errors: a RuntimeError that names the parameters that a backward pass has left out; ranks would wait for them for ever.
-    Cost: an all-reduce of all gradients a step, 2(p - 1)/p n bytes a rank by a ring, in latencies that many times 2(p - 1).
-    With k batches of b examples before each step (see `no_sync`), an example costs 2(p - 1)/p n / (k b) bytes: a larger local
-    batch and accumulation save the same, and the second needs no memory.
-    Source: Li et al. 2020 (PyTorch Distributed).
+
+    algorithm: of `collectives.all_reduce`. codec: sent is what it makes of a bucket, by `compress.all_reduce`, but for the first
+    backward pass. order, piece, credit: see `Scheduler`. optimizer: a function that makes one of parameters, such as
+    `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not wait: a parameter takes its step, and loses its gradient, when
+    the next forward pass comes to the module that has it, or at `synchronize`. So communication goes on beside the forward pass
+    too; that is where priorities pay.
+
+    Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them.
+    Cost: an all-reduce of all gradients a step, by a ring 2(p - 1)/p n bytes a rank, and 2(p - 1) latencies a bucket. With k
+    backward passes of b examples for a step (see `no_sync`), an example costs 2(p - 1)/p n/(k b) bytes: a larger local batch
+    saves as much as accumulation, and takes memory for its activations. Source: Li et al. 2020 (PyTorch Distributed).
     """
 
     def __init__(
-        self, comm: Communicator, module: nn.Module, bucket_cap: int | None = None, algorithm: str = "ring",
-        order: str = "fifo", piece: int | None = None, credit: int = 1,
-        reduce: Callable[[Communicator, Tensor], object] | None = None,
+        self, comm: Communicator, module: nn.Module, bucket_cap: int | None = None, codec: Codec | ErrorFeedback | None = None,
+        algorithm: str | None = None, order: str = "fifo", piece: int | None = None, credit: int = 1,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.comm, self.module = comm, module
-        names, self._all = zip(*((n, p) for n, p in module.named_parameters() if p.requires_grad), strict=True)
-        self._names: list[str] = list(names)
-        reduce = reduce or partial(all_reduce, op=ReduceOp.AVG, algorithm=algorithm)
-        self._schedule = partial(Scheduler, order=order, piece=piece, credit=credit, reduce=reduce)
+        self.comm, self.module, self.codec, self.algorithm = comm, module, codec, algorithm
+        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._all = list(self._names)
+        if not self._all:
+            raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is nothing to average")
         self._caps = (25 * MIB, MIB) if bucket_cap is None else (bucket_cap, bucket_cap)
+        self._settle(list(range(len(self._all))))
+        self._schedule = partial(Scheduler, order=order, piece=piece, credit=credit, reduce=self._average)
+        self._scheduler: Any = None  # of the backward pass that goes on, or of the last one
+        self._missing: list[set[int]] = []  # while one goes on: of each bucket, which gradients are not ready
+        self._seen: list[int] | None = []  # those that are, in turn, until the order is settled
+        self._synchronize = True
         for tensor in module.state_dict().values():
             broadcast(comm, tensor)
-        self._settled, self._synchronize = False, True
-        self._pass: _Pass | None = None  # the backward pass that goes on
-        self._sending: _Pass | None = None  # the last one, while some of its gradients wait for their step
-        self._settle(list(range(len(self._all))))
         for number, parameter in enumerate(self._all):
             parameter.register_post_accumulate_grad_hook(partial(self._ready, number))
-        self._optimizers: dict[nn.Parameter, torch.optim.Optimizer] = {}
-        if optimizer is not None:
-            self._optimizers = {parameter: optimizer([parameter]) for parameter in self._all}
-            for part in module.modules():
-                part.register_forward_pre_hook(lambda part, _: self._step(list(part.parameters(recurse=False))))
+        self._optimizers = {parameter: optimizer([parameter]) for parameter in self._all} if optimizer else {}
+        self._due: dict[nn.Parameter, int] = {}  # which have still to take their step, and their numbers
+        for part in module.modules() if optimizer else ():
+            part.register_forward_pre_hook(lambda part, _: self._step(part.parameters(recurse=False)))
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        if self._missing:  # the last backward pass has raised an error
+            self._finish()
         return self.module(*inputs, **options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in the block leave each rank's own gradients, which add up; the first one after it averages the sums.
+        """Backward passes in the block leave each rank its own gradients, which add up; the next one averages the sums.
 
         >>> with model.no_sync():                               # doctest: +SKIP
         ...     loss(model(one_half)).backward()
         >>> loss(model(other_half)).backward()                  # doctest: +SKIP
 
-        Only where `backward` is called counts. In DDP it is where the forward pass was called: a forward pass outside of the
-        block is averaged even if its backward pass stands inside, and the other way round it is not.
+        It only matters where `backward` is called. In DDP the forward pass decides: one outside of the block is averaged though
+        its backward pass stands inside, and one inside is not, though its backward pass stands outside.
         """
         before, self._synchronize = self._synchronize, False
         try:
@@ -88,84 +92,79 @@ class DataParallel(nn.Module):
             self._synchronize = before
 
     def synchronize(self) -> None:
-        """With an `optimizer`: return when every parameter has taken its step. At the end of training, or before you look."""
-        if self._sending is not None:
-            self._step(list(self._all))
-
-    def _step(self, parameters: list[nn.Parameter]) -> None:
-        """The steps that these have still to take."""
-        if (over := self._sending) is None:
-            return
-        for parameter in parameters:
-            if (number := over.waiting.pop(parameter, None)) is not None:
-                over.scheduler.wait(self._bucket_of[number])
-                self._optimizers[parameter].step()
-                self._optimizers[parameter].zero_grad()
-        if not over.waiting:
-            self._sending = None
-            over.scheduler.finish()
+        """With an `optimizer`: return when all parameters have taken their steps. At the end of training, or before you look."""
+        self._step(self._all)
 
     # ---- buckets --------------------------------------------------------------------------------------------------
 
     def _settle(self, use: list[int]) -> None:
         """Lay out the buckets; use: the parameters' numbers in the order of their use, which is that of readiness backwards."""
-        kinds = buckets([self._all[number] for number in use], *self._caps)
-        self.buckets = [[use[index] for index in bucket] for bucket in kinds]
-        self._flat: list[Tensor] = []
-        self._views: dict[int, Tensor] = {}
-        for bucket in self.buckets:
-            flat, views = flatten([self._all[number] for number in bucket])
-            self._flat.append(flat)
-            self._views |= dict(zip(bucket, views, strict=True))
-        self._bucket_of = {number: index for index, bucket in enumerate(self.buckets) for number in bucket}
+        self.buckets = [[use[k] for k in bucket] for bucket in buckets([self._all[number] for number in use], *self._caps)]
+        self._flat, views = zip(*(flatten([self._all[number] for number in bucket]) for bucket in self.buckets), strict=True)
+        self._views: list[list[Tensor]] = list(views)
+        places = ((number, (index, k)) for index, bucket in enumerate(self.buckets) for k, number in enumerate(bucket))
+        self._place = dict(places)  # of a parameter: its bucket, and where in that
+
+    def _average(self, comm: Communicator, piece: Tensor, index: int) -> None:
+        """In a lane: of a bucket, or of a piece of one."""
+        if self.codec is None or self._seen is not None:
+            all_reduce(comm, piece, ReduceOp.AVG, self.algorithm or "ring")
+            return
+        sent = self._views[index] if piece.numel() == self._flat[index].numel() else piece
+        compress.all_reduce(comm, sent, self.codec, f"{index}.{piece.storage_offset()}", algorithm=self.algorithm)
+        piece.div_(comm.size)
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
 
     def _ready(self, number: int, parameter: nn.Parameter) -> None:
-        """Called in the midst of the backward pass: this gradient is complete."""
+        """In the midst of the backward pass: this gradient is complete."""
         if not self._synchronize:
             return
-        now = self._pass
-        if now is None:
-            self.synchronize()
-            now = self._pass = _Pass([len(bucket) for bucket in self.buckets], self._schedule(self.comm, self._flat))
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(partial(self._finish, now))
-        view, gradient, index = self._views[number], parameter.grad, self._bucket_of[number]
-        if gradient is not None and gradient is not view:
-            self.comm.copy(view, gradient)
+        if not self._missing:
+            self._begin()
+        index, k = self._place[number]
+        view = self._views[index][k]
+        if parameter.grad is not view:
+            self.comm.copy(view, parameter.grad)  # type: ignore[arg-type]
             parameter.grad = view
-        now.seen.append(number)
-        now.missing[index] -= 1
-        while now.full < len(self._flat) and not now.missing[now.full]:
-            now.scheduler.ready(now.full)
-            now.full += 1
+        if self._seen is not None:
+            self._seen.append(number)
+        if number not in self._missing[index]:
+            raise RuntimeError(f"{self._names[parameter]} gets its gradient twice in a backward pass: it may be sent already")
+        self._missing[index].remove(number)
+        if not self._missing[index]:
+            self._scheduler.ready(index)
 
-    def _finish(self, over: _Pass) -> None:
-        """Called when the backward pass is over."""
-        self._pass = None
-        if left := sorted(set(range(len(self._all))) - set(over.seen)):
-            over.scheduler.close()
-            told = f"rank {self.comm.rank}: the backward pass has left out {', '.join(self._names[number] for number in left)}"
-            raise RuntimeError(f"{told}; every parameter must have its part in the loss")
+    def _begin(self) -> None:
+        self.synchronize()
+        self._missing = [set(bucket) for bucket in self.buckets]
+        self._scheduler = self._schedule(self.comm, self._flat)
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        """The backward pass is over."""
+        scheduler, left, self._missing = self._scheduler, set().union(*self._missing), []
+        if left:
+            scheduler.close()
+            told = ", ".join(self._names[self._all[number]] for number in sorted(left))
+            raise RuntimeError(f"rank {self.comm.rank}: a backward pass has left out {told}: the loss must depend on them")
         if self._optimizers:
-            over.waiting = {parameter: number for number, parameter in enumerate(self._all)}
-            self._sending = over
+            self._due = {parameter: number for number, parameter in enumerate(self._all)}
         else:
-            over.scheduler.finish()
-        if not self._settled:
+            scheduler.finish()
+        if self._seen is not None:
             self.synchronize()
-            self._settled = True
-            order = torch.tensor(over.seen)
-            broadcast(self.comm, order)
+            broadcast(self.comm, order := torch.tensor(self._seen))
             self._settle(order.tolist()[::-1])
+            self._seen = None
 
-
-class _Pass:
-    """One backward pass: which gradients it has made, how many each bucket waits for, and how many buckets are full."""
-
-    def __init__(self, missing: list[int], scheduler: Scheduler) -> None:
-        self.missing, self.scheduler = missing, scheduler
-        self.seen: list[int] = []
-        self.full = 0
-        self.waiting: dict[nn.Parameter, int] = {}  # for its step: a parameter, and its number
+    def _step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The steps that these have still to take."""
+        for parameter in parameters:
+            if (number := self._due.pop(parameter, None)) is not None:
+                self._scheduler.wait(self._place[number][0])
+                self._optimizers[parameter].step()
+                self._optimizers[parameter].zero_grad()
+                if not self._due:
+                    self._scheduler.finish()

@@ -14,12 +14,10 @@ from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, Event, ReduceOp
 from d2lps.cost.numbers import named
 
-Reduce = Callable[[Communicator, Tensor], object]
 
-
-def mean(comm: Communicator, tensor: Tensor) -> None:
-    """Every rank's tensor becomes the mean of all ranks'."""
-    all_reduce(comm, tensor, ReduceOp.AVG)
+def mean(comm: Communicator, piece: Tensor, number: int) -> None:
+    """Every rank's piece becomes the mean of all ranks'."""
+    all_reduce(comm, piece, ReduceOp.AVG)
 
 
 class Scheduler:
@@ -34,13 +32,13 @@ class Scheduler:
     piece the ranks agree on how much is ready everywhere, an all-reduce of one number by a tree.
     piece: bytes, to which tensors are cut; None leaves them whole. credit: how many pieces are on their way at a time, each in
     a lane of its own: with one, each waits for the last one's latency; with many, an urgent one shares the links with others.
-    reduce(comm', piece): what is done to a piece. All tensors must get ready, or `close` be called.
+    reduce(comm', piece, number): what is done to a piece of that tensor. All must get ready, or `close` be called.
     Source: Jayarajan et al. 2019 (P3); Peng et al. 2019 (ByteScheduler).
     """
 
     def __init__(
         self, comm: Communicator, tensors: Sequence[Tensor], order: str = "fifo", piece: int | None = None, credit: int = 1,
-        reduce: Reduce = mean,
+        reduce: Callable[[Communicator, Tensor, int], None] = mean,
     ) -> None:  # fmt: skip
         for name, value in (("piece", piece), ("credit", credit)):
             if isinstance(value, bool) or not (value is None or isinstance(value, int)) or (value is not None and value < 1):
@@ -90,7 +88,7 @@ class Scheduler:
             self._left[number] -= 1
             comm.signal(self._picked[turn])
             comm.step("tensor {}, piece {}", number, index)
-            self.reduce(comm, self.pieces[number][index])
+            self.reduce(comm, self.pieces[number][index], number)
             with self._counting:
                 self._unsent[number] -= 1
                 if not self._unsent[number]:
