@@ -17,6 +17,7 @@ from launching import nothing_left
 import d2lps
 from d2lps import Communicator, Mismatch, RankHung
 from d2lps.collectives import all_reduce, broadcast
+from d2lps.comm import Event
 
 Runner = Callable[..., d2lps.Run]
 
@@ -170,6 +171,47 @@ def test_a_start_that_only_some_ranks_call_is_named(run: Runner) -> None:
     where = rf"\(in work, line {work.__code__.co_firstlineno + 2}: comm.start\(broadcast, torch.zeros\(1\)\)"
     with pytest.raises(RankHung, match=rf"rank [12] waits for the others to call start {where}"):
         run(work, 3, timeout=1)
+
+
+def simulated(function: Callable[..., Any], ranks: int, **options: Any) -> d2lps.Run:
+    return d2lps.simulate(function, d2lps.topology.star(ranks, 1e9, 1e-6))
+
+
+@pytest.mark.parametrize("world", [d2lps.run, simulated])
+def test_lanes_of_a_rank_wait_for_what_another_signals(world: Runner) -> None:
+    def work(comm: Communicator) -> list[str]:
+        told, first, second = list[str](), Event(), Event()
+
+        def beside(lane: Communicator) -> None:
+            lane.wait(first)
+            told.append("first")
+            lane.signal(second)
+
+        assert not first.is_set()
+        started = comm.start(beside)
+        comm.sleep(0.01)
+        told.append("slept")
+        comm.signal(first)
+        comm.wait(second)
+        told.append("second")
+        comm.wait(first)  # has happened for good
+        started.wait()
+        return told
+
+    assert world(work, 2) == [["slept", "first", "second"]] * 2
+
+
+@pytest.mark.parametrize("world", [d2lps.run, simulated])
+def test_an_event_that_never_happens_is_named(world: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        event = Event()
+        started = comm.start(lambda lane: lane.wait(event))
+        if comm.rank:
+            comm.signal(event)
+        started.wait()
+
+    with pytest.raises(RankHung, match=r"rank 0 waits for what another of its lanes is to signal \(in <lambda>, line "):
+        world(work, 2, timeout=1)
 
 
 def test_one_that_never_ends_is_not_waited_for_for_ever(run: Runner) -> None:

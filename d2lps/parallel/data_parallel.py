@@ -32,7 +32,7 @@ class DataParallel(nn.Module):
 
     algorithm: of `collectives.all_reduce`. codec: sent is what it makes of a bucket, by `compress.all_reduce`, but for the first
     backward pass. order, piece, credit: see `Scheduler`. optimizer: a function that makes one of parameters, such as
-    `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not wait: a parameter takes its step, and loses its gradient, when
+    `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not wait, and leaves no gradients: a parameter takes its step when
     the next forward pass comes to the module that has it, or at `synchronize`. So communication goes on beside the forward pass
     too; that is where priorities pay.
 
@@ -151,6 +151,8 @@ class DataParallel(nn.Module):
             raise RuntimeError(f"rank {self.comm.rank}: a backward pass has left out {told}: the loss must depend on them")
         if self._optimizers:
             self._due = {parameter: number for number, parameter in enumerate(self._all)}
+            for parameter in self._all:
+                parameter.grad = None  # it is under way: nobody else shall clear it, or use it
         else:
             scheduler.finish()
         if self._seen is not None:
@@ -163,8 +165,10 @@ class DataParallel(nn.Module):
         """The steps that these have still to take."""
         for parameter in parameters:
             if (number := self._due.pop(parameter, None)) is not None:
-                self._scheduler.wait(self._place[number][0])
+                index, k = self._place[number]
+                self._scheduler.wait(index)
+                parameter.grad = self._views[index][k]
                 self._optimizers[parameter].step()
-                self._optimizers[parameter].zero_grad()
+                parameter.grad = None
                 if not self._due:
                     self._scheduler.finish()

@@ -1,0 +1,535 @@
+"""Gradients in buckets beside the backward pass, and what is sent first: against formulas, one process, and torch's DDP."""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import nothing_left
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import d2lps
+import d2lps.backend
+from d2lps import Communicator, compress
+from d2lps.collectives import all_reduce
+from d2lps.comm import Event
+from d2lps.parallel import DataParallel, Described, Layer, Scheduler, buckets, flatten
+from d2lps.topology import star
+
+Runner = Callable[..., d2lps.Run]
+
+
+def simulated(function: Callable[..., Any], ranks: int, *args: Any, bandwidth: float = 1e9, latency: float = 1e-6) -> d2lps.Run:
+    return d2lps.simulate(function, star(ranks, bandwidth, latency), *args)
+
+
+@pytest.fixture(params=[d2lps.run, simulated], ids=["processes", "simulated"])
+def world(request: pytest.FixtureRequest) -> Runner:
+    return request.param
+
+
+# ---- buckets ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 150), st.integers(1, 150), st.booleans())
+def test_buckets_are_those_of_torch(lengths: list[int], cap: int, first: int, mixed: bool) -> None:
+    kinds = [torch.float64 if mixed and number % 3 == 0 else torch.float32 for number in range(len(lengths))]
+    tensors = [torch.empty(length, dtype=kind) for length, kind in zip(lengths, kinds, strict=True)]
+    numbers = list(reversed(range(len(tensors))))
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors[::-1], [first, cap], [], numbers)
+    ours = buckets(tensors, cap, first)
+    assert sorted(ours) == sorted(theirs)
+    if not mixed:  # else torch has those that did not get full in the order of a hash table
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("options", [{"cap": 0}, {"first": -1}, {"cap": 1.5}, {"cap": True}])
+def test_a_cap_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not a number of bytes"):
+        buckets([torch.empty(3)], **options)
+
+
+def test_views_are_the_flat_tensor() -> None:
+    shapes: list[tuple[int, ...]] = [(2, 3), (), (0,), (4,)]
+    flat, views = flatten([torch.empty(shape) for shape in shapes])
+    for number, view in enumerate(views):
+        view.fill_(number)
+    assert [tuple(view.shape) for view in views] == shapes
+    assert flat.tolist() == [0] * 6 + [1] + [3] * 4
+
+
+# ---- networks ---------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Its parameters are registered in another order than they are used in; one is used twice, and one module is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 4)
+        self.twice = nn.Linear(6, 6)
+        self.first = nn.Linear(4, 6)
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x)))) * self.scale
+        return self.out(torch.tanh(self.last(x)))
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6))
+
+
+def net(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make().to(dtype)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+class Momentum:
+    """torch.optim's first step imports torch's compiler, which takes each process seconds."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.moved = [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter, velocity in self.moved:
+                parameter -= velocity.mul_(0.9).add_(parameter.grad).mul(0.1)
+
+
+EXAMPLES, STEPS = 60, 4
+
+
+def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+
+
+def alone(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> Tensor:
+    """What one process makes of all the examples."""
+    model = net(make, dtype)
+    optimizer = Momentum(model.parameters())
+    for step in range(STEPS):
+        model.zero_grad()
+        model(batch(step, dtype)).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def train(comm: Communicator, make: Callable[[], nn.Module], pieces: int, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    """The same with a part on each rank, cut into pieces for as many backward passes a step."""
+    model = DataParallel(comm, net(make, dtype, seed=comm.rank), **options)  # of which rank 0's counts
+    optimizer = Momentum(model.parameters())
+    for step in range(STEPS):
+        model.zero_grad()
+        *early, last = batch(step, dtype).chunk(comm.size)[comm.rank].chunk(pieces)
+        with model.no_sync():
+            for part in early:
+                (model(part).square().mean() / pieces).backward()
+        (model(last).square().mean() / pieces).backward()
+        if "optimizer" not in options:
+            optimizer.step()
+    model.synchronize()
+    return weights(model)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one bucket": {},
+    "small buckets": {"bucket_cap": 1000},
+    "each alone": {"bucket_cap": 1, "algorithm": "tree"},
+    "in pieces": {"bucket_cap": 2000, "piece": 240},
+    "priority": {"bucket_cap": 400, "piece": 240, "order": "priority"},
+    "several at a time": {"bucket_cap": 400, "piece": 240, "order": "priority", "credit": 3},
+    "steps as needed": {"bucket_cap": 400, "order": "priority", "credit": 2, "optimizer": Momentum},
+}
+
+
+def train_in_all_ways(comm: Communicator, make: Callable[[], nn.Module]) -> list[Tensor]:
+    torch.set_num_threads(1)
+    return [train(comm, make, 1, torch.float64, options) for options in WAYS.values()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_training_equals_that_of_one_process(world: Runner, ranks: int) -> None:
+    for make in (plain, Tied)[ranks % 2 :]:
+        for rank in world(train_in_all_ways, ranks, make):
+            for found in rank:
+                torch.testing.assert_close(found, alone(make), rtol=1e-12, atol=1e-12)
+
+
+def test_so_it_does_in_single_precision_on_gloo() -> None:
+    for found in d2lps.run(train, 3, plain, 1, torch.float32, WAYS["several at a time"], backend="gloo"):
+        torch.testing.assert_close(found, alone(plain, torch.float32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["small buckets", "steps as needed"])
+def test_accumulation_equals_the_larger_batch(world: Runner, way: str) -> None:
+    for found in world(train, 3, plain, 4, torch.float64, WAYS[way]):
+        torch.testing.assert_close(found, alone(plain), rtol=1e-12, atol=1e-12)
+
+
+def test_accumulation_divides_the_bytes_of_an_example(world: Runner) -> None:
+    def work(comm: Communicator, examples: int, accumulated: int) -> None:
+        model = DataParallel(comm, net(plain))
+        with model.no_sync():
+            for _ in range(accumulated - 1):
+                model(torch.ones(examples, 4, dtype=torch.float64)).sum().backward()
+        model(torch.ones(examples, 4, dtype=torch.float64)).sum().backward()
+
+    def gradients(run: d2lps.Run) -> int:
+        """The bytes that a rank sends in lanes, as not the first broadcasts are."""
+        assert run.trace is not None
+        messages = run.trace.messages
+        return int(messages["nbytes"][(messages["src"] == 0) & (messages["src_lane"] > 0)].sum())
+
+    traced = {"trace": True} if world is d2lps.run else {}
+    sent = {case: gradients(world(work, 2, *case, **traced)) for case in ((8, 1), (8, 4), (32, 1))}
+    assert sent == dict.fromkeys(sent, weights(net(plain)).nbytes)  # n bytes by a ring of two, for 8, 32 and 32 examples
+
+
+# ---- gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_views_of_the_buckets(world: Runner) -> None:
+    def work(comm: Communicator) -> list[bool]:
+        model, same = DataParallel(comm, net(plain), bucket_cap=1000), []
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            model(batch(comm.rank)).sum().backward()
+            held = [flat.untyped_storage().data_ptr() for flat in model._flat]
+            same.append(all(p.grad is not None and p.grad.untyped_storage().data_ptr() in held for p in model.parameters()))
+        return same
+
+    # The first pass settles the order of the buckets: its gradients lie in those of before.
+    assert world(work, 2) == [[False, True, True]] * 2
+
+
+def test_replicas_stay_alike_with_a_codec_and_their_gradients_are_near(world: Runner) -> None:
+    def work(comm: Communicator, codec: Any) -> tuple[Tensor, float]:
+        model = DataParallel(comm, net(plain, torch.float32), bucket_cap=2000, codec=codec)
+        for step in range(3):
+            model.zero_grad()
+            model(batch(step, torch.float32).chunk(comm.size)[comm.rank]).square().mean().backward()
+        found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        model.module.zero_grad()
+        model.module(batch(2, torch.float32)).square().mean().backward() if comm.size == 1 else None
+        return found, found.norm().item()
+
+    for codec in (compress.half(), compress.ErrorFeedback(compress.top_k(0.5)), compress.ErrorFeedback(compress.power_sgd(2))):
+        whole = world(work, 1, None)[0][0]
+        one, two = world(work, 2, codec)
+        assert torch.equal(one[0], two[0])
+        assert not torch.equal(one[0], whole)
+        assert (one[0] - whole).norm() < 0.5 * whole.norm()
+
+
+def test_one_that_is_left_out_is_named_and_the_next_pass_is_as_any(world: Runner) -> None:
+    def work(comm: Communicator) -> tuple[str, bool]:
+        model = DataParallel(comm, net(plain), bucket_cap=1000)
+        with pytest.raises(RuntimeError) as caught:
+            model.module[0](batch(0)).sum().backward()
+        model.zero_grad()
+        model(batch(comm.rank)).square().mean().backward()
+        return str(caught.value), all(p.grad is not None for p in model.parameters())
+
+    said = "rank {}: a backward pass has left out 2.weight, 2.bias, 4.weight, 4.bias: the loss must depend on them"
+    assert world(work, 2) == [(said.format(0), True), (said.format(1), True)]
+
+
+def test_a_module_without_gradients_is_refused() -> None:
+    with pytest.raises(ValueError, match="Tanh has no parameters that need gradients"):
+        simulated(lambda comm: DataParallel(comm, nn.Tanh()), 1)
+
+
+def test_frozen_parameters_and_buffers_are_rank_0s(world: Runner) -> None:
+    def work(comm: Communicator) -> tuple[float, float, int]:
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        module[0].bias.requires_grad_(False).fill_(comm.rank + 5.0)
+        module[1].running_mean.fill_(comm.rank + 7.0)
+        model = DataParallel(comm, module)
+        model.eval()(torch.ones(2, 3)).sum().backward()
+        return module[0].bias[0].item(), module[1].running_mean[0].item(), sum(len(bucket) for bucket in model.buckets)
+
+    assert world(work, 2) == [(5.0, 7.0, 3)] * 2
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise KeyError("in the backward pass")
+        return gradient, None
+
+
+def test_a_rank_that_fails_in_its_backward_pass_ends_the_run(nothing_left: object) -> None:
+    def work(comm: Communicator) -> None:
+        first, *others = plain()
+        model = DataParallel(comm, nn.Sequential(first, *others), bucket_cap=1)
+        hidden = first(batch(0).float()) if comm.rank else model.module[0](batch(0).float())
+        nn.Sequential(*others)(Failing.apply(hidden, comm.rank == 1)).sum().backward()
+
+    for run in (d2lps.run, simulated):
+        with pytest.raises(KeyError, match="in the backward pass"):
+            run(work, 3)
+
+
+# ---- DDP --------------------------------------------------------------------------------------------------------------
+
+
+def beside_ddp(function: Callable[[Communicator, Any], Any], ranks: int) -> list[Any]:
+    """On processes that have gloo as well, for torch's DDP."""
+
+    def inside(comm: Communicator) -> Any:
+        torch.set_num_threads(1)
+        d2lps.backend.group(comm)
+        try:
+            return function(comm, dist.new_group(backend="gloo"))
+        finally:
+            dist.destroy_process_group()
+
+    return list(d2lps.run(inside, ranks))
+
+
+def test_buckets_are_in_ddps_order_once_a_backward_pass_has_shown_it() -> None:
+    def work(comm: Communicator, gloo: Any) -> list[Any]:
+        found = []
+        for make, caps in ((plain, (None, 0.001, 0.0001)), (Tied, (None, 0.0002, 0.00001))):
+            for cap in caps:
+                theirs = DistributedDataParallel(net(make), process_group=gloo, **({} if cap is None else {"bucket_cap_mb": cap}))
+                ours = DataParallel(comm, net(make), None if cap is None else max(1, int(cap * 2**20)))
+                for model in (theirs, ours) * 3:  # DDP makes its buckets anew in the second forward pass, and tells in the third
+                    model(batch(comm.rank)).sum().backward()
+                told = theirs._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+                found.append((ours.buckets, [[int(number) for number in bucket.split()] for bucket in told.split(",")]))
+        return found
+
+    for cases in beside_ddp(work, 2):
+        assert all(ours == theirs for ours, theirs in cases)
+        assert [len(ours) for ours, _ in cases] == [1, 3, 5, 1, 3, 6]
+
+
+def test_in_ddp_the_forward_pass_decides_what_is_averaged_and_here_the_backward_pass() -> None:
+    def work(comm: Communicator, gloo: Any) -> dict[str, tuple[bool, ...]]:
+        makers = {"DDP": partial(DistributedDataParallel, process_group=gloo), "ours": partial(DataParallel, comm)}
+        found: dict[str, list[bool]] = {name: [] for name in makers}
+        for forward_inside in (False, True):
+            for backward_inside in (False, True):
+                for name, make in makers.items():
+                    model = make(net(plain))
+                    model(batch(comm.rank)).sum().backward()  # after which DDP knows its buckets
+                    model.zero_grad()
+                    with model.no_sync() if forward_inside else torch.enable_grad():
+                        loss = model(batch(comm.rank)).sum()
+                    with model.no_sync() if backward_inside else torch.enable_grad():
+                        loss.backward()
+                    one = next(model.parameters()).grad
+                    both = [torch.zeros_like(one) for _ in range(comm.size)]
+                    dist.all_gather(both, one.contiguous(), group=gloo)
+                    found[name].append(torch.equal(*both))
+        return {name: tuple(averaged) for name, averaged in found.items()}
+
+    # forward and backward pass outside; the second inside; the first inside; both inside of no_sync
+    assert beside_ddp(work, 2) == [{"DDP": (True, True, False, False), "ours": (True, False, True, False)}] * 2
+
+
+# ---- what overlap gains -----------------------------------------------------------------------------------------------
+
+BYTES, COMPUTE = 10_000_000, 0.010  # of a model of eight alike layers
+
+
+def backward_pass(comm: Communicator, layers: Sequence[Layer], cap: int) -> float:
+    """The seconds of the second one: in the first, the ranks agree on the order."""
+    model, start = DataParallel(comm, Described(comm, layers), cap), 0.0
+    for _ in range(2):
+        loss, start = model(torch.ones(1, device=comm.device)).sum(), comm.now()
+        loss.backward()
+    return comm.now() - start
+
+
+def seconds(bucket: int, layers: int = 8, latency: float = 0.0, ranks: int = 2) -> float:
+    each = Layer(0.0, COMPUTE / layers, BYTES // layers)
+    return d2lps.simulate(backward_pass, star(ranks, 1e9, latency), [each] * layers, bucket, device="meta", trace=False)[0]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, 0.020), (2, 0.015), (8, 0.01125)])
+def test_what_overlap_gains_is_the_formula(number: int, expected: float) -> None:
+    """10 ms of computing and 10 ms of sending, in b buckets: all of the one, and of the other what comes after the last."""
+    assert expected == COMPUTE + COMPUTE / number
+    assert seconds(BYTES // number) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_best_bucket_is_neither_the_smallest_nor_the_largest() -> None:
+    """Each bucket costs latencies, and what is sent after the last of them is not hidden."""
+    layers, latency = 40, 5e-5
+    times = {number: seconds(BYTES // number, layers, latency) for number in (1, 2, 4, 8, 20, 40)}
+    best = min(times, key=lambda number: times[number])
+    assert best == 8
+    assert times[1] > 1.4 * times[best] and times[40] > 1.2 * times[best]
+    falls = [later < earlier for earlier, later in pairwise(times.values())]
+    assert falls == sorted(falls, reverse=True)  # first less and less, then more and more
+
+
+def vgg16(examples: int, flops: float) -> list[Layer]:
+    """Its layers, in their order: a product of the operands' sizes for each pixel, forward, and twice as much backward."""
+    sizes: list[tuple[int, int, int]] = []  # inputs, outputs, pixels
+    channels, width = 3, 224
+    for block in ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)):
+        for out in block:
+            sizes.append((9 * channels, out, width * width))
+            channels = out
+        width //= 2
+    sizes += [(7 * 7 * 512, 4096, 1), (4096, 4096, 1), (4096, 1000, 1)]
+    spent = [2 * examples * inputs * outputs * pixels / flops for inputs, outputs, pixels in sizes]
+    return [Layer(time, 2 * time, 4 * (i + 1) * o) for time, (i, o, _) in zip(spent, sizes, strict=True)]
+
+
+def a_step(comm: Communicator, layers: Sequence[Layer], options: dict[str, Any]) -> float:
+    """From the end of the second backward pass to that of the third."""
+    model, ends = DataParallel(comm, Described(comm, layers), 1, optimizer=Idle, **options), []
+    for _ in range(3):
+        model(torch.ones(1, device=comm.device)).sum().backward()
+        ends.append(comm.now())
+    model.synchronize()
+    return ends[2] - ends[1]
+
+
+class Idle:
+    """An optimizer that takes no time."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def test_what_is_needed_first_goes_first_and_vgg16_trains_faster() -> None:
+    layers = vgg16(examples=32, flops=10e12)
+    assert sum(layer.nbytes for layer in layers) == 4 * 138_357_544
+    computing = sum(layer.forward + layer.backward for layer in layers)
+    sending = sum(layer.nbytes for layer in layers) * 1.5 / 3e9  # by a ring of four
+    assert (round(1e3 * computing), round(1e3 * sending)) == (297, 277)
+
+    def step(**options: Any) -> float:
+        return d2lps.simulate(a_step, star(4, 3e9, 5e-6), layers, options, device="meta", trace=False)[0]
+
+    whole, cut = step(order="fifo"), step(order="fifo", piece=16_000_000)
+    urgent, unlimited = step(order="priority", piece=16_000_000), step(order="priority")
+    assert max(computing, sending) < urgent < 0.9 * min(whole, cut)
+    assert urgent < unlimited  # a tensor that is not cut can't be overtaken
+
+
+# ---- in what order ----------------------------------------------------------------------------------------------------
+
+
+def sent(comm: Communicator, order: str, credit: int, late: float = 0.0) -> tuple[list[tuple[int, int]], list[float]]:
+    """Three tensors of 3, 1 and 2 pieces that get ready one after another: what is sent when, and the sums."""
+    turns: list[tuple[int, int]] = []
+    tensors = [torch.full((length,), float(comm.rank)) for length in (6, 2, 4)]
+
+    def reduce(beside: Communicator, piece: Tensor, number: int) -> None:
+        turns.append((number, piece.storage_offset() // 2))
+        all_reduce(beside, piece)
+        beside.sleep(0.01)
+
+    scheduler = Scheduler(comm, tensors, order, piece=8, credit=credit, reduce=reduce)
+    for number in range(3):
+        comm.sleep(0.005 + (late if comm.rank == comm.size - 1 else 0.0))
+        scheduler.ready(number)
+    for number in (2, 0, 1):
+        scheduler.wait(number)
+    scheduler.finish()
+    return turns, [tensor.unique().item() for tensor in tensors]
+
+
+def test_of_what_is_ready_the_urgent_is_sent_first() -> None:
+    fifo = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert simulated(sent, 2, "fifo", 1)[0][0] == fifo
+    assert simulated(sent, 2, "priority", 1)[0][0] == [(0, 0), (2, 0), (2, 1), (1, 0), (0, 1), (0, 2)]
+    assert simulated(sent, 2, "priority", 2)[0][0] == [(0, 0), (0, 1), (2, 0), (2, 1), (1, 0), (0, 2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("order", ["fifo", "priority"])
+def test_all_ranks_send_in_one_order_though_one_is_late(ranks: int, order: str) -> None:
+    for credit in (1, 4):
+        turns, sums = zip(*simulated(sent, ranks, order, credit, 0.02), strict=True)
+        assert sums == ([ranks * (ranks - 1) / 2] * 3,) * ranks
+        assert credit > 1 or all(turn == turns[0] for turn in turns)
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_so_they_do_on_processes(backend: str) -> None:
+    for credit in (1, 3):
+        turns, sums = zip(*d2lps.run(sent, 3, "priority", credit, 0.01, backend=backend), strict=True)
+        assert sums == ([3.0] * 3,) * 3
+        assert sorted(turns[0]) == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+        assert credit > 1 or turns[0] == turns[1] == turns[2]
+
+
+@pytest.mark.parametrize("options", [{"piece": 0}, {"credit": 0}, {"credit": 2.0}, {"piece": True}, {"order": "lifo"}])
+def test_a_schedule_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        simulated(lambda comm: Scheduler(comm, [torch.zeros(3)], **options), 2)
+
+
+def test_messages_move_while_the_rank_computes() -> None:
+    """Each waits for the other, so that no clock is needed: the layer for its neighbour's gradient, that for the layer."""
+
+    def work(comm: Communicator) -> None:
+        begun, tensor = Event(), torch.ones(1000)
+
+        def reduce(beside: Communicator, piece: Tensor, number: int) -> None:
+            beside.wait(begun)
+            all_reduce(beside, piece)
+
+        scheduler = Scheduler(comm, [tensor], reduce=reduce)
+        scheduler.ready(0)
+        with comm.compute("layer 0"):
+            comm.signal(begun)
+            scheduler.wait(0)
+        scheduler.finish()
+
+    trace = d2lps.run(work, 3, trace=True).trace
+    assert trace is not None
+    bars = trace.bars()
+    for rank in range(3):
+        (start,), (end,) = (bars["computing"][edge][bars["computing"]["rank"] == rank] for edge in ("start", "end"))
+        mine = trace.messages["src"] == rank
+        assert np.all(trace.messages["src_lane"][mine] == 1)
+        assert np.all((trace.messages["start"][mine] > start) & (trace.messages["end"][mine] < end))
+        assert mine.sum() == 4
+
+
+def test_a_timeline_has_computing_and_messages_in_lanes_of_their_own() -> None:
+    def work(comm: Communicator) -> None:
+        model = DataParallel(comm, Described(comm, [Layer(0.001, 0.002, 4000)] * 3), 1)
+        model(torch.ones(1)).sum().backward()
+
+    for run in (simulated(work, 2), d2lps.run(work, 2, trace=True)):
+        assert run.trace is not None
+        blocks = run.trace.bars()["computing"]
+        mine = blocks["rank"] == 0
+        assert set(blocks["lane"][mine]) == {0}
+        assert list(blocks["label"][mine]) == [f"forward {k}" for k in range(3)] + [f"backward {k}" for k in (2, 1, 0)]
+        assert (run.trace.messages["src_lane"] == 1).sum() == 2 * 2 * 3  # of two ranks, both ways round the ring, for each layer
