@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 from d2lps import aggregate, check, collectives, compress, cost, kvstore, topology
-from d2lps.comm import Communicator, Deadlock, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
+from d2lps.comm import Communicator, Deadlock, Event, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.figures import style
 from d2lps.launch import run
 from d2lps.result import Run
@@ -19,9 +19,9 @@ from d2lps.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
-    "Communicator", "Cut", "Deadlock", "Device", "Kill", "Mismatch", "Model", "Narrow", "OutOfMemory", "RankDied", "RankFailed",
-    "RankHung", "ReduceOp", "Run", "Slow", "Topology", "Trace", "Work", "aggregate", "check", "collectives", "compress",
-    "cost", "kvstore", "run", "simulate", "style", "topology",
+    "Communicator", "Cut", "Deadlock", "Device", "Event", "Kill", "Mismatch", "Model", "Narrow", "OutOfMemory", "RankDied",
+    "RankFailed", "RankHung", "ReduceOp", "Run", "Slow", "Topology", "Trace", "Work", "aggregate", "check", "collectives",
+    "compress", "cost", "kvstore", "run", "simulate", "style", "topology",
 ]
 
 

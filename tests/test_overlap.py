@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from described import Described, Layer
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import nothing_left
@@ -22,7 +23,7 @@ import d2lps.backend
 from d2lps import Communicator, compress
 from d2lps.collectives import all_reduce
 from d2lps.comm import Event
-from d2lps.parallel import DataParallel, Described, Layer, Scheduler, buckets, flatten
+from d2lps.parallel import DataParallel, Scheduler, buckets, flatten
 from d2lps.topology import star
 
 Runner = Callable[..., d2lps.Run]
@@ -267,6 +268,42 @@ def test_frozen_parameters_and_buffers_are_rank_0s(world: Runner) -> None:
         return module[0].bias[0].item(), module[1].running_mean[0].item(), sum(len(bucket) for bucket in model.buckets)
 
     assert world(work, 2) == [(5.0, 7.0, 3)] * 2
+
+
+class Borrowing(nn.Module):
+    """It uses another module's weight without calling that, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.borrowed = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.called(x), self.borrowed.weight, self.borrowed.bias)
+
+
+def test_a_step_for_which_no_forward_pass_has_asked_is_refused(world: Runner) -> None:
+    def work(comm: Communicator) -> str:
+        model = DataParallel(comm, Borrowing(), optimizer=Momentum)
+        for _ in range(2):  # after the first backward pass all take their steps
+            model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.ones(2, 3)).sum().backward()
+        return str(caught.value)
+
+    said = "no forward pass has come to the modules of borrowed.weight, borrowed.bias, which so have not taken their last steps"
+    assert world(work, 2) == [said] * 2
+
+
+@pytest.mark.parametrize("credit", [1, 3])
+def test_what_goes_wrong_in_a_lane_comes_out_of_the_backward_pass(world: Runner, credit: int) -> None:
+    def work(comm: Communicator) -> None:
+        codec = compress.ErrorFeedback(compress.top_k(0.5))  # which refuses what is not finite
+        model = DataParallel(comm, net(plain), bucket_cap=1000, codec=codec, piece=80, credit=credit)
+        for factor in (1.0, float("nan")):
+            (model(batch(0)).sum() * factor).backward()
+
+    with pytest.raises(ValueError, match=r"bucket . from .* has nan at"):
+        world(work, 2)
 
 
 class Failing(torch.autograd.Function):

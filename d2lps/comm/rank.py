@@ -158,12 +158,12 @@ class Rank(ABC):
     def signal(self, event: Event) -> None:
         """Say that it has happened: whoever waits for it goes on."""
         self.now()  # in a simulation, when what this lane has counted until here has been computed
-        event.future.set_result(None)
+        event.set()
 
     def wait(self, event: Event) -> None:
         """Return when another lane of this rank has signalled the event; at once if it has already."""
         with self.waiting("event"):
-            self._until(event.future)
+            self._until(event)
 
     def _until(self, future: Future[Any]) -> None:
         future.exception()

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 
@@ -43,7 +44,7 @@ class Work:
     is_completed = test  # torch's name for it
 
 
-class Event:
+class Event(Future[None]):
     """Something that happens in one lane of a rank, and that others of its lanes wait for: once, and for good.
 
     >>> full = Event()
@@ -52,12 +53,12 @@ class Event:
     >>> comm.signal(full)                       # what the lane has waited for      # doctest: +SKIP
     """
 
-    def __init__(self) -> None:
-        self.future: Future[None] = Future()
+    def set(self) -> None:
+        """For `Communicator.signal`; to say it twice says nothing more."""
+        with suppress(InvalidStateError):
+            self.set_result(None)
 
-    def is_set(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self.future.done()
+    is_set = Future.done  # whether `wait` would return at once
 
 
 def once(finish: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 from d2lps.parallel.buckets import buckets, flatten
 from d2lps.parallel.data_parallel import DataParallel
-from d2lps.parallel.described import Described, Layer
 from d2lps.parallel.priority import Scheduler
 
-__all__ = ["DataParallel", "Described", "Layer", "Scheduler", "buckets", "flatten"]
+__all__ = ["DataParallel", "Scheduler", "buckets", "flatten"]

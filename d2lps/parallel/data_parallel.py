@@ -111,7 +111,7 @@ class DataParallel(nn.Module):
             all_reduce(comm, piece, ReduceOp.AVG, self.algorithm or "ring")
             return
         sent = self._views[index] if piece.numel() == self._flat[index].numel() else piece
-        compress.all_reduce(comm, sent, self.codec, f"{index}.{piece.storage_offset()}", algorithm=self.algorithm)
+        compress.all_reduce(comm, sent, self.codec, f"bucket {index} from {piece.storage_offset()}", algorithm=self.algorithm)
         piece.div_(comm.size)
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
@@ -136,7 +136,9 @@ class DataParallel(nn.Module):
             self._scheduler.ready(index)
 
     def _begin(self) -> None:
-        self.synchronize()
+        if self._due:
+            told = ", ".join(self._names[parameter] for parameter in self._due)
+            raise RuntimeError(f"no forward pass has come to the modules of {told}, which so have not taken their last steps")
         self._missing = [set(bucket) for bucket in self.buckets]
         self._scheduler = self._schedule(self.comm, self._flat)
         engine: Any = Variable._execution_engine

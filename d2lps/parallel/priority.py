@@ -15,7 +15,7 @@ from d2lps.comm import Communicator, Event, ReduceOp
 from d2lps.cost.numbers import named
 
 
-def mean(comm: Communicator, piece: Tensor, number: int) -> None:
+def _mean(comm: Communicator, piece: Tensor, number: int) -> None:
     """Every rank's piece becomes the mean of all ranks'."""
     all_reduce(comm, piece, ReduceOp.AVG)
 
@@ -32,77 +32,81 @@ class Scheduler:
     piece the ranks agree on how much is ready everywhere, an all-reduce of one number by a tree.
     piece: bytes, to which tensors are cut; None leaves them whole. credit: how many pieces are on their way at a time, each in
     a lane of its own: with one, each waits for the last one's latency; with many, an urgent one shares the links with others.
-    reduce(comm', piece, number): what is done to a piece of that tensor. All must get ready, or `close` be called.
+    reduce(comm', piece, number): what is done to a piece of that tensor, in place of the mean. Lanes wait until all are ready, or
+    `close` is called. Errors: what a lane raises comes out of `wait` and `finish`; ValueError for an order that is none.
+    Cost: for each piece what `reduce` costs, with "priority" 2 ceil(log2 p) latencies more; a `Communicator.start` a lane.
     Source: Jayarajan et al. 2019 (P3); Peng et al. 2019 (ByteScheduler).
     """
 
     def __init__(
         self, comm: Communicator, tensors: Sequence[Tensor], order: str = "fifo", piece: int | None = None, credit: int = 1,
-        reduce: Callable[[Communicator, Tensor, int], None] = mean,
+        reduce: Callable[[Communicator, Tensor, int], None] | None = None,
     ) -> None:  # fmt: skip
-        for name, value in (("piece", piece), ("credit", credit)):
-            if isinstance(value, bool) or not (value is None or isinstance(value, int)) or (value is not None and value < 1):
+        for name, value in (("piece", 1 if piece is None else piece), ("credit", credit)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a whole number, 1 or more")
-        self.comm, self.reduce = comm, reduce
-        self._next = named("order", order, {"fifo": self._oldest, "priority": self._most_urgent})
+        self.comm, self.reduce = comm, reduce or _mean
+        self._pick = named("order", order, {"fifo": lambda _, oldest: oldest, "priority": self._most_urgent})
         self.pieces = [tensor.view(-1).split(max(1, (piece or tensor.nbytes) // tensor.element_size())) for tensor in tensors]
         self._left = [len(pieces) for pieces in self.pieces]  # of each tensor, how many have not been picked
         self._unsent, self._counting = list(self._left), Lock()  # and how many have not been sent
-        self._arrived, self._done = [Event() for _ in tensors], [Event() for _ in tensors]
+        self._ready, self._done = [Event() for _ in tensors], [Event() for _ in tensors]
         self._picked = [Event() for pieces in self.pieces for _ in pieces]
-        self.closed = False
+        self._closed = False
         lanes = min(credit, len(self._picked))
-        self.works = [comm.start(self._send, lane, lanes) for lane in range(lanes)]
+        self._works = [comm.start(self._send, lane, lanes) for lane in range(lanes)]
 
     def ready(self, number: int) -> None:
         """This rank's tensor may be sent."""
-        self.comm.signal(self._arrived[number])
+        self.comm.signal(self._ready[number])
 
     def wait(self, number: int) -> None:
-        """Return when the tensor is what `reduce` makes of all ranks' tensors."""
+        """Return when the tensor is what `reduce` makes of all ranks' tensors; raise what went wrong in a lane."""
         self.comm.wait(self._done[number])
+        if self._closed:
+            self.finish()
 
     def finish(self) -> None:
-        """Return when all tensors have been sent."""
-        for work in self.works:
+        """Return when all tensors have been sent; raise what went wrong in a lane."""
+        for work in self._works:
             work.wait()
 
-    def close(self) -> None:
-        """Nothing more will get ready: end after what is ready, in turn."""
-        self.closed = True
-        for event in self._arrived:
-            if not event.is_set():
-                self.comm.signal(event)
+    def close(self, comm: Communicator | None = None) -> None:
+        """Send no more than what has been begun, and let nobody wait for the rest."""
+        self._closed = True
+        for event in (*self._ready, *self._picked, *self._done):
+            (comm or self.comm).signal(event)
 
     # ---- in the lanes ---------------------------------------------------------------------------------------------
 
     def _send(self, comm: Communicator, lane: int, lanes: int) -> None:
+        try:
+            for turn in range(lane, len(self._picked), lanes):
+                self._send_one(comm, turn)
+        except BaseException:
+            self.close(comm)
+            raise
+
+    def _send_one(self, comm: Communicator, turn: int) -> None:
         """The lanes take turns: a lane picks when the one before it has picked, and all ranks' same lanes the same piece."""
-        for turn in range(lane, len(self._picked), lanes):
-            if turn:
-                comm.wait(self._picked[turn - 1])
-            number = self._next(comm)
-            if self.closed:
-                return comm.signal(self._picked[turn])
-            index = len(self.pieces[number]) - self._left[number]
-            self._left[number] -= 1
-            comm.signal(self._picked[turn])
-            comm.step("tensor {}, piece {}", number, index)
-            self.reduce(comm, self.pieces[number][index], number)
-            with self._counting:
-                self._unsent[number] -= 1
-                if not self._unsent[number]:
-                    comm.signal(self._done[number])
-        return None
+        if turn:
+            comm.wait(self._picked[turn - 1])
+        oldest = next(number for number, left in enumerate(self._left) if left)
+        comm.wait(self._ready[oldest])
+        if self._closed:
+            return
+        number = self._pick(comm, oldest)
+        piece = self.pieces[number][-self._left[number]]
+        self._left[number] -= 1
+        comm.signal(self._picked[turn])
+        self.reduce(comm, piece, number)
+        with self._counting:
+            self._unsent[number] -= 1
+        if not self._unsent[number]:
+            comm.signal(self._done[number])
 
-    def _oldest(self, comm: Communicator) -> int:
-        number = next(number for number, left in enumerate(self._left) if left)
-        comm.wait(self._arrived[number])
-        return number
-
-    def _most_urgent(self, comm: Communicator) -> int:
+    def _most_urgent(self, comm: Communicator, oldest: int) -> int:
         """The last of those that are ready on all ranks, and of which something is left."""
-        oldest = self._oldest(comm)
-        known = torch.tensor([next((n for n, event in enumerate(self._arrived) if not event.is_set()), len(self._arrived))])
-        all_reduce(comm, known, ReduceOp.MIN, "tree")
-        return max(number for number in range(oldest, int(known)) if self._left[number])
+        known = next((number for number, event in enumerate(self._ready) if not event.is_set()), len(self._ready))
+        all_reduce(comm, everywhere := torch.tensor(known), ReduceOp.MIN, "tree")
+        return max(number for number in range(oldest, int(everywhere)) if self._left[number])

@@ -27,28 +27,28 @@ class Described(nn.Sequential):
     """
 
     def __init__(self, comm: Communicator, layers: Sequence[Layer]) -> None:
-        super().__init__(*(_Described(comm, number, *layer) for number, layer in enumerate(layers)))
+        super().__init__(*(_Described(comm, number, Layer(*layer)) for number, layer in enumerate(layers)))
 
 
 class _Described(nn.Module):
-    def __init__(self, comm: Communicator, number: int, *layer: Any) -> None:
+    def __init__(self, comm: Communicator, number: int, layer: Layer) -> None:
         super().__init__()
-        self.comm, self.number, self.layer = comm, number, Layer(*layer)
-        self.weight = nn.Parameter(torch.ones(self.layer.nbytes // 4, device=comm.device))
+        self.how = comm, number, layer
+        self.weight = nn.Parameter(torch.ones(layer.nbytes // 4, device=comm.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Passing.apply(x, self.weight, self)
+        return _Passing.apply(x, self.weight, self.how)
 
 
 class _Passing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Described) -> Tensor:
-        ctx.layer = layer
-        layer.comm.sleep(layer.layer.forward, f"forward {layer.number}")
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: tuple[Communicator, int, Layer]) -> Tensor:
+        ctx.weight, ctx.how, (comm, number, layer) = weight, how, how
+        comm.sleep(layer.forward, f"forward {number}")
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        layer = ctx.layer
-        layer.comm.sleep(layer.layer.backward, f"backward {layer.number}")
-        return gradient, torch.full_like(layer.weight, layer.number + 1.0), None
+        comm, number, layer = ctx.how
+        comm.sleep(layer.backward, f"backward {number}")
+        return gradient, torch.full_like(ctx.weight, number + 1.0), None
