@@ -25,7 +25,7 @@ def best_count(function: Function) -> str:
     cases = [(10, 10, 0.02), (10, 10, 0.2), (50, 10, 1), (10, 50, 1), (12, 10, 0.5), (1, 1, 1000), (90, 3, 0.7), (2, 77, 0.003)]
     for c, a, price in cases:
         times = {k: max(c + price + a / k, c / k + k * price + a) for k in range(1, 1200)}
-        got, best = function(c / 1e3, a / 1e3, price / 1e3), min(times, key=lambda k, times=times: times[k])
+        got, best = function(c / 1e3, a / 1e3, price / 1e3), min(times, key=times.__getitem__)
         said = f"computing {c} ms, sending {a} ms, price {price} ms: {got!r} "
         refuse((got not in times, f"{said}is no whole number of buckets, 1 or more"))
         more = f"take {times[got]:.3f} ms; with {'more' if best > got else 'fewer'} it could be {times[best]:.3f}"
