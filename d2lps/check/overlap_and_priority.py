@@ -1,0 +1,151 @@
+"""Checks of the exercises of *Overlap and priority*."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.tools import parts, refuse
+from d2lps.collectives import all_reduce
+from d2lps.comm import ReduceOp
+from d2lps.simulator import simulate
+from d2lps.topology import star
+
+__all__ = ["accumulate", "batch", "best_count", "overlapped", "shares", "timetable"]
+
+_NEAR = 1 + 1e-9
+_LAYERS, _WIDTH, _SECONDS = 4, 32, 40e-6  # of the model of `overlapped`, and what a layer's backward pass takes
+
+
+@judged
+def best_count(function: Function) -> str:
+    """Check `function(computing, sending, price)`: the number of equal buckets that makes the step shortest."""
+    cases = [(10, 10, 0.02), (10, 10, 0.2), (50, 10, 1), (10, 50, 1), (12, 10, 0.5), (1, 1, 1000), (90, 3, 0.7), (2, 77, 0.003)]
+    for c, a, price in cases:
+        times = {k: max(c + price + a / k, c / k + k * price + a) for k in range(1, 1200)}
+        got, best = function(c / 1e3, a / 1e3, price / 1e3), min(times, key=times.__getitem__)
+        said = f"computing {c} ms, sending {a} ms, price {price} ms: {got!r} "
+        refuse((got not in times, f"{said}is no whole number of buckets, 1 or more"))
+        more = f"take {times[got]:.3f} ms; with {'more' if best > got else 'fewer'} it could be {times[best]:.3f}"
+        refuse((times[got] > times[best] * _NEAR, said + more))
+    return f"in {len(cases)} cases no other number is better"
+
+
+@judged
+def shares(function: Function) -> str:
+    """Check `function(computing, sending, count)`: the buckets' fractions that make the step shortest, without latencies."""
+    cases = [(10, 10, 4), (10, 20, 4), (20, 10, 4), (10, 20, 1), (3, 7, 2), (30, 7, 8), (5, 9, 12)]
+    for computing, sending, count in cases:
+        got, said = list(function(computing, sending, count)), f"computing {computing}, sending {sending}, {count} buckets: "
+        refuse((len(got) != count or min(got) <= 0 or abs(sum(got) - 1) > 1e-9,
+                f"{said}{got} are not {count} fractions above 0 that add up to 1"))  # fmt: skip
+        best = computing / sum((sending / computing) ** i for i in range(count)) + sending
+        ready, end, why = 0.0, 0.0, "the link could have begun earlier"
+        for number, share in enumerate(got, 1):
+            ready += share * computing
+            why = f"the link has nothing to do before bucket {number}" if number > 1 and ready > end * _NEAR else why
+            end = max(ready, end) + share * sending
+        refuse((end > best * _NEAR, f"{said}the step ends at {end:.4g}, and could at {best:.4g}; {why}"))
+    return f"in {len(cases)} cases neither the link nor the device ever waits for the other"
+
+
+@judged
+def overlapped(function: Function) -> str:
+    """Check `function(comm, loss, buckets)`: means of gradients, each bucket sent beside the backward pass once it is full."""
+    for p, cut in ((1, [2, 2]), (2, [4]), (2, [1, 2, 1]), (3, [2, 2]), (5, [1, 1, 1, 1])):
+        case, cluster = f"{p} rank{'s' * (p > 1)}, buckets of {cut} layers, two calls: ", star(p, 1e9, 1e-6)
+        run, few, ready, end = simulate(_called, cluster, function, cut), 0, 0.0, 0.0
+        for layers in cut:
+            alone = simulate(lambda comm, n=layers * _WIDTH**2: all_reduce(comm, torch.zeros(n).double()), cluster)
+            few, ready = few + 2 * len(alone.trace), ready + layers * _SECONDS
+            end = max(ready, end) + alone.time
+        means = torch.stack([own for own, _ in run]).mean(0)
+        bad = next((rank for rank, (_, got) in enumerate(run) if not torch.allclose(got, means)), None)
+        many, slow = len(run.trace), f"{case}{1e6 * run.time:.0f} µs, and {2e6 * end:.0f} would do; does a bucket leave once"
+        refuse((bad is not None, f"{case}on rank {bad} gradients are not the means when you return; is each divided?"),
+               (many != few, f"{case}{many} messages, and one all-reduce for each bucket has {few}; is a hook left behind?"),
+               (run.time > 2 * end * 1.01, f"{slow} it is full, and does the backward pass go on meanwhile?"))  # fmt: skip
+    return "each bucket left when it was full, beside the backward pass, in one all-reduce"
+
+
+def _called(comm: Any, function: Function, cut: list[int]) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank alone in two calls, and what they have become, in the order of readiness."""
+    weights = [nn.Parameter(torch.eye(_WIDTH).double() / 2) for _ in range(_LAYERS)]
+    alone, become = list[Tensor](), list[Tensor]()
+    for call in range(2):
+        plain = slow = torch.full((_LAYERS, _WIDTH), comm.rank + call + 1.0).double()
+        for weight in weights:
+            plain, slow, weight.grad = plain @ weight, slow @ weight, None
+            slow.register_hook(lambda gradient: comm.sleep(_SECONDS))
+        alone += torch.autograd.grad(plain.square().sum(), weights)[::-1]
+        in_order = iter(weights[::-1])
+        function(comm, slow.square().sum(), [[next(in_order) for _ in range(size)] for size in cut])
+        become += [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights[::-1]]
+    return torch.stack(alone), torch.stack(become)
+
+
+@judged
+def accumulate(function: Function) -> str:
+    """Check `function(model, loss_of, batches)`: gradients of the mean loss over batches and ranks, added up once."""
+    for p, count in ((1, 3), (2, 4), (3, 1), (5, 2)):
+        case = f"{p} rank{'s' * (p > 1)}, {count} batch{'es' * (count > 1)}: "
+        batches, weight = torch.arange(1.0, 1 + p * count * 6).double().reshape(p, count, 2, 3), torch.ones(3, 1).double()
+        wanted = 2 * batches.reshape(-1, 3).T @ (batches.reshape(-1, 3) @ weight) / (p * count * 2)
+        models = simulate(_accumulated, star(p, 1e9, 1e-6), function, batches)
+        refuse((any(sums == 0 for sums, _ in models), f"{case}the ranks never add up, so replicas drift apart: who averages?"))
+        for rank, (sums, got) in enumerate(models):
+            refuse((sums > 1, f"{case}the ranks add up {sums} times, and once would do; when does DDP decide?"),
+                   (not torch.allclose(got, wanted), f"{case}rank {rank} has {(got / wanted).mean():.2f} times the gradient of "
+                    "the mean loss over all batches and ranks: is each loss divided, and who averages?"))  # fmt: skip
+    return "one sum over the ranks, of the mean over all batches"
+
+
+def _accumulated(comm: Any, function: Function, batches: Tensor) -> tuple[int, Tensor]:
+    model = _Replica(comm)
+    function(model, lambda model, batch: model(batch).square().mean(), list(batches[comm.rank]))
+    return model.sums, torch.zeros(3, 1) if model.weight.grad is None else model.weight.grad
+
+
+class _Replica(nn.Module):
+    """Like DDP: the forward pass decides whether the backward pass averages."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1).double())
+        self.comm, self.sums, self.require_backward_grad_sync, self.armed = comm, 0, True, False
+        self.weight.register_post_accumulate_grad_hook(self._ready)
+
+    @contextmanager
+    def no_sync(self) -> Any:
+        self.require_backward_grad_sync = False
+        yield
+        self.require_backward_grad_sync = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.armed = self.require_backward_grad_sync
+        return x @ self.weight
+
+    def _ready(self, weight: Tensor) -> None:
+        if self.armed and weight.grad is not None:
+            self.sums += 1
+            all_reduce(self.comm, weight.grad, ReduceOp.AVG)
+
+
+@answered
+def timetable(answer: Any) -> str:
+    """Check four numbers: when the forward pass ends in order of readiness, and urgent first in pieces of 5, 2 and 1 ms."""
+    wait = "Who has the link when an urgent gradient gets ready, and until when? A layer needs all of its gradient."
+    parts("the end", answer, ("first in, first out", 18, "The link serves layers 4, 3, 2 and 1 without a pause; then come 7 ms."),
+          ("whole", 14, wait), ("pieces of 2 ms", 13, wait), ("pieces of 1 ms", 12, wait), within=1e-9)  # fmt: skip
+    return "18 ms in order, 14 urgent first, and 13 or 12 if what is large can be overtaken"
+
+
+@answered
+def batch(answer: Any) -> str:
+    """Check the three whole numbers: images, images on slower links, micro-batches."""
+    ring = "Of a ring each machine sends 2(p - 1)/p of the gradient, a byte has 8 bits, and only the backward pass hides it."
+    last = "Only the last one's backward pass hides anything; all forward and backward passes are computing."
+    parts("the answer", answer, ("100 Gb/s", 13, ring), ("10 Gb/s", 126, ring), ("micro-batches", 46, last), within=1e-9)
+    return "13 images hide 77.5 ms, 126 hide ten times that, and 46 micro-batches spread what 16 images can't hide"
