@@ -88,20 +88,22 @@ def _astray(end: torch.Tensor, wanted: torch.Tensor) -> str:
 
 
 def _trained(comm: Any, function: Callable[..., Any], rounds: int, H: int) -> tuple[torch.Tensor, int, int]:
-    model, made, steps = nn.Linear(3, 1, bias=False).double(), [], []
-    nn.init.zeros_(model.weight)
+    made: list[torch.optim.Optimizer] = []
+    steps: list[int] = []
+    linear = nn.Linear(3, 1, bias=False).double()
+    nn.init.zeros_(linear.weight)
 
     def make(weights: Any) -> torch.optim.Optimizer:
         made.append(torch.optim.SGD(list(weights), lr=0.01, momentum=0.9))
         return made[-1]
 
-    def gradient(model: nn.Module) -> None:
+    def gradient(model: Any) -> None:
         steps.append(1)
         goal = torch.tensor([2.0, 3.0, 5.0], dtype=torch.double) + comm.rank
         model.weight.grad = (model.weight.detach() - goal) * (1 + 0.1 * comm.rank)
 
-    function(comm, model, make, gradient, rounds, H)
-    return model.weight.detach().flatten().clone(), len(made), len(steps)
+    function(comm, linear, make, gradient, rounds, H)
+    return linear.weight.detach().flatten().clone(), len(made), len(steps)
 
 
 def _right(comm: Any, model: nn.Module, make: Function, gradient: Function, rounds: int, H: int) -> None:
@@ -168,6 +170,8 @@ def steps_of(function: Function) -> str:
         for worker, each in enumerate(seconds):
             fits = max(1, math.floor(time / each + 1e-6))
             if len(said) != len(seconds) or said[worker] != fits:
-                raise Wrong(f"seconds {seconds}, H = {H}: {said}; the fastest is done after {time:g} s, and worker {worker} has"
-                            f" time for {fits} step{'s' * (fits > 1)}")
+                raise Wrong(
+                    f"seconds {seconds}, H = {H}: {said}; the fastest is done after {time:g} s, and worker {worker} has"
+                    f" time for {fits} step{'s' * (fits > 1)}"
+                )
     return "1 to 4 workers"
