@@ -1,0 +1,142 @@
+"""The checks of *Sending less often*: the chapter's solutions pass, and wrong answers are refused in words that say why."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from solutions import refused, solution
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from d2lps.check import sending_less_often as check
+from d2lps.collectives import all_reduce
+
+SOLUTIONS = [("busy", "shortest", check.shortest), ("outer", "outer", check.outer), ("bug", "repaired", check.repaired),
+             ("tokens", "fair", check.fair), ("cold", "talks", check.talks), ("fragments", "due", check.due),
+             ("slow", "steps_of", check.steps_of)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("exercise", "name", "judge"), SOLUTIONS, ids=[row[0] for row in SOLUTIONS])
+def test_the_solution_passes(exercise: str, name: str, judge: Any) -> None:
+    verdict = judge(solution(f"ex-often-{exercise}")[name])
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda step, average, busy: max(1, int(busy / (1 - busy) * average / step)), "too little"),
+    (lambda step, average, busy: math.ceil(busy / (1 - busy) * average / step) + 1, "so is a smaller one"),
+    (lambda step, average, busy: busy / (1 - busy) * average / step, "is not a number of steps"),
+    (lambda step, average, busy: math.ceil(average / step), "with H = 32 it is 50.0%"),
+    (lambda step, average, busy: round(busy / (1 - busy) * average), "with H ="),
+    (lambda step, average, busy: 0, "at least one"),
+], ids=["rounded down", "one more", "a fraction", "half", "without the step", "none"])  # fmt: skip
+def test_a_wrong_h(wrong: Any, words: str) -> None:
+    refused(check.shortest(wrong), words)
+
+
+def outer(divide: bool = True, sign: int = 1, look: bool = True, share: bool = True, copy: bool = True, own: bool = False,
+          twice: bool = False) -> Any:
+    def function(comm: Any, shared: Any, mine: Any, momentum: Any, rate: float, mu: float) -> None:
+        delta = sign * (shared - mine)
+        if share:
+            all_reduce(comm, delta)
+        if twice:
+            all_reduce(comm, momentum)
+            momentum /= comm.size
+        if divide and share:
+            delta /= comm.size
+        momentum.mul_(mu).add_(shared - mine if own else delta)
+        shared.sub_(rate * (delta + mu * momentum if look else momentum))
+        if copy:
+            mine.copy_(shared)
+
+    return function
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (outer(divide=False), "with 2 workers"), (outer(sign=-1), "round 1: the first weight went down by -"),
+    (outer(look=False), "the momentum is empty yet"), (outer(share=False), "with 2 workers"),
+    (outer(copy=False), "its own weights are not the shared ones"), (outer(own=True), "the first weight went down"),
+    (outer(twice=True), "one all-reduce of 96 bytes is enough"),
+], ids=["the sum", "the sign", "no look ahead", "alone", "no copy", "momenta of one's own", "momenta travel"])  # fmt: skip
+def test_a_wrong_outer_step(wrong: Any, words: str) -> None:
+    refused(check.outer(wrong), words)
+
+
+def program(views: bool = False, anew: bool = False, sign: int = 1, mean: bool = True, nesterov: bool = True,
+            short: int = 0) -> Any:
+    def function(comm: Any, model: Any, make: Any, gradient: Any, rounds: int, H: int) -> None:
+        shared = parameters_to_vector(model.parameters()).detach()
+        mover = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=nesterov)
+        inner = make(model.parameters())
+        for number in range(rounds):
+            vector_to_parameters(shared if views else shared.clone(), model.parameters())
+            if anew and number:
+                inner = make(model.parameters())
+            for _ in range(H - short):
+                gradient(model)
+                inner.step()
+            delta = sign * (shared - parameters_to_vector(model.parameters()).detach())
+            all_reduce(comm, delta)
+            shared.grad = delta / comm.size if mean else delta
+            mover.step()
+        vector_to_parameters(shared.clone(), model.parameters())
+
+    return function
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (program(views=True), "are they zero"), (program(anew=True), "2 inner optimizers were made"),
+    (program(sign=-1), "the loss went up"), (program(mean=False), "2 workers"), (program(nesterov=False), "should at"),
+    (program(short=1), "4 gradients were computed, and 6 should be"), (program(views=True, sign=-1), "are they zero"),
+], ids=["views", "made anew", "the sign", "the sum", "no look ahead", "a step less", "two at once"])  # fmt: skip
+def test_a_program_that_is_still_broken(wrong: Any, words: str) -> None:
+    refused(check.repaired(wrong), words)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda one, many, p: {s: (one[s], many[s]) for s in one.keys() & many.keys()}, "with 2 workers"),
+    (lambda one, many, p: {s * p: (one[s], many[s]) for s in one.keys() & many.keys()}, "with 2 workers"),
+    (lambda one, many, p: {s: (one[s], many[s * p]) for s in one if s * p in many}, "in a step, 2 workers read one batch each"),
+    (lambda one, many, p: {s: (many[s // p], one[s]) for s in one if s % p == 0 and s // p in many}, "whose are these"),
+    (lambda one, many, p: [loss for loss in one.values()], "is no dictionary"),
+], ids=["by steps", "steps renamed", "the wrong way", "exchanged", "a list"])  # fmt: skip
+def test_an_unfair_table(wrong: Any, words: str) -> None:
+    refused(check.fair(wrong), words)
+
+
+def told(step: int, warm: int, late: bool) -> str | None:
+    return "gradients" if step <= warm else "deltas" if late else None
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda step, warm, H: told(step, warm, step % H == 0), "warm = 3, H = 5, step 5: 'deltas'; it is step 2 alone"),
+    (lambda step, warm, H: told(step, warm - 1, (step - warm) % H == 0), "still in the warm start"),
+    (lambda step, warm, H: told(step, warm, (step - warm) % H == 1), "H = 1, step 1: None; it is step 1 alone"),
+    (lambda step, warm, H: told(step, 0, (step - warm) % H == 0), "still in the warm start"),
+    (lambda step, warm, H: "gradients", "warm = 0, H = 1, step 1"),
+], ids=["hers", "one too few", "one too early", "no warm start", "always"])  # fmt: skip
+def test_who_talks_at_the_wrong_time(wrong: Any, words: str) -> None:
+    refused(check.talks(wrong), words)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda step, H, f: None if step % H else 0, "H = 4, 2 fragments: something is sent after steps [4, 8, 12]"),
+    (lambda step, H, f: None if step % (H // f) else step // (H // f) % f, "they take turns, from 0"),
+    (lambda step, H, f: step % H if step % H < f else None, "equal gaps would be"),
+    (lambda step, H, f: (step - 1) % f, "equal gaps would be"),
+    (lambda step, H, f: 0 if step % (H // f) == 0 else None, "they take turns, from 0"),
+], ids=["at once", "from one", "all at first", "every step", "always the first"])  # fmt: skip
+def test_fragments_out_of_turn(wrong: Any, words: str) -> None:
+    refused(check.due(wrong), words)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda seconds, H: [H] * len(seconds), "worker 3 has time for 5 steps"),
+    (lambda seconds, H: [int(H * min(seconds) / each) for each in seconds], "has time for"),
+    (lambda seconds, H: [round(H * max(seconds) / each) for each in seconds], "worker 0 has time for 20 steps"),
+    (lambda seconds, H: [math.ceil(H * min(seconds) / each) for each in seconds], "worker 0 has time for 3 steps"),
+    (lambda seconds, H: [H], "worker 0 has time for 20 steps"),
+], ids=["all alike", "none at all", "the slowest sets the pace", "rounded up", "one number"])  # fmt: skip
+def test_steps_that_do_not_fit(wrong: Any, words: str) -> None:
+    refused(check.steps_of(wrong), words)
