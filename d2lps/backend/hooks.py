@@ -36,7 +36,7 @@ def ddp_hook(
     gradients in their shapes, others all of it as one tensor. Cost: that of `compress.all_reduce`, for each bucket.
     """
     if isinstance(start, bool) or not isinstance(start, int) or start < 1:
-        raise ValueError(f"start={start!r} is not a whole number from 1 up: after the first backward pass DDP cuts its buckets anew")
+        raise ValueError(f"start={start!r} is not a whole number from 1 up: after one backward pass DDP cuts its buckets anew")
     return Averager(codec, group or dist.group.WORLD, start, options), average
 
 
@@ -71,7 +71,7 @@ class Averager:
                         compress.all_reduce(self.comm, tensors, self.feedback, name, **self.options)
                     future.set_result(data.div_(self.comm.size))
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]
 
         self.passed += bucket.is_last()
         self.thread.submit(average)

@@ -1,7 +1,5 @@
 """The sign of each element, and one magnitude for all."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,16 +7,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from d2lps.compress.blocks import LARGEST
-from d2lps.compress.codec import Codec, as_bytes, expect, rows_of, wide
+from d2lps.compress.codec import Codec, as_bytes, check_finite, expect, from_bytes
 
 
 def one_bit() -> Codec:
-    """1/32 of the bytes of FP32: a bit an element, and 4 bytes for the mean of the absolute values.
+    """A bit an element, its sign, and 4 bytes for the mean of their absolute values: 1/32 of FP32.
 
     >>> one_bit().decode(one_bit().encode(torch.tensor([3.0, -1.0])), torch.empty(2))
     tensor([ 2., -2.])
 
-    Of no use without `ErrorFeedback`. Not linear: a sum of signs is none. Cost: ceil(n/8) + 4 bytes for n elements.
+    Of little use without `ErrorFeedback`. Not linear: a sum of signs is none. Cost: ceil(n/8) + 4 bytes for n elements.
     Source: Seide et al., Interspeech 2014.
     """
     return OneBit()
@@ -27,7 +25,7 @@ def one_bit() -> Codec:
 @dataclass(frozen=True)
 class OneBit(Codec):
     def encode(self, tensor: Tensor, turn: int = 0) -> Tensor:
-        self.check(tensor)
+        check_finite(tensor)
         data = tensor.detach().flatten()
         scale = (data.abs().sum(dtype=torch.float64) / max(1, data.numel())).clamp(max=LARGEST).float()
         bits = pad((data >= 0).to(torch.uint8), (0, -data.numel() % 8)).view(-1, 8)
@@ -35,8 +33,8 @@ class OneBit(Codec):
 
     def decode(self, sent: Tensor, like: Tensor, turn: int = 0) -> Tensor:
         count = like.numel()
-        expect(sent, torch.uint8, 4 + rows_of(count, 8), f"{count} signs and a magnitude")
-        scale = sent[:4].clone().view(torch.float32).to(wide(like.dtype))
+        expect(sent, torch.uint8, 4 - (-count // 8), f"{count} signs and a magnitude")
+        scale = from_bytes(sent[:4], torch.float32)
         positive = (sent[4:, None] >> _places(sent) & 1).flatten()[:count].bool()
         return torch.where(positive, scale, -scale).to(like.dtype).view(like.shape)
 

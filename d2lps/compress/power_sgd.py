@@ -1,14 +1,12 @@
 """A matrix as the product of two thin ones, found together by all ranks in two rounds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from d2lps.compress.codec import Codec, Done, Round, Rounds, chance, check_count, expect, wide
+from d2lps.compress.codec import Codec, Rounds, chance, check, check_finite, expect, widened
 
 
 def power_sgd(rank: int = 2, seed: int = 0) -> Codec:
@@ -20,11 +18,12 @@ def power_sgd(rank: int = 2, seed: int = 0) -> Codec:
     >>> sent.numel(), torch.allclose(codec.decode(sent, matrix), matrix)
     (7, True)
 
-    Linear in two rounds: P = M Q for a Q that all have, summed and made orthonormal; then Q = M^T P, summed. The last Q is a good
-    first one of the next step, and `rounds` gives it as what is to be kept. A tensor of more dimensions is a matrix of its first
-    by the others; one of fewer, or so small that it has no fewer elements as a product, is sent as it is.
+    Linear, in two rounds: P = M Q for a Q that all have, summed and made orthonormal; then Q = M^T P, summed. The last Q is a
+    good first one for the next step, and `ErrorFeedback` keeps it. A tensor of more dimensions is a matrix of its first by the
+    others; one of fewer, or so small that its factors have no fewer elements, is sent as it is.
     Source: Vogels, Karimireddy, Jaggi 2019 (PowerSGD).
     """
+    check("rank", rank, isinstance(rank, int) and rank > 0, "a whole number from 1 up")
     return PowerSGD(rank, seed)
 
 
@@ -32,61 +31,49 @@ def power_sgd(rank: int = 2, seed: int = 0) -> Codec:
 class PowerSGD(Codec):
     rank: int
     seed: int
-
     linear: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_count("rank", self.rank)
-
-    def factors(self, like: Tensor) -> tuple[int, int, int] | None:
-        """Rows, columns and rank of what it is sent as, unless it is sent as it is.
+    def factors(self, like: Tensor) -> tuple[int, int, int]:
+        """Rows, columns and rank of what it is sent as; rank 0: as it is.
 
         >>> power_sgd(2).factors(torch.empty(9, 2, 4)), power_sgd(2).factors(torch.empty(9))
-        ((9, 8, 2), None)
+        ((9, 8, 2), (9, 1, 0))
         """
-        if like.dim() < 2 or not like.numel():
-            return None
-        rows = like.shape[0]
+        rows = like.shape[0] if like.dim() and like.numel() else max(1, like.numel())
         columns = like.numel() // rows
         rank = min(rows, columns, self.rank)
-        return (rows, columns, rank) if rank * (rows + columns) < rows * columns else None
+        return rows, columns, rank if rank * (rows + columns) < rows * columns else 0
 
     def first_q(self, like: Tensor, turn: int = 0) -> Tensor:
         """What all ranks begin with, m x r: drawn by chance, the same on all of them."""
-        _, columns, rank = self.factors(like) or (0, 0, 0)
-        drawn = torch.empty(columns, rank, dtype=wide(like.dtype), device=like.device)
-        return drawn if like.is_meta else drawn.copy_(torch.randn(columns, rank, generator=chance(self.seed, turn)))
+        drawn = torch.empty(self.factors(like)[1:], dtype=widened(like).dtype, device=like.device)
+        return drawn if like.is_meta else drawn.copy_(torch.randn(drawn.shape, generator=chance(self.seed, turn)))
 
     def encode(self, tensor: Tensor, turn: int = 0, q: Tensor | None = None) -> Tensor:
         """P and Q, found by this rank alone; q: to begin with."""
-        if self.factors(tensor) is None:
-            return tensor.detach().flatten().clone()
+        if not self.factors(tensor)[2]:
+            return widened(tensor).flatten().clone()
         matrix, q = self._begin(tensor, turn, q)
         p = torch.linalg.qr(matrix @ q).Q
         return torch.cat([p.flatten(), (matrix.T @ p).flatten()])
 
     def decode(self, sent: Tensor, like: Tensor, turn: int = 0) -> Tensor:
-        if (factors := self.factors(like)) is None:
-            expect(sent, like.dtype, like.numel(), f"{like.numel()} elements")
-            return sent.clone().view(like.shape)
-        rows, columns, rank = factors
-        expect(sent, wide(like.dtype), rank * (rows + columns), f"the factors of {rows} x {columns}")
+        rows, columns, rank = self.factors(like)
+        expect(sent, widened(like).dtype, rank * (rows + columns) or like.numel(), f"{like.numel()} elements, or their factors")
+        if not rank:
+            return sent.to(like.dtype, copy=True).view(like.shape)
         p, q = sent.split([rows * rank, columns * rank])
         return (p.view(rows, rank) @ q.view(columns, rank).T).to(like.dtype).view(like.shape)
 
     def rounds(self, tensor: Tensor, turn: int = 0, kept: Tensor | None = None) -> Rounds:
-        if self.factors(tensor) is None:
+        if not self.factors(tensor)[2]:
             return (yield from super().rounds(tensor, turn))
         matrix, q = self._begin(tensor, turn, kept)
-        p = torch.linalg.qr((yield Round(matrix @ q))).Q  # by the same arithmetic on all ranks
+        p = torch.linalg.qr((yield matrix @ q, None)).Q  # by the same arithmetic on all ranks
         mine = matrix.T @ p
-        q = yield Round(mine, lambda: self._product(p, mine, tensor))
-        return Done(self._product(p, q, tensor), q)
+        q = yield mine, lambda: (p @ mine.T).view(tensor.shape)
+        return (p @ q.T).view(tensor.shape), q
 
     def _begin(self, tensor: Tensor, turn: int, q: Tensor | None) -> tuple[Tensor, Tensor]:
-        self.check(tensor)
-        matrix = tensor.detach().reshape(tensor.shape[0], -1).to(wide(tensor.dtype))
-        return matrix, torch.linalg.qr(self.first_q(tensor, turn) if q is None else q).Q
-
-    def _product(self, p: Tensor, q: Tensor, like: Tensor) -> Tensor:
-        return (p @ q.T).to(like.dtype).view(like.shape)
+        check_finite(tensor)
+        return widened(tensor).reshape(tensor.shape[0], -1), torch.linalg.qr(self.first_q(tensor, turn) if q is None else q).Q

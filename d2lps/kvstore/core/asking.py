@@ -14,7 +14,8 @@ import torch
 
 from d2lps.comm import Communicator, Work
 from d2lps.comm.rank import describe
-from d2lps.kvstore.core.compression import Codec
+from d2lps.compress import ErrorFeedback
+from d2lps.compress.codec import check_finite
 from d2lps.kvstore.core.events import Op, Refused, Reply, Request, replace
 from d2lps.kvstore.core.placement import Part, Placement, Rows, whole
 from d2lps.kvstore.core.transport import Answer, Transport
@@ -58,7 +59,7 @@ class Asking:
         self.comm, self.rank, self.num_workers = comm, comm.rank, comm.size
         self.placement, self.transport = placement, transport
         self.iteration = 0  # how often clock() has been called
-        self.codec: Codec | None = None
+        self.codec: ErrorFeedback | None = None
         self.code: dict[str, Any] = {}  # the options of a push, from which the server makes the codec that it needs
         self.unheard: deque[Answers] = deque()  # in the order of asking: to be reported at the end, if they are refused
 
@@ -100,14 +101,14 @@ class Asking:
         cut = self.cut(priority, key, value, *out)
         if self.codec is not None:
             for name, tensor in [pair for pair in pairs(key, value) if pair[1].is_floating_point()]:
-                self.codec.check(str(name), tensor)
-        requests, encoded = [], torch.empty(0)
+                check_finite(tensor, str(name))
+        requests, encoded, turn = [], torch.empty(0), 0
         for part, tensor, *_ in cut:
             sent, code = wire(tensor), {}
             if self.codec is not None and sent.is_floating_point():
                 if not part.copied or part.server == self.placement.servers[0]:  # the other copies get the same
-                    encoded = self.codec.encode(part.name, sent)
-                sent, code = encoded, self.code
+                    turn, encoded = self.codec.turns[part.name], self.codec.encode(part.name, sent)
+                sent, code = encoded, {**self.code, "turn": turn}
             requests.append((part, Request(op, part.name, sent, options=code, priority=priority)))
         return requests
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from d2lps.comm import Work
+from d2lps.compress import ErrorFeedback
 from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.asking import Answers, Asking, Key, Keys, Tensors, pairs, wire
 from d2lps.kvstore.core.compression import make_codec
@@ -108,14 +109,15 @@ class KVWorker(Asking):
         return self.fetch("pushpull", key, requests, [to.detach() for _, to in self.cut(priority, key, out)])
 
     def compress(self, codec: str | None, **options: Any) -> None:
-        """From now on this worker sends what it pushes in fewer bytes: "half", "1bit", or a registered codec; None: as it is.
+        """From now on this worker sends what it pushes in fewer bytes; None: as it is. What is lost comes with the next push.
 
-        >>> kv.compress("1bit")         # 1/32 of the bytes of float32; what is lost comes with the next push   # doctest: +SKIP
+        >>> kv.compress("top_k", fraction=0.01)         # or "1bit", "half", "bfloat16", "fp8", "int8", "int4"  # doctest: +SKIP
 
-        Whole tensors of floats, that is; rows and integers travel as they are, and so does what is pulled. Where servers come or
-        go, parts are cut anew, and begin with nothing left. ValueError.
+        codec: of `d2lps.compress`, with its options, or one that is registered. Whole tensors of floats, that is; rows and
+        integers travel as they are, and so does what is pulled. Where servers come or go, parts are cut anew, and begin with
+        nothing left. ValueError for another codec or option, and from then on for pushes that are not finite.
         """
-        self.codec = None if codec is None else make_codec(codec, **options)
+        self.codec = None if codec is None else ErrorFeedback(make_codec(codec, **options))
         self.code = {} if codec is None else {"codec": codec, **options}
 
     # ---- rows -------------------------------------------------------------------------------------------------------------
