@@ -229,7 +229,7 @@ def whole_matrix(comm: Any, matrix: torch.Tensor, q: torch.Tensor) -> None:
     (lambda *given: rounds(*given, orthonormal=False), "orthonormal columns"),
     (lambda *given: rounds(*given, second=False), "summed over all ranks"),
     (lambda *given: rounds(*given, warm=False), "begin with the q of the last"),
-    (own_q, "one round of rank 2 is off"), (whole_matrix, "the two factors make"),
+    (own_q, "one round of rank 2 is off"), (whole_matrix, "two factors are"),
 ], ids=["skew", "one sum", "cold", "own q", "whole matrix"])  # fmt: skip
 def test_a_round_of_power_sgd_refuses(wrong: Any, word: str) -> None:
     refused(check.power_round(wrong), word)

@@ -42,8 +42,8 @@ def pairs(encode: Function, decode: Function) -> str:
     for n, k in ((1, 1), (10, 3), (1000, 10), (1000, 1000), (2**24 + 6, 4)):
         gradient, case = _dice(n + k, n).float(), f"{k} of {n:,} numbers"
         gradient[-1] = 9.0  # at the end of the last case a float can no longer count
-        wanted, before = torch.zeros(n), gradient.clone()
-        wanted[places] = gradient[places := gradient.abs().topk(k).indices]
+        wanted, before, places = torch.zeros(n), gradient.clone(), gradient.abs().topk(k).indices
+        wanted[places] = gradient[places]
         got = decode(sent := encode(gradient, k), torch.empty(n, device="meta"))
         back, far, nbytes = got.nonzero().flatten().tolist(), sorted(places.tolist()), sent.numel() * sent.element_size()
         refuse((nbytes != 8 * k, f"{case}: {nbytes} bytes are sent; a place and a number, 4 bytes each, make {8 * k}"),
@@ -77,14 +77,15 @@ def kept(make: Callable[..., Any]) -> str:
 def same_places(function: Function) -> str:
     """Check `random_k(comm, gradient, k, step)`: the sum at k places, the same on all ranks, others in the next step."""
     for p, (n, k) in product(_RANKS, ((40, 5), (7, 7))):
-        seen, case, tensors = set(), f"{p} ranks, {k} of {n} numbers", [_dice(rank, n) for rank in range(p)]
+        seen, case = set(), f"{p} ranks, {k} of {n} numbers"
+        whole = torch.stack(tensors := [_dice(rank, n) for rank in range(p)]).sum(0)
         for step in range(3):
             results, moved = _summed(function, tensors, k, step)
             for rank, got in enumerate(results):
                 places = got.nonzero().flatten().tolist()
                 refuse((not torch.equal(got, results[0]), f"{case}: rank {rank} ends with other numbers than rank 0"),
                        (len(places) != k, f"{case}: {len(places)} numbers of rank {rank} are not zero at the end"),
-                       (not torch.allclose(got[places], sum(tensors)[places]), f"{case}: what stands at {places} is not the sum"
+                       (not torch.allclose(got[places], whole[places]), f"{case}: what stands at {places} is not the sum"
                         " of these places; do all ranks mean the same ones?"))  # fmt: skip
             refuse((moved > (least := _least(p, 8 * k)), f"{case}: {moved} bytes are sent, and one all-reduce of {k} numbers"
                     f" sends {least}; who need not be told the places?"))  # fmt: skip
@@ -100,7 +101,7 @@ def add_int8(function: Function) -> str:
         tensors = [_dice(rank, n).float() * (100.0 if kind[:3] == "one" and rank == 0 else 1.0) for rank in range(p)]
         tensors = [torch.full((n,), float(kind == "all alike"))] * p if kind[:3] == "all" else tensors
         (results, moved), step = _summed(function, tensors), max(float(x.abs().max()) for x in tensors) / (127 // p)
-        off, case = max(float((got - sum(tensors)).abs().max()) for got in results), f"{p} ranks, {kind}"
+        off, case = max(float((got - torch.stack(tensors).sum(0)).abs().max()) for got in results), f"{p} ranks, {kind}"
         refuse((not off <= 0.51 * step * p, f"{case}: off by {off:.3g}; in steps of {step:.3g}, {p} codes are"
                 f" off by {step * p / 2:.3g} at most. Do all use one scale, and does the sum of all codes fit into 8 bits?"),
                (moved > (least := _least(p, n, 4)), f"{case}: {moved} bytes; scale and codes make {least}"))  # fmt: skip
@@ -118,16 +119,15 @@ def power_round(function: Function) -> str:
             for _ in range(count):
                 function(comm, tensor.copy_(mine), q)
 
-        whole, (once, moved) = sum(tensors), _summed(rounds, tensors, q.clone(), 1)
+        whole, (once, moved) = torch.stack(tensors).sum(0), _summed(rounds, tensors, q.clone(), 1)
         first, possible = torch.linalg.qr(whole @ q)[0], float(torch.linalg.svdvals(whole)[rank:].norm())
         off = max(float((got - first @ first.T @ whole).norm()) for got in once)
         missed = max(float((late - whole).norm()) for late in _summed(rounds, tensors, q, 60 if p == 3 else 1)[0])
-        least = _least(p, 8 * rows * rank, 8 * columns * rank)
         refuse((not off < 1e-6 * whole.norm(), f"{case}: one round of rank {rank} is off by {off:.3g}; which two"
                 " products must be summed over all ranks, and which of the two must get orthonormal columns?"),
                (p == 3 and not missed < 1.05 * possible + 1e-6, f"{case}: 60 rounds of rank {rank} with the same matrices miss"
                 f" {missed:.3g}, and {possible:.3g} is possible; does each round begin with the q of the last?"),
-               (moved > least, f"{case}: {moved} bytes are sent, and the two factors make {least}"))  # fmt: skip
+               (moved > (least := _least(p, 8 * rows * rank, 8 * columns * rank)), f"{case}: {moved} bytes; two factors are {least}"))  # fmt: skip
     return "1 to 8 ranks: with a warm start it comes as near to the sum as its rank allows"
 
 
