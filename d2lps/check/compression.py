@@ -1,6 +1,5 @@
 """Checks of the chapter *Compression*: what is sent, what is kept, what may be added, and when it pays."""
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -56,7 +55,7 @@ def pairs(encode: Function, decode: Function) -> str:
 
 
 @judged
-def kept(make: Callable[..., Any]) -> str:
+def kept(make: Function) -> str:
     """Check a class `Kept(lossy)`, called as `kept(name, gradient)`: what was sent and what is left are all that came."""
 
     largest = lambda x: torch.where(x.abs() == x.abs().max(), x, 0.0)  # noqa: E731
@@ -127,7 +126,8 @@ def power_round(function: Function) -> str:
                 " products must be summed over all ranks, and which of the two must get orthonormal columns?"),
                (p == 3 and not missed < 1.05 * possible + 1e-6, f"{case}: 60 rounds of rank {rank} with the same matrices miss"
                 f" {missed:.3g}, and {possible:.3g} is possible; does each round begin with the q of the last?"),
-               (moved > (least := _least(p, 8 * rows * rank, 8 * columns * rank)), f"{case}: {moved} bytes; two factors are {least}"))  # fmt: skip
+               (moved > (least := _least(p, 8 * rows * rank, 8 * columns * rank)),
+                f"{case}: {moved} bytes; two factors are {least}"))  # fmt: skip
     return "1 to 8 ranks: with a warm start it comes as near to the sum as its rank allows"
 
 
@@ -135,8 +135,8 @@ def power_round(function: Function) -> str:
 def break_even(function: Function) -> str:
     """Check `break_even(nbytes, sent, ranks, seconds)`: bytes/s above which a ring is sooner without the codec."""
     for nbytes, sent, p, seconds in ((1e8, 25e6, 4, 0.02), (1e8, 3e6, 2, 0.1), (4e6, 8e4, 16, 0.003), (1e9, 5e8, 8, 0.01)):
-        said = float(function(nbytes, sent, p, seconds))
-        plain, coded = 2 * (p - 1) / p * nbytes / said, 2 * (p - 1) / p * sent / said + seconds
+        each = 2 * (p - 1) / p / float(said := function(nbytes, sent, p, seconds))  # seconds a byte
+        plain, coded = each * nbytes, each * sent + seconds
         refuse((not abs(plain - coded) < 0.005 * plain, f"{nbytes:g} bytes, {sent:g} encoded, {p} ranks, {seconds:g} s to"
                 f" encode: at {said:.4g} bytes/s a ring takes {plain:.4g} s without and {coded:.4g} s with it"))  # fmt: skip
     return "four cases, 2 to 16 ranks"
