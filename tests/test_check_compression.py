@@ -1,0 +1,272 @@
+"""The checks of *Compression*: the chapter's solutions pass, and wrong answers are refused in words that say why."""
+
+from typing import Any
+
+import pytest
+import torch
+from solutions import refused, solution
+
+from d2lps import ReduceOp, simulate
+from d2lps.check import compression as check
+from d2lps.collectives import all_reduce
+from d2lps.topology import star
+
+SOLUTIONS = [("kept", "Kept", check.kept), ("seed", "random_k", check.same_places), ("int8", "add_int8", check.add_int8),
+             ("power", "power_round", check.power_round), ("break-even", "break_even", check.break_even),
+             ("crossing", "ranks", check.crossing)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("exercise", "name", "judge"), SOLUTIONS, ids=[row[0] for row in SOLUTIONS])
+def test_the_solution_passes(exercise: str, name: str, judge: Any) -> None:
+    verdict = judge(solution(f"ex-compression-{exercise}")[name])
+    assert verdict, verdict
+
+
+# ---- pairs --------------------------------------------------------------------------------------------------------------
+
+
+def encode(gradient: torch.Tensor, k: int) -> torch.Tensor:
+    places = gradient.abs().topk(k).indices
+    return torch.stack([places.int(), gradient[places].view(torch.int32)])
+
+
+def decode(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(like.shape)
+    out[sent[0].long()] = sent[1].view(torch.float32)
+    return out
+
+
+def places_as_floats(gradient: torch.Tensor, k: int) -> torch.Tensor:
+    places = gradient.abs().topk(k).indices
+    return torch.stack([places.float(), gradient[places]]).view(torch.int32)
+
+
+def decode_floats(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    out, pairs = torch.zeros(like.shape), sent.view(torch.float32)
+    out[pairs[0].long().clamp(max=like.numel() - 1)] = pairs[1]
+    return out
+
+
+def signed(gradient: torch.Tensor, k: int) -> torch.Tensor:
+    places = gradient.topk(k).indices
+    return torch.stack([places.int(), gradient[places].view(torch.int32)])
+
+
+def long_places(gradient: torch.Tensor, k: int) -> torch.Tensor:
+    places = gradient.abs().topk(k).indices
+    return torch.cat([places, gradient[places].view(torch.int32)])
+
+
+def in_place(gradient: torch.Tensor, k: int) -> torch.Tensor:
+    sent = encode(gradient, k)
+    gradient[sent[0].long()] = 0
+    return sent
+
+
+def test_pairs() -> None:
+    own = solution("ex-compression-pairs")
+    assert check.pairs(own["encode"], own["decode"])
+    refused(check.pairs(places_as_floats, decode_floats), "in which dtype does a place travel")
+    refused(check.pairs(signed, decode), "largest by size, with their signs")
+    refused(check.pairs(long_places, lambda sent, like: torch.zeros(like.shape)), "bytes are sent; a place and a number")
+    refused(check.pairs(in_place, decode), "the gradient itself was changed")
+    refused(check.pairs(encode, lambda sent, like: decode(sent, torch.empty(like.numel() + 1))), "it has the shape")
+
+
+# ---- kept ---------------------------------------------------------------------------------------------------------------
+
+
+class Feedback:
+    """What the exercise's program is, and others like it."""
+
+    def __init__(self, lossy: Any) -> None:
+        self.lossy, self.left = lossy, dict[str, Any]()
+
+    def __call__(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        owed = gradient + self.left.get(name, 0.0)
+        sent = self.lossy(owed)
+        self.left[name] = self.rest(gradient, owed, sent)
+        return sent
+
+    def rest(self, gradient: torch.Tensor, owed: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return owed - sent
+
+
+class Forgets(Feedback):
+    def rest(self, gradient: torch.Tensor, owed: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return gradient - sent
+
+
+class Nothing(Feedback):
+    def rest(self, gradient: torch.Tensor, owed: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(sent)
+
+
+class Half(Feedback):
+    def rest(self, gradient: torch.Tensor, owed: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return (owed - sent) / 2
+
+
+class Single(Feedback):
+    def rest(self, gradient: torch.Tensor, owed: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return (owed - sent).float().double()
+
+
+class OneForAll(Feedback):
+    def __call__(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return super().__call__(str(len(gradient)), gradient)
+
+
+class InPlace(Feedback):
+    def __call__(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        gradient += self.left.get(name, 0.0)
+        sent = self.lossy(gradient)
+        self.left[name] = gradient - sent
+        return sent
+
+
+@pytest.mark.parametrize(("wrong", "word"), [
+    (Forgets, "owed is all that came under this name"), (Nothing, "less all that was sent"), (Half, "owed is"),
+    (Single, "does not send lossy(what is owed)"), (OneForAll, "'v' of ['w', 'v', 'b']"), (InPlace, "has changed"),
+], ids=lambda case: case.__name__ if isinstance(case, type) else "")  # fmt: skip
+def test_kept_refuses(wrong: Any, word: str) -> None:
+    assert check.kept(Feedback)
+    refused(check.kept(wrong), word)
+
+
+# ---- random places ------------------------------------------------------------------------------------------------------
+
+
+def at(comm: Any, gradient: torch.Tensor, places: torch.Tensor) -> None:
+    values = gradient[places]
+    all_reduce(comm, values)
+    gradient.zero_()
+    gradient[places] = values
+
+
+def own_places(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
+    at(comm, gradient, torch.randperm(len(gradient), generator=comm.generator)[:k])
+
+
+def first_places(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
+    at(comm, gradient, torch.arange(k))
+
+
+def with_the_rest(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
+    places = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(step))[:k]
+    values = gradient[places]
+    all_reduce(comm, values)
+    gradient[places] = values
+
+
+def masked(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
+    places = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(step))[:k]
+    gradient *= torch.zeros_like(gradient).index_fill_(0, places, 1.0)
+    all_reduce(comm, gradient)
+
+
+@pytest.mark.parametrize(("wrong", "word"), [
+    (own_places, "do all ranks mean the same ones"), (first_places, "the others never come"),
+    (with_the_rest, "are not zero at the end"), (masked, "who need not be told the places"),
+], ids=lambda case: getattr(case, "__name__", ""))  # fmt: skip
+def test_common_places_refuse(wrong: Any, word: str) -> None:
+    refused(check.same_places(wrong), word)
+
+
+# ---- int8 ---------------------------------------------------------------------------------------------------------------
+
+
+def scaled(comm: Any, gradient: torch.Tensor, most: int, common: bool = True, dtype: torch.dtype = torch.int8) -> None:
+    largest = gradient.abs().max().view(1)
+    if common:
+        all_reduce(comm, largest, ReduceOp.MAX)
+    step = largest.clamp(min=1e-30) / most
+    codes = (gradient / step).round().to(dtype)
+    all_reduce(comm, codes)
+    gradient.copy_(codes * step)
+
+
+@pytest.mark.parametrize(("wrong", "word"), [
+    (lambda comm, g: scaled(comm, g, 127), "does the sum of all codes fit"),
+    (lambda comm, g: scaled(comm, g, 127 // comm.size, common=False), "Do all use one scale"),
+    (lambda comm, g: scaled(comm, g, 127 // comm.size, dtype=torch.int32), "bytes; scale and codes"),
+    (lambda comm, g: scaled(comm, g, 15 if comm.size > 1 else 127), "off by"),
+    (all_reduce, "bytes; scale and codes"),
+], ids=["all bits", "own scales", "wide codes", "for eight", "float32"])  # fmt: skip
+def test_int8_refuses(wrong: Any, word: str) -> None:
+    refused(check.add_int8(wrong), word)
+
+
+# ---- PowerSGD -----------------------------------------------------------------------------------------------------------
+
+
+def rounds(
+    comm: Any, matrix: torch.Tensor, q: torch.Tensor, *, orthonormal: bool = True, second: bool = True, warm: bool = True
+) -> None:
+    p = matrix @ q
+    all_reduce(comm, p)
+    p = torch.linalg.qr(p).Q if orthonormal else p
+    new = matrix.T @ p
+    if second:
+        all_reduce(comm, new)
+    if warm:
+        q.copy_(new)
+    matrix.copy_(p @ new.T)
+
+
+def own_q(comm: Any, matrix: torch.Tensor, q: torch.Tensor) -> None:
+    rounds(comm, matrix, torch.randn(q.shape, generator=comm.generator, dtype=q.dtype))
+
+
+def whole_matrix(comm: Any, matrix: torch.Tensor, q: torch.Tensor) -> None:
+    all_reduce(comm, matrix)
+    p = torch.linalg.qr(matrix @ q).Q
+    q.copy_(matrix.T @ p)
+    matrix.copy_(p @ q.T)
+
+
+@pytest.mark.parametrize(("wrong", "word"), [
+    (lambda *given: rounds(*given, orthonormal=False), "orthonormal columns"),
+    (lambda *given: rounds(*given, second=False), "summed over all ranks"),
+    (lambda *given: rounds(*given, warm=False), "begin with the q of the last"),
+    (own_q, "one round of rank 2 is off"), (whole_matrix, "two factors are"),
+], ids=["skew", "one sum", "cold", "own q", "whole matrix"])  # fmt: skip
+def test_a_round_of_power_sgd_refuses(wrong: Any, word: str) -> None:
+    refused(check.power_round(wrong), word)
+
+
+# ---- when it pays -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda n, c, p, t: (n - c) / t, lambda n, c, p, t: 2 * (p - 1) / p * n / t, lambda n, c, p, t: 2 * (p - 1) / p * (n - c) * t,
+    lambda n, c, p, t: 2 * (p - 1) * (n - c) / t,
+], ids=["one way", "all bytes", "times t", "times p"])  # fmt: skip
+def test_break_even_refuses(wrong: Any) -> None:
+    refused(check.break_even(wrong), "a ring takes")
+
+
+@pytest.mark.parametrize("wrong", [100, 33.3, 4 / 0.08, 66_667, "many"])
+def test_crossing_refuses(wrong: Any) -> None:
+    assert not check.crossing(wrong)
+
+
+# ---- what the chapter says ----------------------------------------------------------------------------------------------
+
+
+def pass_on(comm: Any, nbytes: int) -> None:
+    mine, other = torch.empty(2, nbytes // 4, device=comm.device)
+    comm.sendrecv(mine, (comm.rank + 1) % comm.size, other, (comm.rank - 1) % comm.size)
+
+
+def test_pairs_of_the_largest_thousandth_cross_a_dense_ring_near_a_thousand_ranks() -> None:
+    # Every step of a ring is like every other: one is simulated on all ranks. (The chapter holds 64 whole ranks against it.)
+    nbytes = 100_000_000
+
+    def step(p: int, length: int) -> float:
+        return simulate(pass_on, star(p, 1.25e9, 5e-6), length, device="meta", trace=False).time
+
+    def gained(p: int) -> float:
+        return 2 * (p - 1) * step(p, nbytes // p) - (p - 1) * step(p, 8 * nbytes // 4 // 1000)
+
+    assert gained(950) > 0 > gained(1100)
