@@ -100,6 +100,15 @@ def waits_for_the_first(kv: Any, gradient: Tensor, weights: Tensor, pieces: int)
     works[0].wait()
 
 
+def names_the_keys_again(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
+    for key, part in enumerate(weights.tensor_split(pieces)):
+        kv.init(key, part)
+    works = [kv.pushpull(*piece) for piece in pieces_of(gradient, weights, pieces)]
+    kv.clock()
+    for work in works:
+        work.wait()
+
+
 def past_the_servers(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
     all_reduce(kv.comm, gradient)
     weights += gradient
@@ -119,6 +128,7 @@ def knows_the_workers(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -
 @pytest.mark.parametrize(("wrong", "words"), [
     (without_clock, "clock comes next"), (clock_once, r"has called clock\(\) 1 times in two"), (in_order, "40.0 are possible"),
     (one_by_one, "ms, and .* are possible"), (never_waits, "has it waited"), (waits_for_the_first, "rank 0 has"),
+    (names_the_keys_again, "in every iteration"),
     (past_the_servers, "pushes 0 times"), (no_servers_and_no_clock, "clock"), (knows_the_workers, "pushes 0 times"),
 ])  # fmt: skip
 def test_pieces_that_are_refused(wrong: Callable[..., None], words: str) -> None:
@@ -159,6 +169,18 @@ def everybody_pushes(kv: Any, devices: int, X: Tensor, Y: Tensor, rate: float = 
 def does_not_add_up(kv: Any, devices: int, X: Tensor, Y: Tensor, rate: float = 0.5) -> Tensor:
     """Each pushes only its own part of its own gradient."""
     return blockwise(kv, devices, X, Y, rate, lambda kv, machine, parts: stored(kv, f"{machine.rank}", parts[machine.rank]))
+
+
+def waits_for_all(kv: Any, devices: int, X: Tensor, Y: Tensor, rate: float = 0.5) -> Tensor:
+    """Asks for a sum of all workers, under a key that only one device of each machine pushes."""
+
+    def inside(kv: Any, machine: Communicator, parts: list[Tensor]) -> Tensor:
+        kv.init(f"{machine.rank}", torch.zeros_like(mine := parts[machine.rank].clone()))
+        kv.pushpull(f"{machine.rank}", mine, mine).wait()
+        kv.clock()
+        return mine
+
+    return blockwise(kv, devices, X, Y, rate, inside)
 
 
 def around_the_servers(kv: Any, devices: int, X: Tensor, Y: Tensor, rate: float = 0.5) -> Tensor:
@@ -203,7 +225,7 @@ def test_another_right_way_passes() -> None:
 @pytest.mark.parametrize(("wrong", "words"), [
     (everybody_pushes, "6 gradients are pushed"), (does_not_add_up, "rank 0 has"), (fixed_rate, "rate 0.25"),
     (around_the_servers, "nothing was pushed"), (all_reduced_inside, "28.8 are possible"),
-    (returns_its_part, "not the 8 weights"),
+    (returns_its_part, "not the 8 weights"), (waits_for_all, "when every worker has pushed that key"),
 ])  # fmt: skip
 def test_blocks_that_are_refused(wrong: Callable[..., Tensor], words: str) -> None:
     refused_as(check.blocks(wrong), words)

@@ -127,6 +127,11 @@ class Remembers(Right):
         return kept[gradient.shape]
 
 
+class RemembersBeside(Remembers):
+    def state(self, value: Tensor) -> dict[str, Tensor]:
+        return {"square": torch.zeros_like(value)}
+
+
 class OneState(Right):
     """The same numbers for all keys."""
 
@@ -145,7 +150,8 @@ def test_another_right_optimizer_passes() -> None:
 @pytest.mark.parametrize(("wrong", "words"), [
     (EpsilonInside, "epsilon|away"), (OneRate, r"lr=0.5, alpha=0.99, step 0"), (OneAlpha, "alpha=0.99, step 0"),
     (OtherDefault, r"^lr=0.1, step 0"), (WithoutRoot, "step 0: element"), (ChangesTheGradient, "the gradient was changed"),
-    (NotInPlace, "step 0"), (Remembers, "step 6.*is all in `state`"), (OneState, "step 0"), (Stub, "still empty"),
+    (NotInPlace, "in place"), (Remembers, "gives no tensors"),
+    (RemembersBeside, "step 6.*is all in `state`"), (OneState, "step 0"), (Stub, "still empty"),
     (torch.optim.RMSprop, "no state yet|TypeError"),
 ])  # fmt: skip
 def test_optimizers_that_are_refused(wrong: type, words: str) -> None:

@@ -93,6 +93,7 @@ def test_ways() -> None:
     refused(check.ways((6, 5), (6, 5), (2, 3), (1, 1)), "way 1: who is the first that can send")
     refused(check.ways("deadlock", "deadlock", (2, 3), (1, 1)), "way 2 is no deadlock")
     refused(check.ways("deadlock", (6, 5), (2, 2), (1, 1)), "way 3, 5 ranks: not 2 rounds")
+    refused(check.ways("deadlock", 6, 2, 1), "way 2: say", "or a pair")
     refused(check.ways("deadlock", (6, 5), "Deadlock", (1, 1)), "way 3 is no deadlock")
     refused(check.ways("deadlock", (6, 5), (2, 3), (2, 2)), "way 4, 6 ranks: not 2 rounds")
 
@@ -128,6 +129,10 @@ def waits_at_one_end(comm: Communicator, parcels: Parcels) -> None:
         work.wait()
 
 
+def waits_for_the_last(comm: Communicator, parcels: Parcels) -> None:
+    started(comm, parcels)[-1].wait()
+
+
 def last_first(comm: Communicator, parcels: Parcels) -> None:
     for parcel in parcels if comm.rank == 0 else parcels[::-1]:
         (comm.send if comm.rank == 0 else comm.recv)(parcel, 1 - comm.rank)
@@ -161,6 +166,7 @@ def test_delivery(exercise: Function, function: Function, words: str) -> None:
 def test_how_many_rounds() -> None:
     refused(check.in_a_row(all_started), "7 parcels in 1 rounds: here each is to wait")
     refused(check.in_flight(waits_after_each), "7 parcels in 7 rounds: start all of them")
+    refused(check.in_flight(waits_for_the_last), "12 sends and receives", "nobody waits for them")
 
 
 def last_message_only(trace: Trace) -> Any:

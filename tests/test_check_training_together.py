@@ -60,7 +60,8 @@ def divides_by_the_ranks(comm, gradient, count):
     ("wrong", "word"),
     [(plain_mean, "every image count"), (over_those_with_images, "every image count"), (twice_the_length, "numbers are sent"),
      (a_message_of_its_own, "travel along"), (divides_by_the_ranks, "off by"),
-     (lambda comm, gradient, count: gradient, "off by")],
+     (lambda comm, gradient, count: gradient.mul_(2), "off by"),
+     (lambda comm, gradient, count: 2 * gradient, "in place")],
 )  # fmt: skip
 def test_weighted_mean_refuses(wrong, word):
     verdict = check.weighted_mean(wrong)

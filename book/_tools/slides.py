@@ -15,7 +15,7 @@ from bs4 import BeautifulSoup, NavigableString, Tag
 from execute import ROOT, notebooks
 
 HERE, SITE = Path(__file__).parent, ROOT / "_build" / "html"
-POINTS, LINES = 4, 12  # sentences on a slide; lines of code beside what they print
+POINTS, LINES = 4, 20  # sentences on a slide; lines of code and of what they print that stand on one slide
 PAGE = """<!DOCTYPE html>
 <html lang="en" data-theme="light">
 <head>
@@ -64,10 +64,15 @@ def looks(cell: Tag) -> Iterator[str]:
     output = cell.select_one(":scope > .cell_output")
     if output and output.select_one(SHOWN):
         yield str(output)
-    elif code and output and len(code.get_text().strip().splitlines()) <= LINES:
+    elif code and output and lines(code) + lines(output) <= LINES:
         yield f"{code}{output}"
     else:
         yield from map(str, filter(None, (code, output)))
+
+
+def lines(block: Tag) -> int:
+    """How many lines of text a block has."""
+    return len(block.get_text().strip().splitlines())
 
 
 def slides_of(section: Tag) -> list[Slide]:
@@ -88,7 +93,8 @@ def slides_of(section: Tag) -> list[Slide]:
             found[-1].notes += [str(block)] * (block.name == "p")
             continue
         for look in looks(block) if "cell" in classes else [str(block)]:
-            if found[-1].shown or len(found[-1].points) > 1:
+            tall = "<pre" in look and "<img" not in look and look.count("\n") > LINES
+            if found[-1].shown or len(found[-1].points) > (not tall):
                 found.append(Slide(title))
             found[-1].shown = look
     return [slide for slide in found if slide.points or slide.shown]

@@ -81,7 +81,7 @@ def statistics(function: Function) -> str:
             parts = [torch.rand(rows + 2 * r, 4, generator=generator, dtype=torch.float64) * (1 + r) - r for r in range(p)]
             run = simulate(lambda comm, parts=parts: function(comm, parts[comm.rank].clone()), star(p, 1e9, 1e-6))
             for rank, got in enumerate(run):
-                _statistics(got, torch.cat(parts), f"with {p} ranks, rank {rank}")
+                _statistics(got, torch.cat(parts), f"with {p} rank{'s' * (p > 1)}, rank {rank}")
             sent.append(int(run.trace.bytes_sent().sum()))
         more = f"with {p} ranks, more data make {sent[1] / max(sent[0], 1):.0f} times the bytes: send what sums the data up"
         refuse((sent[1] > sent[0], more))

@@ -40,7 +40,7 @@ def _spoken(word: object) -> str:
 
 def _name(word: object) -> str:
     if (name := _spoken(word)) not in {one.__name__ for one in EIGHT}:
-        raise Wrong(f"{word!r} is none of the eight")
+        raise Wrong(f"{word!r} is none of the eight: {', '.join(one.__name__.replace('_', '-') for one in EIGHT)}")
     return name
 
 

@@ -48,18 +48,22 @@ def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
     for value in [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in ((5,), (2, 3))]:
         judge = value.clone().requires_grad_()
         keys.append([value, mine.state(value), judge, torch.optim.RMSprop([judge], **hyper)])
+    if not keys[0][1]:
+        raise Wrong("`state` gives no tensors: one optimizer serves many keys, so what it must remember of each is in its state")
     for step in range(12):
         if step == 6:  # as when a server is started anew: what it knows is the dictionary
             mine = ours(**hyper)
             keys = [[value, {name: tensor.clone() for name, tensor in state.items()}, *rest] for value, state, *rest in keys]
         for value, state, judge, other in keys:
             gradient = scale * torch.randn(value.shape, generator=dice, dtype=torch.float64)
-            judge.grad, before = gradient.clone(), value
+            judge.grad, before, old = gradient.clone(), value, value.clone()
             mine.step(value, gradient, state)
             other.step()
             where = f"{', '.join(f'{name}={number}' for name, number in hyper.items())}, step {step}"
             if not torch.equal(gradient, judge.grad):
                 raise Wrong(f"{where}: the gradient was changed")
+            if torch.equal(value, old):
+                raise Wrong(f"{where}: the value is as it was: `step` is to change it in place")
             off = (before - judge.detach()).abs().flatten()
             if not off.max() <= 1e-9:
                 hint = "; just before, the optimizer was made anew, as on another server: is all in `state`?" * (step == 6)

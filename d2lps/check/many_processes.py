@@ -77,6 +77,8 @@ def ways(*mine: Any) -> str:
         right = tuple(simulate(_shift, star(p, *NETWORK), first).trace.rounds for p in (6, 5))
         if locked:
             raise Wrong(f"way {number} is no deadlock: find one rank whose first message goes through; what does that set free?")
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            raise Wrong(f'way {number}: say "deadlock", or a pair, the rounds of 6 ranks and of 5')
         for p, said, rounds in zip((6, 5), answer, right, strict=True):
             if said != rounds:
                 raise Wrong(f"way {number}, {p} ranks: not {said} rounds; draw each message, and beside it when it goes")
@@ -101,8 +103,9 @@ def _delivered(function: Function, count: int, size: int = 250) -> Trace:
         found = {-1.0: "never arrives", -2.0: "is overwritten before it has left: rank 0 does not wait for its sends"}
         how = found.get(run[1][wrong[0]][0].item(), "arrives with wrong contents")
         raise Wrong(f"of {count} parcels, number {wrong[0]} {how}")
-    if run.trace.unmatched:
-        raise Wrong(f"{run.trace.unmatched} messages are started and nobody waits for them")
+    sent_and_come = run.trace.messages["src_done_seq"], run.trace.messages["dst_done_seq"]
+    if left := run.trace.unmatched + sum(int((done < 0).sum()) for done in sent_and_come):
+        raise Wrong(f"{left} sends and receives are started and nobody waits for them: each has a `wait` of its own")
     if len(run.trace) != count or set(run.trace.messages["dst"].tolist()) != {1}:
         raise Wrong(f"{len(run.trace)} messages for {count} parcels: send each parcel once, from rank 0 to rank 1")
     return run.trace

@@ -93,9 +93,10 @@ def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01
     if not isinstance(given, int | float) and not hasattr(given, "__float__"):
         raise Wrong(f"{given!r} is no number; it is asked in {unit}")
     given = float(given)
-    for factor, said in ((1e3, "a thousand times too large"), (1e-3, "a thousand times too small")):
-        if abs(given - wanted * factor) <= within * abs(wanted * factor):
-            raise Wrong(f"{given:g} is {said}: it is asked in {unit}")
+    for factor, times in ((1e3, "a thousand"), (1e6, "a million"), (1e9, "a billion")):
+        for other, said in ((wanted * factor, "large"), (wanted / factor, "small")):
+            if abs(given - other) <= within * abs(other):
+                raise Wrong(f"{given:g} is {times} times too {said}: it is asked in {unit}")
     if not abs(given - wanted) <= within * abs(wanted):
         raise Wrong(f"{given:g} {unit} is not it: {hint}")
 

@@ -44,7 +44,9 @@ def _shared(function: Function, images: torch.Tensor, counts: list[int]) -> Run:
     def work(comm: Any) -> torch.Tensor:
         shard = images.split(counts)[comm.rank]
         gradient = shard.mean(0) if len(shard) else torch.zeros(_LENGTH, dtype=torch.float64)
-        function(comm, gradient, counts[comm.rank])
+        before, returned = gradient.clone(), function(comm, gradient, counts[comm.rank])
+        refuse((returned is not None and torch.equal(before, gradient), "what is returned is not looked at: `gradient` itself "
+                "is to become the mean, in place"))  # fmt: skip
         return gradient
 
     return simulate(work, star(len(counts), 1e9, 1e-6))

@@ -115,7 +115,7 @@ def _misread(found: list[Any], stored: list[bytearray], right: bytes, stripe: in
         if not 0 < size <= stripe:
             return f"a piece of {size} bytes; one has from 1 to a stripe's {stripe}"
         if bytes(stored[target][start : start + size]) != right[at : at + size]:
-            return f"the piece {(target, start, size)} does not bring the file's bytes"
+            return f"the piece {(target, start, size)} does not bring the file's bytes: does it end where its stripe ends?"
         at += size
     return "" if at == len(right) else f"the pieces have {at} bytes in all"
 

@@ -21,6 +21,8 @@ _SHORTER = [  # what of a matplotlib SVG is not wanted in a page; its style woul
     (r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", ""), (r'<g id="[^"]*"', "<g"),
     (r'<svg[^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>"),  # HTML knows the namespaces
     (r"#ffffff", "var(--page)"), (r"#000000", "currentColor"), (r"#0072b2", "light-dark(#0072b2, #4aa8e0)"),
+    (r"#cfe3f3", "light-dark(#cfe3f3, #1d4562)"), (r"#fbe3b5", "light-dark(#fbe3b5, #5a4210)"),  # nodes of a topology
+    (r"#dddddd", "light-dark(#dddddd, #3f464f)"),
     (r"\s*\n\s*", " "), (r"> <", "><"),
 ]  # fmt: skip
 _COMMON, _WITHIN = ({kind: Path(__file__).with_name(f"{stem}.{kind}").read_text("utf-8") for kind in ("js", "css")}
