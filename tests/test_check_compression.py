@@ -6,7 +6,7 @@ import pytest
 import torch
 from solutions import refused, solution
 
-from d2lps import ReduceOp, simulate
+from d2lps import ReduceOp, compress, simulate
 from d2lps.check import compression as check
 from d2lps.collectives import all_reduce
 from d2lps.topology import star
@@ -71,6 +71,17 @@ def test_pairs() -> None:
     refused(check.pairs(long_places, lambda sent, like: torch.zeros(like.shape)), "bytes are sent; a place and a number")
     refused(check.pairs(in_place, decode), "the gradient itself was changed")
     refused(check.pairs(encode, lambda sent, like: decode(sent, torch.empty(like.numel() + 1))), "it has the shape")
+    refused(check.pairs(encode, lambda sent, like: None if like.is_meta else sent), "decode gives nothing back")
+
+
+def test_pairs_refuses_what_the_two_remember() -> None:
+    remembered = []
+
+    def on_the_side(gradient: torch.Tensor, k: int) -> torch.Tensor:
+        remembered.append(encode(gradient, k))
+        return torch.zeros(2, k, dtype=torch.int32)
+
+    refused(check.pairs(on_the_side, lambda sent, like: decode(remembered[-1], like)), "largest by size")
 
 
 # ---- kept ---------------------------------------------------------------------------------------------------------------
@@ -132,6 +143,20 @@ class InPlace(Feedback):
 def test_kept_refuses(wrong: Any, word: str) -> None:
     assert check.kept(Feedback)
     refused(check.kept(wrong), word)
+
+
+class Librarys(Feedback):
+    def __init__(self, lossy: Any) -> None:
+        self.feedback = compress.ErrorFeedback(lossy)
+
+
+def test_the_librarys_own_are_refused() -> None:
+    refused(check.kept(Librarys), "the exercise is to do without")
+    refused(
+        check.same_places(lambda comm, g, k, step: compress.all_reduce(comm, g, compress.random_k(k / len(g)), turn=step)),
+        "without",
+    )
+    refused(check.power_round(lambda comm, matrix, q: compress.all_reduce(comm, matrix, compress.power_sgd(2))), "without")
 
 
 # ---- random places ------------------------------------------------------------------------------------------------------
@@ -240,8 +265,8 @@ def test_a_round_of_power_sgd_refuses(wrong: Any, word: str) -> None:
 
 @pytest.mark.parametrize("wrong", [
     lambda n, c, p, t: (n - c) / t, lambda n, c, p, t: 2 * (p - 1) / p * n / t, lambda n, c, p, t: 2 * (p - 1) / p * (n - c) * t,
-    lambda n, c, p, t: 2 * (p - 1) * (n - c) / t,
-], ids=["one way", "all bytes", "times t", "times p"])  # fmt: skip
+    lambda n, c, p, t: 2 * (p - 1) * (n - c) / t, lambda n, c, p, t: 0 * n,
+], ids=["one way", "all bytes", "times t", "times p", "zero"])  # fmt: skip
 def test_break_even_refuses(wrong: Any) -> None:
     refused(check.break_even(wrong), "a ring takes")
 
