@@ -52,6 +52,7 @@ def with_c_and_a_exchanged(computing, sending, price):
     [(lowest_of_the_second_side, "with more it could be"), (where_the_sides_meet, "with more it could be"),
      (rounded_down, "with more it could be"), (with_c_and_a_exchanged, "it could be"),
      (lambda *times: 22, "with fewer it could be"), (lambda *times: 0, "no whole number"),
+     (lambda *times: {}.get(0), "no whole number"),
      (lambda computing, sending, price: (computing / price) ** 0.5, "no whole number")],
 )  # fmt: skip
 def test_best_count_refuses(wrong, word):
@@ -178,11 +179,32 @@ def alone(comm, loss, buckets):
     loss.backward()
 
 
+def never_waits(comm, loss, buckets):
+    with_hooks(comm, loss, buckets, started(comm), waited=False)
+
+
+def sends_everything_twice(comm, loss, buckets):
+    def add(lane, before, bucket):
+        for work in before:
+            work.wait()
+        flat = torch.cat([p.grad.flatten() for p in bucket] * 2)
+        all_reduce(lane, flat)
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket] * 2), strict=False):
+            p.grad.copy_(part.view_as(p) / lane.size)
+
+    with_hooks(comm, loss, buckets, lambda bucket, works: works.append(comm.start(add, works[-1:], bucket)))
+
+
+def for_two_ranks(comm, loss, buckets):
+    with_hooks(comm, loss, buckets, started(comm, lambda lane, p: p.grad.mul_(lane.size / 2)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(after_the_backward_pass, "leave once"), (in_the_hook, "go on meanwhile"), (forgets_to_divide, "is each divided"),
      (leaves_its_hooks, "is a hook left behind"), (tensor_by_tensor, "one all-reduce for each bucket"),
-     (all_in_one, "one all-reduce for each bucket"), (at_the_first_gradient, "are not the means"), (alone, "are not the means")],
+     (all_in_one, "one all-reduce for each bucket"), (at_the_first_gradient, "are not the means"), (alone, "are not the means"),
+     (never_waits, "are not the means"), (sends_everything_twice, "would do"), (for_two_ranks, "is each divided")],
 )  # fmt: skip
 def test_overlapped_refuses(wrong, word):
     refused(check.overlapped(wrong), word)
@@ -230,9 +252,18 @@ def by_the_flag(model, loss_of, batches):
         loss.backward()
 
 
+def one_large_batch(model, loss_of, batches):
+    loss_of(model, torch.cat(batches)).backward()
+
+
+def one_backward_pass_for_all(model, loss_of, batches):
+    (sum(loss_of(model, batch) for batch in batches) / len(batches)).backward()
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(as_printed, "when does DDP decide"), (all_in_the_block, "never add up"), (without_dividing, "3.00 times"),
+    [(one_large_batch, "one batch at a time"), (one_backward_pass_for_all, "one batch at a time"),
+     (as_printed, "when does DDP decide"), (all_in_the_block, "never add up"), (without_dividing, "3.00 times"),
      (every_time, "add up 3 times"), (the_first_averages, "who averages"), (by_the_flag, "who averages")],
 )  # fmt: skip
 def test_accumulate_refuses(wrong, word):

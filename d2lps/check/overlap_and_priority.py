@@ -1,21 +1,19 @@
 """Checks of the exercises of *Overlap and priority*."""
 
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from d2lps.check.exercise import Function, answered, judged
 from d2lps.check.tools import parts, refuse
 from d2lps.collectives import all_reduce
-from d2lps.comm import ReduceOp
 from d2lps.simulator import simulate
 from d2lps.topology import star
 
 __all__ = ["accumulate", "batch", "best_count", "overlapped", "shares", "timetable"]
 
-_NEAR = 1 + 1e-9
 _LAYERS, _WIDTH, _SECONDS = 4, 32, 40e-6  # of the model of `overlapped`, and what a layer's backward pass takes
 
 
@@ -27,17 +25,16 @@ def best_count(function: Function) -> str:
         times = {k: max(c + price + a / k, c / k + k * price + a) for k in range(1, 1200)}
         got, best = function(c / 1e3, a / 1e3, price / 1e3), min(times, key=times.__getitem__)
         said = f"computing {c} ms, sending {a} ms, price {price} ms: {got!r} "
-        refuse((got not in times, f"{said}is no whole number of buckets, 1 or more"))
+        refuse((got not in times, f"{said}is no whole number of buckets between 1 and 1199"))
         more = f"take {times[got]:.3f} ms; with {'more' if best > got else 'fewer'} it could be {times[best]:.3f}"
-        refuse((times[got] > times[best] * _NEAR, said + more))
+        refuse((times[got] > times[best] * (1 + 1e-9), said + more))
     return f"in {len(cases)} cases no other number is better"
 
 
 @judged
 def shares(function: Function) -> str:
     """Check `function(computing, sending, count)`: the buckets' fractions that make the step shortest, without latencies."""
-    cases = [(10, 10, 4), (10, 20, 4), (20, 10, 4), (10, 20, 1), (3, 7, 2), (30, 7, 8), (5, 9, 12)]
-    for computing, sending, count in cases:
+    for computing, sending, count in ((10, 10, 4), (10, 20, 4), (20, 10, 4), (10, 20, 1), (3, 7, 2), (30, 7, 8), (5, 9, 12)):
         got, said = list(function(computing, sending, count)), f"computing {computing}, sending {sending}, {count} buckets: "
         refuse((len(got) != count or min(got) <= 0 or abs(sum(got) - 1) > 1e-9,
                 f"{said}{got} are not {count} fractions above 0 that add up to 1"))  # fmt: skip
@@ -45,10 +42,10 @@ def shares(function: Function) -> str:
         ready, end, why = 0.0, 0.0, "the link could have begun earlier"
         for number, share in enumerate(got, 1):
             ready += share * computing
-            why = f"the link has nothing to do before bucket {number}" if number > 1 and ready > end * _NEAR else why
+            why = f"the link has nothing to do before bucket {number}" if number > 1 and ready > end * (1 + 1e-9) else why
             end = max(ready, end) + share * sending
-        refuse((end > best * _NEAR, f"{said}the step ends at {end:.4g}, and could at {best:.4g}; {why}"))
-    return f"in {len(cases)} cases neither the link nor the device ever waits for the other"
+        refuse((end > best * (1 + 1e-9), f"{said}the step ends at {end:.4g}, and could at {best:.4g}; {why}"))
+    return "in 7 cases neither the link nor the device ever waits for the other"
 
 
 @judged
@@ -70,19 +67,19 @@ def overlapped(function: Function) -> str:
     return "each bucket left when it was full, beside the backward pass, in one all-reduce"
 
 
-def _called(comm: Any, function: Function, cut: list[int]) -> tuple[Tensor, Tensor]:
+def _called(comm: Any, function: Function, cut: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of this rank alone in two calls, and what they have become, in the order of readiness."""
     weights = [nn.Parameter(torch.eye(_WIDTH).double() / 2) for _ in range(_LAYERS)]
-    alone, become = list[Tensor](), list[Tensor]()
+    alone, become = list[torch.Tensor](), list[Any]()
     for call in range(2):
         plain = slow = torch.full((_LAYERS, _WIDTH), comm.rank + call + 1.0).double()
         for weight in weights:
-            plain, slow, weight.grad = plain @ weight, slow @ weight, None
+            plain, slow, weight.grad = plain @ weight, slow @ weight, torch.zeros_like(weight)
             slow.register_hook(lambda gradient: comm.sleep(_SECONDS))
         alone += torch.autograd.grad(plain.square().sum(), weights)[::-1]
         in_order = iter(weights[::-1])
         function(comm, slow.square().sum(), [[next(in_order) for _ in range(size)] for size in cut])
-        become += [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights[::-1]]
+        become += [weight.grad for weight in weights[::-1]]
     return torch.stack(alone), torch.stack(become)
 
 
@@ -94,18 +91,19 @@ def accumulate(function: Function) -> str:
         batches, weight = torch.arange(1.0, 1 + p * count * 6).double().reshape(p, count, 2, 3), torch.ones(3, 1).double()
         wanted = 2 * batches.reshape(-1, 3).T @ (batches.reshape(-1, 3) @ weight) / (p * count * 2)
         models = simulate(_accumulated, star(p, 1e9, 1e-6), function, batches)
-        refuse((any(sums == 0 for sums, _ in models), f"{case}the ranks never add up, so replicas drift apart: who averages?"))
-        for rank, (sums, got) in enumerate(models):
-            refuse((sums > 1, f"{case}the ranks add up {sums} times, and once would do; when does DDP decide?"),
+        refuse((any(sums == 0 for sums, *_ in models), f"{case}the ranks never add up, so replicas drift apart: who averages?"))
+        for rank, (sums, passes, got) in enumerate(models):
+            refuse((passes != count, f"{case}{passes} backward passes; memory has room for one batch at a time"),
+                   (sums > 1, f"{case}the ranks add up {sums} times, and once would do; when does DDP decide?"),
                    (not torch.allclose(got, wanted), f"{case}rank {rank} has {(got / wanted).mean():.2f} times the gradient of "
                     "the mean loss over all batches and ranks: is each loss divided, and who averages?"))  # fmt: skip
     return "one sum over the ranks, of the mean over all batches"
 
 
-def _accumulated(comm: Any, function: Function, batches: Tensor) -> tuple[int, Tensor]:
+def _accumulated(comm: Any, function: Function, batches: torch.Tensor) -> tuple[int, int, torch.Tensor]:
     model = _Replica(comm)
     function(model, lambda model, batch: model(batch).square().mean(), list(batches[comm.rank]))
-    return model.sums, torch.zeros(3, 1) if model.weight.grad is None else model.weight.grad
+    return model.sums, model.passes, torch.zeros(3, 1) if model.weight.grad is None else model.weight.grad
 
 
 class _Replica(nn.Module):
@@ -114,23 +112,20 @@ class _Replica(nn.Module):
     def __init__(self, comm: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 1).double())
-        self.comm, self.sums, self.require_backward_grad_sync, self.armed = comm, 0, True, False
+        self.comm, self.sums, self.passes, self.require_backward_grad_sync, self.armed = comm, 0, 0, True, False
         self.weight.register_post_accumulate_grad_hook(self._ready)
 
-    @contextmanager
     def no_sync(self) -> Any:
-        self.require_backward_grad_sync = False
-        yield
-        self.require_backward_grad_sync = True
+        return patch.object(self, "require_backward_grad_sync", False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.armed = self.require_backward_grad_sync
         return x @ self.weight
 
-    def _ready(self, weight: Tensor) -> None:
+    def _ready(self, weight: torch.Tensor) -> None:
+        self.sums, self.passes = self.sums + self.armed, self.passes + 1
         if self.armed and weight.grad is not None:
-            self.sums += 1
-            all_reduce(self.comm, weight.grad, ReduceOp.AVG)
+            all_reduce(self.comm, weight.grad.div_(self.comm.size))
 
 
 @answered
