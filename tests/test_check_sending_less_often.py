@@ -8,6 +8,7 @@ import torch
 from solutions import refused, solution
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from d2lps import parallel
 from d2lps.check import sending_less_often as check
 from d2lps.collectives import all_reduce
 
@@ -54,13 +55,41 @@ def outer(divide: bool = True, sign: int = 1, look: bool = True, share: bool = T
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (outer(divide=False), "with 2 workers"), (outer(sign=-1), "round 1: the first weight went down by -"),
-    (outer(look=False), "the momentum is empty yet"), (outer(share=False), "with 2 workers"),
-    (outer(copy=False), "its own weights are not the shared ones"), (outer(own=True), "the first weight went down"),
-    (outer(twice=True), "one all-reduce of 96 bytes is enough"),
+    (outer(divide=False), "workers: 2"), (outer(sign=-1), "round 1: the first weight went down by -"),
+    (outer(look=False), "the momentum is empty yet"), (outer(share=False), "workers: 2"),
+    (outer(copy=False), "`mine` is not equal to it"), (outer(own=True), "the first weight went down"),
+    (outer(twice=True), "an all-reduce of 96 is enough"),
 ], ids=["the sum", "the sign", "no look ahead", "alone", "no copy", "momenta of one's own", "momenta travel"])  # fmt: skip
 def test_a_wrong_outer_step(wrong: Any, words: str) -> None:
     refused(check.outer(wrong), words)
+
+
+def by_torch(comm: Any, shared: Any, mine: Any, momentum: Any, rate: float, mu: float) -> None:
+    torch.optim.SGD([shared], lr=rate, momentum=mu, nesterov=mu > 0).step()
+
+
+def aside() -> Any:
+    """Right weights, of a momentum that holds the rate as well."""
+    def function(comm: Any, shared: Any, mine: Any, momentum: Any, rate: float, mu: float) -> None:
+        delta = shared - mine
+        all_reduce(comm, delta)
+        momentum.mul_(mu).add_(rate * delta / comm.size)
+        shared.sub_(rate * delta / comm.size + mu * momentum)
+        mine.copy_(shared)
+
+    return function
+
+
+def by_library(comm: Any, model: Any, make: Any, gradient: Any, rounds: int, H: int) -> None:
+    parallel.DiLoCo(comm, model.parameters(), H)
+
+
+@pytest.mark.parametrize(("judge", "wrong", "words"), [
+    (check.outer, by_torch, "it uses optim"), (check.outer, aside(), "`momentum` is not the sum"),
+    (check.repaired, by_library, "it uses DiLoCo"),
+], ids=["torch's optimizer", "a momentum with the rate in it", "the library's DiLoCo"])  # fmt: skip
+def test_another_way_than_was_asked_for(judge: Any, wrong: Any, words: str) -> None:
+    refused(judge(wrong), words)
 
 
 def program(views: bool = False, anew: bool = False, sign: int = 1, mean: bool = True, nesterov: bool = True,
@@ -86,21 +115,23 @@ def program(views: bool = False, anew: bool = False, sign: int = 1, mean: bool =
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (program(views=True), "are they zero"), (program(anew=True), "2 inner optimizers were made"),
-    (program(sign=-1), "the loss went up"), (program(mean=False), "2 workers"), (program(nesterov=False), "should at"),
-    (program(short=1), "4 gradients were computed, and 6 should be"), (program(views=True, sign=-1), "are they zero"),
+    (program(views=True), "are deltas zero"), (program(anew=True), "2 inner optimizers were made"),
+    (program(sign=-1), "the loss went up"), (program(mean=False), "workers: 2"), (program(nesterov=False), "weights are"),
+    (program(short=1), "4 gradients were computed, and 6 should be"), (program(views=True, sign=-1), "are deltas zero"),
 ], ids=["views", "made anew", "the sign", "the sum", "no look ahead", "a step less", "two at once"])  # fmt: skip
 def test_a_program_that_is_still_broken(wrong: Any, words: str) -> None:
     refused(check.repaired(wrong), words)
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (lambda one, many, p: {s: (one[s], many[s]) for s in one.keys() & many.keys()}, "with 2 workers"),
-    (lambda one, many, p: {s * p: (one[s], many[s]) for s in one.keys() & many.keys()}, "with 2 workers"),
-    (lambda one, many, p: {s: (one[s], many[s * p]) for s in one if s * p in many}, "in a step, 2 workers read one batch each"),
+    (lambda one, many, p: {s: (one[s], many[s]) for s in one.keys() & many.keys()}, "workers: 2"),
+    (lambda one, many, p: {s * p: (one[s], many[s]) for s in one.keys() & many.keys()}, "workers: 2"),
+    (lambda one, many, p: {s: (one[s], many[s * p]) for s in one if s * p in many}, "workers: 2, 12 batches: not (4"),
     (lambda one, many, p: {s: (many[s // p], one[s]) for s in one if s % p == 0 and s // p in many}, "whose are these"),
+    (lambda one, many, p: {s: (loss, many.get(s // p)) for s, loss in one.items()}, "96 batches: it is there, and not both"),
+    (lambda one, many, p: {}, "12 batches: it is not there; 1 batches are read in a step"),
     (lambda one, many, p: [loss for loss in one.values()], "is no dictionary"),
-], ids=["by steps", "steps renamed", "the wrong way", "exchanged", "a list"])  # fmt: skip
+], ids=["by steps", "steps renamed", "the wrong way", "exchanged", "not measured", "nothing", "a list"])  # fmt: skip
 def test_an_unfair_table(wrong: Any, words: str) -> None:
     refused(check.fair(wrong), words)
 
@@ -121,7 +152,7 @@ def test_who_talks_at_the_wrong_time(wrong: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (lambda step, H, f: None if step % H else 0, "H = 4, 2 fragments: something is sent after steps [4, 8, 12]"),
+    (lambda step, H, f: None if step % H else 0, "H = 4, 2 fragments: something is sent after [4, 8, 12]"),
     (lambda step, H, f: None if step % (H // f) else step // (H // f) % f, "they take turns, from 0"),
     (lambda step, H, f: step % H if step % H < f else None, "equal gaps would be"),
     (lambda step, H, f: (step - 1) % f, "equal gaps would be"),
@@ -132,11 +163,11 @@ def test_fragments_out_of_turn(wrong: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (lambda seconds, H: [H] * len(seconds), "worker 3 has time for 5 steps"),
-    (lambda seconds, H: [int(H * min(seconds) / each) for each in seconds], "has time for"),
-    (lambda seconds, H: [round(H * max(seconds) / each) for each in seconds], "worker 0 has time for 20 steps"),
-    (lambda seconds, H: [math.ceil(H * min(seconds) / each) for each in seconds], "worker 0 has time for 3 steps"),
-    (lambda seconds, H: [H], "worker 0 has time for 20 steps"),
+    (lambda seconds, H: [H] * len(seconds), "worker 3 makes 5 until then"),
+    (lambda seconds, H: [int(H * min(seconds) / each) for each in seconds], "or its only one"),
+    (lambda seconds, H: [round(H * max(seconds) / each) for each in seconds], "worker 0 makes 20"),
+    (lambda seconds, H: [math.ceil(H * min(seconds) / each) for each in seconds], "worker 0 makes 3"),
+    (lambda seconds, H: [H], "[20]; the fastest is done after 20 s"),
 ], ids=["all alike", "none at all", "the slowest sets the pace", "rounded up", "one number"])  # fmt: skip
 def test_steps_that_do_not_fit(wrong: Any, words: str) -> None:
     refused(check.steps_of(wrong), words)
