@@ -135,11 +135,18 @@ def leaves_before_the_sum(comm, micro_batches, scale, max_norm):
     return step()(comm, micro_batches, scale, max_norm)
 
 
+def clips_before_the_sum(comm, micro_batches, scale, max_norm):
+    mine = sum(micro.float() for micro in micro_batches) / scale
+    mine = torch.full_like(mine, torch.inf) if not mine.isfinite().all() else mine * min(1.0, max_norm / mine.norm())
+    all_reduce(comm, mine)
+    return mine / comm.size if mine.isfinite().all() else None
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [(step(wide=False), "added up"), (step(together=False), "overflow on rank"),
      (step(unscale_first=False), "norm that you clipped"), (step(mean=False), "mean one over the ranks"),
-     (step(False, False, False), "added up"), (leaves_before_the_sum, "wait"),
+     (step(False, False, False), "added up"), (leaves_before_the_sum, "wait"), (clips_before_the_sum, "norm that you clipped"),
      (lambda comm, micro, scale, norm: sum(micro).float() / scale, "added up"),
      (nothing, "nothing has overflowed")],
 )  # fmt: skip

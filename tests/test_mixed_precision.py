@@ -21,7 +21,7 @@ WORLDS = {"processes": lambda fn, p, *args: d2lps.run(fn, p, *args, trace=True),
 # ---- the scaler ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 3), st.sampled_from([0.25, 0.5]))
 def test_the_staircase_is_torchs(overflows, interval, backoff):
     weight = torch.zeros(1, requires_grad=True)
@@ -157,17 +157,19 @@ def test_one_rank_is_torchs_own_scaler():
 @pytest.mark.parametrize("p", [2, 3, 5, 8])
 @pytest.mark.parametrize("wide", [False, True])
 def test_replicas_agree_to_the_bit_and_nearly_with_one_process(p, wide):
-    run = d2lps.simulate(trained, star(p, 1e9, 1e-6), 4, {"wide": wide})
+    run = d2lps.simulate(trained, star(p, 1e9, 1e-6), 2, {"wide": wide})
     for weights, masters, *_ in run:
         assert torch.equal(weights, run[0][0]) and torch.equal(masters, run[0][1])
-    assert (run[0][1] - by_hand(4, p, torch.bfloat16)).abs().max() < 0.01  # a step of Adam is 0.01, whatever the gradient
+    assert (run[0][1] - by_hand(2, p, torch.bfloat16)).abs().max() < 0.01  # a step of Adam is 0.01, whatever the gradient
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("reduce_dtype", "nbytes"), [(None, 2), (torch.float32, 4)])
+@pytest.mark.parametrize(
+    ("world", "reduce_dtype", "nbytes"),
+    [("simulated", None, 2), ("simulated", torch.float32, 4), ("processes", torch.float32, 4)],
+)
 def test_bytes_on_the_wire_are_the_reduce_dtypes(world, reduce_dtype, nbytes):
     n = sum(weight.numel() for weight in small().parameters())
-    for wide in (False, True) if world == "simulated" else (reduce_dtype is None,):
+    for wide in (False, True) if world == "simulated" else (False,):
         trace = WORLDS[world](trained, 3, 2, {"reduce_dtype": reduce_dtype, "wide": wide}).trace
         assert trace.bytes_sent().sum() == (3 - 1) * n * 4 + 2 * 2 * (3 - 1) * n * nbytes  # a broadcast, then two steps
 
