@@ -164,6 +164,24 @@ def test_wrong_options_are_refused(make: Callable[[], Codec], says: str) -> None
         make()
 
 
+@pytest.mark.parametrize(
+    ("tensor", "codec", "error", "says"),
+    [
+        (torch.ones(2), compress.int8, TypeError, "codec=<function int8 .*> is none: one is made by a call"),
+        (torch.ones(2), "int8", TypeError, "codec='int8' is none"), (torch.ones(2), None, TypeError, "codec=None is none"),
+        ([], compress.half(), ValueError, r"tensor=\[\]: there is nothing to sum"),
+        ([torch.ones(2), None], compress.half(), TypeError, "tensor must be a torch.Tensor, not NoneType"),
+        (3.0, compress.half(), TypeError, "not float: 3.0"),
+        (torch.ones(2).bool(), compress.top_k(0.5), TypeError, "takes floats or integers, not torch.bool"),
+        (torch.ones(2) * 1j, compress.half(), TypeError, "takes floats or integers, not torch.complex64"),
+        (torch.ones(1).expand(2), compress.half(), ValueError, "was expanded"),
+    ],
+)  # fmt: skip
+def test_what_is_no_codec_or_no_tensor_is_refused(tensor: Any, codec: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        d2lps.simulate(lambda comm: compress.all_reduce(comm, tensor, codec), star(2, 1e9))
+
+
 # ---- what was sent, and what is left ----------------------------------------------------------------------------------
 
 
@@ -347,10 +365,10 @@ def trained(comm: Communicator, codec: Codec | None, steps: int) -> float:
     images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    optimizer, feedback = torch.optim.SGD(model.parameters(), lr=0.3), ErrorFeedback(codec) if codec else None
+    feedback = ErrorFeedback(codec) if codec else None
     for step in range(steps):
         mine = torch.arange(comm.rank, 32 * comm.size, comm.size).add(step * 32 * comm.size) % len(labels)
-        optimizer.zero_grad()
+        model.zero_grad()
         torch.nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         if feedback is None:
@@ -358,9 +376,9 @@ def trained(comm: Communicator, codec: Codec | None, steps: int) -> float:
                 collectives.all_reduce(comm, gradient)
         else:
             compress.all_reduce(comm, gradients, feedback)
-        for gradient in gradients:
-            gradient /= comm.size
-        optimizer.step()
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.3 / comm.size * gradient
     return torch.nn.functional.cross_entropy(model(images), labels).item()
 
 

@@ -53,16 +53,18 @@ def train(comm: Communicator, kind: str, which: str, megabytes: float, steps: in
         dist.init_process_group(kind, store=store_of(comm), rank=comm.rank, world_size=comm.size)
         group = dist.group.WORLD
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     model = DistributedDataParallel(net, bucket_cap_mb=megabytes, process_group=group)
     state, hook = hook_of(which, group)
     model.register_comm_hook(state, hook)
     data = torch.randn(16, 64, generator=torch.Generator().manual_seed(comm.rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         model(data).pow(2).mean().backward()
-        optimizer.step()
+        with torch.no_grad():  # torch.optim's first step imports torch's compiler, which takes each process seconds
+            for each in net.parameters():
+                each -= 0.5 * each.grad
     weights = torch.cat([each.detach().flatten() for each in net.parameters()])
     buckets = len(state.feedback.turns) if hasattr(state, "feedback") else 0
     # torch's PowerSGD waits in gloo's own thread, which at times has the last reference: that thread would wait for itself.

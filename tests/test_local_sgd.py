@@ -216,6 +216,11 @@ def test_a_model_without_contents_takes_as_long() -> None:
     assert times[0] == times[1] == pytest.approx(40 + 8 * 0.8)  # 2 x 3/4 x 12,000 bytes are 1.8 s, of which 1 is under a step
 
 
+def test_what_is_no_codec_is_refused_before_the_first_round() -> None:
+    with pytest.raises(TypeError, match="codec='int4' is none"):
+        d2lps.simulate(lambda comm: DiLoCo(comm, [torch.ones(4)], 2, codec="int4"), star(2, 1e9))  # type: ignore[arg-type]
+
+
 # How far an element of the mean may be off, of the largest element of the deltas: half a unit in the last place at each of four
 # roundings, or a unit for each of the two encodings, of which the second is of the first one's sum.
 @pytest.mark.parametrize(("codec", "times", "bound"), [("half", 2, 4 / 2**11), ("int8", 4, 2.1 / 127), ("int4", 8, 2.3 / 7)])

@@ -250,3 +250,19 @@ def test_what_cannot_be_is_refused_before_anything_is_changed():
         return model[0].weight.dtype
 
     assert d2lps.simulate(wrong, star(1, 1e9, 1e-6)) == [torch.float32]
+
+
+def test_frozen_weights_and_buffers_are_rank_0s_too():
+    def work(comm):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model[0].weight.requires_grad_(False).fill_(comm.rank + 3.0)
+        model[1].running_mean.fill_(comm.rank + 4.0)
+        MixedPrecision(comm, model, lambda masters: None)
+        return model[0].weight[0, 0].item(), model[1].running_mean[0].item()
+
+    assert list(d2lps.simulate(work, star(3, 1e9))) == [(3.0, 4.0)] * 3
+
+
+def test_a_model_without_gradients_is_refused():
+    with pytest.raises(ValueError, match="Tanh has no parameters that need gradients"):
+        d2lps.simulate(lambda comm: MixedPrecision(comm, nn.Tanh(), lambda masters: None), star(2, 1e9))

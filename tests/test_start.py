@@ -18,6 +18,7 @@ import d2lps
 from d2lps import Communicator, Mismatch, RankHung
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Event
+from d2lps.topology import star
 
 Runner = Callable[..., d2lps.Run]
 
@@ -212,6 +213,12 @@ def test_an_event_that_never_happens_is_named(world: Runner) -> None:
 
     with pytest.raises(RankHung, match=r"rank 0 waits for what another of its lanes is to signal \(in <lambda>, line "):
         world(work, 2, timeout=1)
+
+
+@pytest.mark.parametrize("call", ["signal", "wait"])
+def test_what_is_no_event_is_refused(call: str) -> None:
+    with pytest.raises(TypeError, match=f"{call} needs an Event, not <d2lps.comm.work.Work"):
+        d2lps.simulate(lambda comm: getattr(comm, call)(comm.start(lambda beside: None)), star(2, 1e9))
 
 
 def test_one_that_never_ends_is_not_waited_for_for_ever(run: Runner) -> None:

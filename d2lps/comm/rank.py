@@ -157,11 +157,15 @@ class Rank(ABC):
 
     def signal(self, event: Event) -> None:
         """Say that it has happened: whoever waits for it goes on."""
+        if not isinstance(event, Event):
+            raise TypeError(f"signal needs an Event, not {event!r}")
         self.now()  # in a simulation, when what this lane has counted until here has been computed
         event.set()
 
     def wait(self, event: Event) -> None:
         """Return when another lane of this rank has signalled the event; at once if it has already."""
+        if not isinstance(event, Event):
+            raise TypeError(f"wait needs an Event, not {event!r}")
         with self.waiting("event"):
             self._until(event)
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from d2lps import collectives
-from d2lps.collectives.arguments import collective
+from d2lps.collectives.arguments import check_tensor, collective
 from d2lps.comm import Communicator
-from d2lps.compress.codec import Codec
-from d2lps.compress.feedback import ErrorFeedback, Forgetful
+from d2lps.comm.staging import check_writable
+from d2lps.compress.codec import Codec, Rounds
+from d2lps.compress.feedback import ErrorFeedback, counting
 
 
-@collective("tensor", "codec", "name", "algorithm")
+@collective("tensor", "codec", "name", "turn", "algorithm")
 def all_reduce(
     comm: Communicator, tensor: Tensor | Sequence[Tensor], codec: Codec | ErrorFeedback, name: str = "",
     *, turn: int = 0, algorithm: str | None = None, **options: Any,
@@ -34,11 +35,13 @@ def all_reduce(
     another       of `collectives.all_reduce`, with its options, on what a linear codec sends: c in place of n bytes, in two
                   rounds with PowerSGD. Sums are rounded in the codec's dtype. By default "ring" for linear codecs.
     The first two take all for one flat tensor, of which PowerSGD makes no matrix. Errors: ValueError for another algorithm if the
-    codec is not linear, and for a tensor that is not finite, where that would spoil what is sent or kept with it.
+    codec is not linear, and for a tensor that is not finite, where that would spoil what is sent or kept with it; TypeError for
+    what is no codec, and for tensors that are neither of floats nor of integers.
     Source: two stages: Tang et al. 2021 (1-bit Adam).
     """
-    tensors = [tensor] if isinstance(tensor, Tensor) else list(tensor)
-    memory = codec if isinstance(codec, ErrorFeedback) else Forgetful(codec, name, turn)
+    tensors, memory = _several(tensor), counting(codec)
+    if memory is not codec:
+        memory.turns[name] = turn
     job, linear = _Job(comm, memory, name), memory.codec.linear
     staged = {"two_stage": job.two_stage, "all_gather": job.all_gather, None: None if linear else job.two_stage}.get(algorithm)
     if staged is None and not linear:
@@ -48,6 +51,17 @@ def all_reduce(
     for each, part in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
         each.detach().copy_(part.view(each.shape))
     memory.turns[name] += 1
+
+
+def _several(tensor: Any) -> list[Tensor]:
+    """One or many, if a sum can be put into each of them."""
+    tensors = [*tensor] if isinstance(tensor, Iterable) and not isinstance(tensor, Tensor) else [tensor]
+    if not tensors:
+        raise ValueError("tensor=[]: there is nothing to sum")
+    for each in tensors:
+        check_tensor("tensor", each)
+        check_writable(each)
+    return tensors
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -87,24 +101,24 @@ class _Job:
         codec, kept = self.codec.among(self.comm.size), self.memory.kept.get(self.name) or [None] * len(shapes)
         parts = wanted.split([shape.numel() for shape in shapes])
         rounds = [codec.rounds(part.view(shape), self.turn, q) for part, shape, q in zip(parts, shapes, kept, strict=True)]
-        means: dict[int, Any] = {}
-        done: dict[int, tuple[Tensor, Tensor | None]] = {}
+        ended: dict[Rounds, Any] = {}
         with self.computing("encode"):
-            asked = {index: next(each) for index, each in enumerate(rounds)}
+            asked = {each: next(each) for each in rounds}
         while asked:
-            message = flat(each for each, _ in asked.values())
+            message = flat(asked.values())
             collectives.all_reduce(self.comm, message, algorithm=algorithm, **options)
-            sums = message.split([each.numel() for each, _ in asked.values()])
+            sums = message.split([part.numel() for part in asked.values()])
             with self.computing("decode"):
-                for (index, (each, means[index])), part in zip(list(asked.items()), sums, strict=True):
+                for each, total in zip(list(asked), sums, strict=True):
                     try:
-                        asked[index] = rounds[index].send(part.view(each.shape))
+                        asked[each] = each.send(total.view(asked[each].shape))
                     except StopIteration as end:
-                        done[index] = end.value
-                        del asked[index]
-        self.memory.keep(self.memory.left, self.name, wanted, lambda: flat(means[index]() for index in range(len(parts))))
-        self.memory.kept[self.name] = [done[index][1] for index in range(len(parts))]
-        return flat(done[index][0] for index in range(len(parts)))
+                        ended[each] = end.value
+                        del asked[each]
+        totals, mine, kept = map(list, zip(*(ended[each] for each in rounds), strict=True))
+        self.memory.keep(self.memory.left, self.name, wanted, lambda: flat(part() for part in mine))
+        self.memory.kept[self.name] = kept
+        return flat(totals)
 
     def add_up(self, codes: Sequence[Tensor], like: Tensor) -> Tensor:
         """What the ranks' codes mean together, added in their order, so that it is the same wherever it is done."""

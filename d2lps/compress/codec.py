@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-# It yields what is to be summed over all ranks next, and how to tell what this rank's part of it means, once that is known; is
-# sent the sum; and returns the sum of the ranks' tensors, as far as it was sent, and what the next call may begin with.
-Rounds = Generator[tuple[Tensor, Callable[[], Tensor] | None], Tensor, tuple[Tensor, Tensor | None]]
+# It yields what is to be summed over all ranks next, and is sent the sum; and returns the sum of the ranks' tensors, as far as it
+# was sent, how to tell this rank's part of that, and what the next call may begin with.
+Rounds = Generator[Tensor, Tensor, tuple[Tensor, Callable[[], Tensor], Tensor | None]]
 
 
 class Codec(ABC):
@@ -27,6 +27,9 @@ class Codec(ABC):
 
     linear: ClassVar[bool] = False  #: whether decode(a + b) = decode(a) + decode(b): then every all-reduce will do
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
     @abstractmethod
     def encode(self, tensor: Tensor, turn: int = 0) -> Tensor:
         """What is sent in its place: a new flat tensor. Meta tensors give meta tensors of as many bytes."""
@@ -42,8 +45,8 @@ class Codec(ABC):
     def rounds(self, tensor: Tensor, turn: int = 0, kept: Tensor | None = None) -> Rounds:
         """For a linear codec, what is to be summed over the ranks; in several rounds if they find their codes together."""
         sent = self.encode(tensor, turn)
-        total = yield sent, lambda: self.decode(sent, tensor, turn)
-        return self.decode(total, tensor, turn), None
+        total = yield sent
+        return self.decode(total, tensor, turn), lambda: self.decode(sent, tensor, turn), None
 
 
 # ---- what they share --------------------------------------------------------------------------------------------------
@@ -51,6 +54,8 @@ class Codec(ABC):
 
 def widened(tensor: Tensor) -> Tensor:
     """In the precision in which residuals and sums are kept: floats have at least 32 bits, integers stay."""
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"a codec takes floats or integers, not {tensor.dtype}")
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(dtype)
 

@@ -27,6 +27,8 @@ class ErrorFeedback:
     """
 
     def __init__(self, codec: Codec) -> None:
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec={codec!r} is none: one is made by a call, such as d2lps.compress.int8()")
         self.codec = codec
         self.left: dict[str, Tensor] = {}
         self.second: dict[str, Tensor] = {}
@@ -62,14 +64,15 @@ class ErrorFeedback:
 
 
 class Forgetful(ErrorFeedback):
-    """A codec alone, for one turn: what it has not sent is lost."""
-
-    def __init__(self, codec: Codec, name: str, turn: int) -> None:
-        super().__init__(codec)
-        self.turns[name] = turn
+    """A codec alone, whose turns are counted: what it has not sent is lost."""
 
     def owed(self, left: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
         return widened(tensor).flatten()
 
     def keep(self, left: dict[str, Tensor], name: str, wanted: Tensor, sent: Callable[[], Tensor]) -> None:
         pass
+
+
+def counting(codec: Codec | ErrorFeedback) -> ErrorFeedback:
+    """What counts the turns of a codec, and keeps what it leaves if it was told to; TypeError for what is neither."""
+    return codec if isinstance(codec, ErrorFeedback) else Forgetful(codec)

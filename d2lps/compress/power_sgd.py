@@ -69,10 +69,10 @@ class PowerSGD(Codec):
         if not self.factors(tensor)[2]:
             return (yield from super().rounds(tensor, turn))
         matrix, q = self._begin(tensor, turn, kept)
-        p = torch.linalg.qr((yield matrix @ q, None)).Q  # by the same arithmetic on all ranks
+        p = torch.linalg.qr((yield matrix @ q)).Q  # by the same arithmetic on all ranks
         mine = matrix.T @ p
-        q = yield mine, lambda: (p @ mine.T).view(tensor.shape)
-        return (p @ q.T).view(tensor.shape), q
+        q = yield mine
+        return (p @ q.T).view(tensor.shape), lambda: (p @ mine.T).view(tensor.shape), q
 
     def _begin(self, tensor: Tensor, turn: int, q: Tensor | None) -> tuple[Tensor, Tensor]:
         check_finite(tensor)

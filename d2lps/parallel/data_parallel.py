@@ -13,6 +13,7 @@ from d2lps import compress
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator, ReduceOp
 from d2lps.compress import Codec, ErrorFeedback
+from d2lps.compress.feedback import counting
 from d2lps.parallel.buckets import MIB, buckets, flatten
 from d2lps.parallel.priority import Scheduler
 
@@ -36,7 +37,8 @@ class DataParallel(nn.Module):
     the next forward pass comes to the module that has it, or at `synchronize`. So communication goes on beside the forward pass
     too; that is where priorities pay.
 
-    Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them.
+    Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them;
+    Mismatch for models or options that are not alike on all ranks.
     Cost: an all-reduce of all gradients a step, by a ring 2(p - 1)/p n bytes a rank, and 2(p - 1) latencies a bucket. With k
     backward passes of b examples for a step (see `no_sync`), an example costs 2(p - 1)/p n/(k b) bytes: a larger local batch
     saves as much as accumulation, and takes memory for its activations. Source: Li et al. 2020 (PyTorch Distributed).
@@ -48,7 +50,8 @@ class DataParallel(nn.Module):
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.comm, self.module, self.codec, self.algorithm = comm, module, codec, algorithm
+        self.comm, self.module, self.algorithm = comm, module, algorithm
+        self.codec = None if codec is None else counting(codec)
         self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self._all = list(self._names)
         if not self._all:
@@ -60,7 +63,9 @@ class DataParallel(nn.Module):
         self._missing: list[set[int]] = []  # while one goes on: of each bucket, which gradients are not ready
         self._seen: list[int] | None = []  # those that are, in turn, until the order is settled
         self._synchronize = True
-        for tensor in module.state_dict().values():
+        shapes = [list(parameter.shape) for parameter in self._all]
+        comm.agree(f"DataParallel({bucket_cap=}, {codec=}, {order=}, {piece=}, {credit=}) of {len(shapes)} parameters, {shapes}")
+        for tensor in (*module.parameters(), *module.buffers()):
             broadcast(comm, tensor)
         for number, parameter in enumerate(self._all):
             parameter.register_post_accumulate_grad_hook(partial(self._ready, number))

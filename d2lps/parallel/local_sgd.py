@@ -23,6 +23,7 @@ from d2lps import compress
 from d2lps.collectives.all_reduce import all_reduce
 from d2lps.comm import Communicator, ReduceOp, Work
 from d2lps.compress import Codec, ErrorFeedback
+from d2lps.compress.feedback import counting
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's outer SGD
 
@@ -97,6 +98,8 @@ class DiLoCo:
         self.period = _period(_whole("every", every), _whole("fragments", fragments), delay, self.shared.numel())
         if not 0 <= keep <= 1 or (keep and not delay):
             raise ValueError(f"keep={keep}: a part of the weights, from 0 to 1, and there must be a delay")
+        if codec is not None:
+            counting(codec)  # TypeError now, rather than after H steps
         self.fragments, self.delay = self.shared.tensor_split(fragments), delay
         self.outer = [torch.optim.SGD([fragment], **outer) for fragment in self.fragments]
         self.pending: tuple[int, torch.Tensor, Work | None] | None = None

@@ -61,10 +61,10 @@ class MixedPrecision:
     ...     trainer.backward(cross_entropy(model(x.bfloat16()).float(), y))
     ...     trainer.step()          # False where an overflow made all ranks skip it
 
-    The model's FP32 weights become rank 0's, and then numbers of `param_dtype`, where they stand. reduce_dtype: what gradients
-    are on the wire, by default what the weights are; wide: add up in FP32 in one place and round once, rather than at every
-    hop. main_grads: add micro-batches up in FP32, for 2 bytes a parameter more. scaler: for FP16; without one nothing is scaled
-    and no step skipped. max_norm: clip the mean gradient to this norm, once the scale is out of it.
+    The model's FP32 weights and its buffers become rank 0's; then weights are made numbers of `param_dtype`, where they stand.
+    reduce_dtype: what gradients are on the wire, by default what the weights are; wide: add up in FP32 in one place and round
+    once, rather than at every hop. main_grads: add micro-batches up in FP32, for 2 bytes a parameter more. scaler: for FP16;
+    without one nothing is scaled and no step skipped. max_norm: clip the mean gradient to this norm, once the scale is out.
     Bytes a parameter with Adam: 2 + 2 + 4 + 4 + 4. A step is one all-reduce of all gradients: 2(p - 1)/p n bytes a rank.
     TypeError for weights that are not FP32, ValueError for a dtype that is none of FP16, BF16 and FP32.
     """
@@ -83,6 +83,11 @@ class MixedPrecision:
         self.scaler = scaler or LossScaler(1.0)  # which never learns of a step then
         self.reduce = wide_all_reduce if wide else all_reduce
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if not self.weights:
+            raise ValueError(f"{type(model).__name__} has no parameters that need gradients: there is nothing to train")
+        frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+        for tensor in (*frozen, *model.buffers()):
+            broadcast(comm, tensor, src=0)
         whole = parameters_to_vector(self.weights).detach()
         broadcast(comm, whole, src=0)
         vector_to_parameters(whole, self.weights)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, Event, ReduceOp
+from d2lps.comm.rank import describe
 from d2lps.cost.numbers import named
 
 
@@ -45,6 +46,9 @@ class Scheduler:
         for name, value in (("piece", 1 if piece is None else piece), ("credit", credit)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a whole number, 1 or more")
+        for index, tensor in enumerate(tensors):
+            if not tensor.is_contiguous():
+                raise ValueError(f"tensors[{index}], {describe(tensor)}, does not lie in one run, and can't be cut into pieces")
         self.comm, self.reduce = comm, reduce or _mean
         self._pick = named("order", order, {"fifo": lambda _, oldest: oldest, "priority": self._most_urgent})
         self.pieces = [tensor.view(-1).split(max(1, (piece or tensor.nbytes) // tensor.element_size())) for tensor in tensors]
