@@ -10,7 +10,7 @@ SITE := _build/html
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-hosts test-notebooks test-site soak versions bench size lab colab handout slides execute serve clean
+.PHONY: help setup book test style types test-library test-lab test-hosts test-notebooks test-site soak versions bench size lab colab handout slides execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -21,7 +21,7 @@ book: setup      ## build the site from the stored outputs, into _build/html
 	rm -rf $(SITE)
 	$(BIN)/jupyter-book build . --all -W --keep-going
 
-test: style types test-library test-hosts test-notebooks test-site  ## run every test
+test: style types test-library test-lab test-hosts test-notebooks test-site  ## run every test
 
 style: .venv/.done  ## check the style of the code
 	$(BIN)/ruff check .
@@ -30,7 +30,11 @@ types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py -n 4 --dist loadfile
+	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py --ignore tests/test_lab.py -n 4 --dist loadfile
+
+# Behind hundreds of other tests, in the same process, a cell that was run there never answered. We don't know why yet.
+test-lab: .venv/.done  ## open every chapter in JupyterLab, in a process of its own
+	$(PYTEST) tests/test_lab.py
 
 test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation, with nothing beside it
 	$(PYTEST) tests/test_shaped_hosts.py

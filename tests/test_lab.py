@@ -124,7 +124,7 @@ def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, addr
     for hidden in ("The secret is addition.", "return x + x"):
         assert shown.get_by_text(hidden).locator("visible=true").count() == 0
     # What is run before there is a kernel is not run at all, and a busy machine takes its time to start one.
-    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=180_000)
+    page.locator("#jp-main-statusbar").get_by_text(re.compile(r"Python 3.* \| Idle")).wait_for(timeout=180_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     shown.get_by_text("not yet: double is still empty").wait_for(timeout=180_000)
