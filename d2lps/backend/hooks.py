@@ -17,6 +17,7 @@ from d2lps import collectives, compress
 from d2lps.backend.processgroup import BookProcessGroup
 from d2lps.backend.tasks import callers_context
 from d2lps.comm import Communicator
+from d2lps.cost.numbers import whole
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 
 _made: Counter[str] = Counter()  # hooks, by group: on each rank in the same order
@@ -35,9 +36,7 @@ def ddp_hook(
     least 1: DDP cuts its buckets anew after the first. options: as of `compress.all_reduce`. A linear codec gets a bucket's
     gradients in their shapes, others all of it as one tensor. Cost: that of `compress.all_reduce`, for each bucket.
     """
-    if isinstance(start, bool) or not isinstance(start, int) or start < 1:
-        raise ValueError(f"start={start!r} is not a whole number from 1 up: after one backward pass DDP cuts its buckets anew")
-    return Averager(codec, group or dist.group.WORLD, start, options), average
+    return Averager(codec, group or dist.group.WORLD, whole("start", start), options), average
 
 
 def average(state: "Averager", bucket: dist.GradBucket) -> Future[Tensor]:

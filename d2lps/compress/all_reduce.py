@@ -11,7 +11,7 @@ from d2lps import collectives
 from d2lps.collectives.arguments import check_tensor, collective
 from d2lps.comm import Communicator
 from d2lps.comm.staging import check_writable
-from d2lps.compress.codec import Codec, Rounds
+from d2lps.compress.codec import Codec, Rounds, flat
 from d2lps.compress.feedback import ErrorFeedback, counting
 
 
@@ -62,11 +62,6 @@ def _several(tensor: Any) -> list[Tensor]:
         check_tensor("tensor", each)
         check_writable(each)
     return tensors
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Their elements, one after another, in a new tensor."""
-    return torch.cat([each.detach().flatten() for each in tensors])
 
 
 class _Job:

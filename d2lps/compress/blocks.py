@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from d2lps.compress.codec import Codec, as_bytes, chance, check, check_finite, expect, from_bytes, widened
-from d2lps.cost.numbers import named
+from d2lps.compress.codec import Codec, as_bytes, chance, check_finite, expect, from_bytes, widened
+from d2lps.cost.numbers import named, whole
 
 LARGEST = torch.finfo(torch.float32).max
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -52,8 +52,7 @@ def int4(block: int | None = 256, seed: int = 0) -> Codec:
 
 
 def _made(block: int | None, dtype: torch.dtype, largest: float, bits: int = 8, seed: int = 0) -> Codec:
-    check("block", block or 0, block is None or (isinstance(block, int) and block > 0), "None or a whole number from 1 up")
-    return Blocks(block, dtype, largest, bits, seed)
+    return Blocks(block if block is None else whole("block", block), dtype, largest, bits, seed)
 
 
 @dataclass(frozen=True)

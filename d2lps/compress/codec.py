@@ -1,7 +1,7 @@
 """What a codec is: a tensor of fewer bytes in place of a tensor, and the way back; and what all codecs share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import ClassVar, Self
 
 import torch
@@ -58,6 +58,15 @@ def widened(tensor: Tensor) -> Tensor:
         raise TypeError(f"a codec takes floats or integers, not {tensor.dtype}")
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(dtype)
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Their elements, one after another, in a new tensor of the widest of their dtypes.
+
+    >>> flat([torch.ones(2, 1), torch.zeros(1, dtype=torch.float64)])
+    tensor([1., 1., 0.], dtype=torch.float64)
+    """
+    return torch.cat([each.detach().flatten() for each in tensors])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

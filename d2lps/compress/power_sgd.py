@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from d2lps.compress.codec import Codec, Rounds, chance, check, check_finite, expect, widened
+from d2lps.compress.codec import Codec, Rounds, chance, check_finite, expect, widened
+from d2lps.cost.numbers import whole
 
 
 def power_sgd(rank: int = 2, seed: int = 0) -> Codec:
@@ -23,7 +24,7 @@ def power_sgd(rank: int = 2, seed: int = 0) -> Codec:
     others; one of fewer, or so small that its factors have no fewer elements, is sent as it is.
     Source: Vogels, Karimireddy, Jaggi 2019 (PowerSGD).
     """
-    check("rank", rank, isinstance(rank, int) and rank > 0, "a whole number from 1 up")
+    whole("rank", rank)
     return PowerSGD(rank, seed)
 
 

@@ -12,9 +12,15 @@ def log2_up(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
+def whole(name: str, value: int) -> int:
+    """`whole("chunks", 3) == 3`; ValueError for anything but a whole number from 1 up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} is not a whole number from 1 up")
+    return value
+
+
 def check(nbytes: float, ranks: int, alpha: float, beta: float) -> None:
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks={ranks!r} is not a whole number from 1 up")
+    whole("ranks", ranks)
     for name, value in (("nbytes", nbytes), ("alpha", alpha), ("beta", beta)):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}={value!r} is not a number from 0 up")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from d2lps.cost.numbers import whole
+
 MIB = 2**20
 
 
@@ -20,9 +22,8 @@ def buckets(tensors: Sequence[Tensor], cap: int = 25 * MIB, first: int = MIB) ->
     Tensors of one bucket have one dtype and one device. The numbers are as in `tensors`.
     Source: Li et al. 2020; torch's own function gives the same (`dist._compute_bucket_assignment_by_size`).
     """
-    for name, value in (("cap", cap), ("first", first)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not a number of bytes, 1 or more")
+    whole("cap", cap)
+    whole("first", first)
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     limits: dict[tuple[torch.dtype, torch.device], int] = {}

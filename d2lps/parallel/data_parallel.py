@@ -32,10 +32,10 @@ class DataParallel(nn.Module):
     Buffers, a batch norm's statistics for one, are rank 0's at the start and each rank's own from there.
 
     algorithm: of `collectives.all_reduce`. codec: sent is what it makes of a bucket, by `compress.all_reduce`, but for the first
-    backward pass. order, piece, credit: see `Scheduler`. optimizer: a function that makes one of parameters, such as
-    `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not wait, and leaves no gradients: a parameter takes its step when
-    the next forward pass comes to the module that has it, or at `synchronize`. So communication goes on beside the forward pass
-    too; that is where priorities pay.
+    backward pass; what it leaves unsent is lost, unless it is an ErrorFeedback. order, piece, credit: see `Scheduler`.
+    optimizer: a function that makes one of parameters, such as `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not
+    wait, and leaves no gradients: a parameter takes its step when the next forward pass comes to the module that has it, or at
+    `synchronize`. So communication goes on beside the forward pass too; that is where priorities pay.
 
     Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them;
     Mismatch for models or options that are not alike on all ranks.

@@ -23,7 +23,9 @@ from d2lps import compress
 from d2lps.collectives.all_reduce import all_reduce
 from d2lps.comm import Communicator, ReduceOp, Work
 from d2lps.compress import Codec, ErrorFeedback
+from d2lps.compress.codec import flat
 from d2lps.compress.feedback import counting
+from d2lps.cost.numbers import whole
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's outer SGD
 
@@ -44,7 +46,7 @@ class LocalSGD:
 
     def __init__(self, comm: Communicator, parameters: Iterable[torch.Tensor], every: int, algorithm: str = "ring") -> None:
         self.comm, self.parameters, self.algorithm = comm, _floats(parameters), algorithm
-        self.every, self.steps = _whole("every", every), 0
+        self.every, self.steps = whole("every", every), 0
 
     def step(self) -> bool:
         """After each step of the inner optimizer; whether this was one that ends in a mean."""
@@ -56,7 +58,7 @@ class LocalSGD:
 
     def average(self) -> None:
         """Now, as after the last steps of a training: every rank calls it."""
-        weights = read(self.parameters)
+        weights = flat(self.parameters)
         all_reduce(self.comm, weights, ReduceOp.AVG, self.algorithm)
         write(self.parameters, weights)
 
@@ -94,8 +96,8 @@ class DiLoCo:
         algorithm: str | None = None,
     ) -> None:
         self.comm, self.parameters, self.codec, self.algorithm = comm, _floats(parameters), codec, algorithm
-        self.shared, self.steps, self.keep = read(self.parameters), 0, keep
-        self.period = _period(_whole("every", every), _whole("fragments", fragments), delay, self.shared.numel())
+        self.shared, self.steps, self.keep = flat(self.parameters), 0, keep
+        self.period = _period(whole("every", every), whole("fragments", fragments), delay, self.shared.numel())
         if not 0 <= keep <= 1 or (keep and not delay):
             raise ValueError(f"keep={keep}: a part of the weights, from 0 to 1, and there must be a delay")
         if codec is not None:
@@ -122,7 +124,7 @@ class DiLoCo:
 
     def _send(self, number: int) -> None:
         """Let the mean of the deltas of a fragment be made, beside what comes next if there is a delay."""
-        delta = self.fragments[number] - self._part(read(self.parameters), number)
+        delta = self.fragments[number] - self._part(flat(self.parameters), number)
         args = delta, self.codec, self.algorithm, f"fragment {number}", self.steps
         if self.delay:
             self.pending = number, delta, self.comm.start(average_deltas, *args)
@@ -139,7 +141,7 @@ class DiLoCo:
         self.fragments[number].grad = delta
         self.outer[number].step()
         self.fragments[number].grad = None  # n bytes that are not needed for the next H steps
-        weights = read(self.parameters)
+        weights = flat(self.parameters)
         self._part(weights, number).lerp_(self.fragments[number], 1 - self.keep)
         write(self.parameters, weights)
 
@@ -184,8 +186,8 @@ class DiLoCoWorker:
         key: str = "weights",
     ) -> None:
         self.kv, self.parameters, self.key = kv, _floats(parameters), key
-        self.every, self.steps = _whole("every", every), 0  # steps since the last pull
-        self.start = read(self.parameters)
+        self.every, self.steps = whole("every", every), 0  # steps since the last pull
+        self.start = flat(self.parameters)
         kv.init(key, self.start)
         kv.set_optimizer(optimizer, **outer)
         self._pull()
@@ -195,7 +197,7 @@ class DiLoCoWorker:
         self.steps += 1
         if self.steps < self.every:
             return False
-        pushed = self.kv.push(self.key, self.start - read(self.parameters))
+        pushed = self.kv.push(self.key, self.start - flat(self.parameters))
         self.kv.clock()
         pushed.wait()
         self._pull()
@@ -225,18 +227,9 @@ def local_steps(comm: Communicator, every: int, seconds: float) -> int:
 # ---- many tensors as one ----------------------------------------------------------------------------------------------
 
 
-def read(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All weights in one new flat tensor, of the widest of their dtypes.
-
-    >>> read([torch.ones(2, 1), torch.zeros(1, dtype=torch.float64)])
-    tensor([1., 1., 0.], dtype=torch.float64)
-    """
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-
-
 @torch.no_grad()
 def write(parameters: Sequence[torch.Tensor], weights: torch.Tensor) -> None:
-    """Put back what `read` gave."""
+    """Put back what `flat` gave."""
     parts = weights.split([parameter.numel() for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         parameter.copy_(part.view(parameter.shape))
@@ -252,12 +245,6 @@ def _floats(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if not found:
         raise ValueError("parameters: there are none; a generator such as model.parameters() is empty once it has been read")
     return found
-
-
-def _whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: a whole number from 1 up")
-    return value
 
 
 def _period(every: int, fragments: int, delay: int, weights: int) -> int:

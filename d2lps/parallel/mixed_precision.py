@@ -140,7 +140,8 @@ def wide_all_reduce(comm: Communicator, tensor: Tensor, accumulate_dtype: torch.
 
     Rank r hears block r of all ranks, adds it up, rounds once, and hands it to all. All ranks get the same bits. 2 steps, and
     2(p - 1)/p n bytes a rank, as many as a ring's; p blocks are held at once.
-    Source: 1-bit Adam's two stages (Tang et al. 2021), with a cast for a codec.
+    `compress.all_reduce` in two stages, with a cast for a codec, gives the same where nothing overflows. It cuts off what does;
+    here that becomes inf, as a loss scaler needs it. Source: the two stages are those of 1-bit Adam (Tang et al. 2021).
     """
     check_tensor("tensor", tensor)
     with flattened(tensor) as data:

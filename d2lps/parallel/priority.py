@@ -13,7 +13,7 @@ from torch import Tensor
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, Event, ReduceOp
 from d2lps.comm.rank import describe
-from d2lps.cost.numbers import named
+from d2lps.cost.numbers import named, whole
 
 
 def _mean(comm: Communicator, piece: Tensor, number: int) -> None:
@@ -43,9 +43,8 @@ class Scheduler:
         self, comm: Communicator, tensors: Sequence[Tensor], order: str = "fifo", piece: int | None = None, credit: int = 1,
         reduce: Callable[[Communicator, Tensor, int], None] | None = None,
     ) -> None:  # fmt: skip
-        for name, value in (("piece", 1 if piece is None else piece), ("credit", credit)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a whole number, 1 or more")
+        whole("credit", credit)
+        whole("piece", 1 if piece is None else piece)
         for index, tensor in enumerate(tensors):
             if not tensor.is_contiguous():
                 raise ValueError(f"tensors[{index}], {describe(tensor)}, does not lie in one run, and can't be cut into pieces")

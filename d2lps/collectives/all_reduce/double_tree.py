@@ -13,6 +13,7 @@ from d2lps import cost
 from d2lps.collectives.all_reduce.placement import link
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator, ReduceOp
+from d2lps.cost.numbers import whole
 
 
 def double_tree(comm: Communicator, data: Tensor, op: ReduceOp, *, chunks: int | None = None) -> None:
@@ -23,10 +24,7 @@ def double_tree(comm: Communicator, data: Tensor, op: ReduceOp, *, chunks: int |
     bytes. Time: at most 2(C + H - 1)(alpha + n beta / C). With 4 ranks, n beta = 10 ms and 10 chunks: 22 ms.
     Source: Sanders, Speck, Traeff 2009; NCCL, src/graph/trees.cc.
     """
-    if chunks is None:
-        chunks = cost.best_chunks(data.nbytes, comm.size, *link(comm))
-    elif isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r} is not a whole number from 1 up")
+    chunks = cost.best_chunks(data.nbytes, comm.size, *link(comm)) if chunks is None else whole("chunks", chunks)
     height, count = comm.size.bit_length() - 1, max(1, min(chunks, data.numel() // 2))
     halves = zip(orders(comm.size), data.tensor_split(2), strict=True)
     trees = [Seat.of(comm.rank, order, comm.chunks(half, count)) for order, half in halves]

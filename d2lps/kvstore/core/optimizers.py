@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from d2lps.cost.numbers import whole
+
 Moments = dict[str, torch.Tensor]
 
 
@@ -85,8 +87,8 @@ class DelayedNesterov:
     """
 
     def __init__(self, lr: float, momentum: float = 0.9, period: int = 1, activation: float = 0.0) -> None:
-        if not isinstance(period, int) or period < 1 or not 0 <= activation * period <= 1:
-            raise ValueError(f"period={period!r} must be a whole number from 1 up, activation={activation!r} 0 to 1 / period")
+        if not 0 <= activation * whole("period", period) <= 1:
+            raise ValueError(f"activation={activation!r} is not from 0 to 1 / period, {1 / period:g}")
         self.lr, self.momentum, self.period, self.activation = lr, momentum, period, activation
 
     def state(self, value: torch.Tensor) -> Moments:
