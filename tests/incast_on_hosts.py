@@ -5,11 +5,8 @@
 Each host runs one process, or, where machines are workers and servers, two; all links have 50 Mb/s each way.
 """
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import test_shaped_hosts as box
 import torch
@@ -50,40 +47,20 @@ def ring(comm: Communicator) -> list[float]:
     return laps
 
 
-def job(plan: str, rank: int, hosts: list[str], port: int) -> None:
-    """One rank's process, on its host; the first one prints."""
+def job(plan: str, rank: int, hosts: list[str], port: int) -> dict[str, list[float]]:
+    """One rank's process, on its host."""
     homes, workers = PLANS[plan]
-    box.enter(hosts[homes[rank]])
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(homes)), "MASTER_ADDR": box.address(0), "MASTER_PORT": str(port)}
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
-    torch.set_num_threads(1)
+    box.become(rank, len(homes), hosts[homes[rank]], port)
     if workers:
         laps = kvstore.run(exchange, workers, len(homes) - workers, split=1000).results
     else:
         laps = d2lps.run(ring, len(homes)).results
-    if rank == 0:
-        print(json.dumps({plan: sorted(round(max(lap), 3) for lap in zip(*laps, strict=True))}), flush=True)
-
-
-def main(hosts: list[str]) -> None:
-    for number, (plan, (homes, _)) in enumerate(PLANS.items()):
-        children = []
-        for rank in range(len(homes)):
-            children.append(os.fork())
-            if not children[-1]:
-                job(plan, rank, hosts, 29500 + number)
-                os._exit(0)
-        for child in children:
-            os.waitpid(child, 0)
+    return {plan: sorted(round(max(lap), 3) for lap in zip(*laps, strict=True))}
 
 
 if __name__ == "__main__" and sys.argv[1] == "hosts":
-    main(sys.argv[2:])
+    for number, (plan, (homes, _)) in enumerate(PLANS.items()):
+        box.forked(partial(job, plan, rank, sys.argv[2:], 29500 + number) for rank in range(len(homes)))
 elif __name__ == "__main__":
     for queue in sys.argv[1:]:
-        box.SHAPE = f"tbf rate {box.MEGABITS}mbit burst 32kb latency {queue}"
-        print(box.SHAPE, flush=True)
-        with box.shaped_hosts(8) as shaped:
-            environment = os.environ | {"PYTHONPATH": str(box.ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            subprocess.run([sys.executable, __file__, "hosts", *shaped], env=environment, check=True, timeout=300)
+        box.on_hosts(__file__, 8, f"tbf rate {box.MEGABITS}mbit burst 32kb latency {queue}")

@@ -56,7 +56,7 @@ def test_nothing_is_lost_but_what_the_worker_keeps(codec: str, servers: int) -> 
 
 
 @pytest.mark.parametrize("durability", ["memory", "log", "replica"])
-@pytest.mark.parametrize("codec", ["1bit", "random_k"])
+@pytest.mark.parametrize("codec", ["half", "1bit", "random_k"])
 def test_real_servers_decode_as_simulated_ones(codec: str, durability: str) -> None:
     real = kvstore.run(push_all, 2, 2, codec, 6, durability=durability, split=200)
     simulated = kvstore.simulate(push_all, star(4, 1e9), 2, 2, codec, 6, split=200)

@@ -56,7 +56,7 @@ def test_buckets_are_those_of_torch(lengths: list[int], cap: int, first: int, mi
 @pytest.mark.parametrize("options", [{"cap": 0}, {"first": -1}, {"cap": 1.5}, {"cap": True}])
 def test_a_cap_that_is_none_is_refused(options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value!r} is not a number of bytes"):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not a whole number from 1 up"):
         buckets([torch.empty(3)], **options)
 
 

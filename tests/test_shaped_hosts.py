@@ -17,7 +17,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from d2lps import Communicator
 from d2lps.collectives import all_reduce
 
 ROOT = Path(__file__).resolve().parents[1]
+QUIET = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without names: no news
 MEGABITS = 50
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of our data in it: tbf counts the former
 SIZES = [3, 5, 8]  # how many of the hosts take part
@@ -86,17 +88,22 @@ ALGORITHMS: dict[str, Callable[[Communicator, str], None]] = {"ring": ring, "one
 
 def job(rank: int, size: int, host: str) -> dict[str, float]:
     """One host's process: the latency, and the median time of each algorithm."""
-    enter(host)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address(0), "MASTER_PORT": str(29400 + size)}
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    # TCP that backs off when packets are dropped, and that every kernel has; each namespace has its own setting.
-    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
-    torch.set_num_threads(1)
+    become(rank, size, host, 29400 + size)
     measured = {"hosts": size, "latency": d2lps.run(ping_pong, size, "cpu").results[0]}
     for name, algorithm in ALGORITHMS.items():
         # Of several, the fastest: whatever else this machine does can only add to it.
         measured[name] = min(d2lps.run(algorithm, size, "cpu").time for _ in range(REPEATED[name]))
     return measured
+
+
+def become(rank: int, size: int, host: str, port: int) -> None:
+    """Make this process that rank of a job whose first one listens at `port`, and move it to its host."""
+    enter(host)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address(0), "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    # TCP that backs off when packets are dropped, and that every kernel has; each namespace has its own setting.
+    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
+    torch.set_num_threads(1)
 
 
 def enter(host: str) -> None:
@@ -107,19 +114,31 @@ def enter(host: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {host}")
 
 
+def forked(jobs: Iterable[Callable[[], Any]]) -> None:
+    """Do each in a process of its own (torch is imported once), and print what the first one gives."""
+    children = []
+    for rank, each in enumerate(jobs):
+        children.append(os.fork())
+        if not children[-1]:
+            measured = each()
+            if rank == 0:
+                print(json.dumps(measured), flush=True)
+            os._exit(0)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit(1)
+
+
 def main(hosts: list[str]) -> None:
-    """For some of the hosts, and for more: fork one process each (torch is imported once); print what the first measures."""
+    """For some of the hosts, and for more."""
     for size in SIZES:
-        children = []
-        for rank, host in enumerate(hosts[:size]):
-            children.append(os.fork())
-            if not children[-1]:
-                measured = job(rank, size, host)
-                if rank == 0:
-                    print(json.dumps(measured), flush=True)
-                os._exit(0)
-        if any(os.waitpid(child, 0)[1] for child in children):
-            sys.exit(1)
+        forked(partial(job, rank, size, host) for rank, host in enumerate(hosts[:size]))
+
+
+def on_hosts(script: str, count: int, shape: str) -> None:
+    """Start a script again, on shaped hosts, whose names it is told."""
+    print(shape, flush=True)
+    with shaped_hosts(count, shape) as hosts:
+        subprocess.run([sys.executable, script, "hosts", *hosts], env=os.environ | QUIET, check=True, timeout=600)
 
 
 # ---- the hosts ----------------------------------------------------------------------------------------------------------
@@ -138,7 +157,7 @@ def inside(host: str, command: str) -> None:
 
 
 @contextlib.contextmanager
-def shaped_hosts(count: int) -> Iterator[list[str]]:
+def shaped_hosts(count: int, shape: str = SHAPE) -> Iterator[list[str]]:
     """So many namespaces, joined by a bridge that lives in one more; nothing of it is left at the end."""
     prefix = f"d2lps-{os.getpid()}"
     switch, hosts = f"{prefix}-switch", [f"{prefix}-host{index}" for index in range(count)]
@@ -154,7 +173,7 @@ def shaped_hosts(count: int) -> Iterator[list[str]]:
             inside(switch, f"ip link set port{index} master bridge")
             for name, end in ((host, "eth0"), (switch, f"port{index}")):
                 inside(name, f"ip link set {end} up")
-                inside(name, f"tc qdisc add dev {end} root {SHAPE}")
+                inside(name, f"tc qdisc add dev {end} root {shape}")
         yield hosts
     finally:
         for name in (*hosts, switch):
@@ -164,8 +183,7 @@ def shaped_hosts(count: int) -> Iterator[list[str]]:
 def measure(hosts: list[str]) -> list[dict[str, float]]:
     """Run this file as the job on the hosts: what came of it, by size."""
     command = [sys.executable, __file__, *hosts]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without names: no news
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, env=os.environ | QUIET, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=250)
     finally:
