@@ -1,0 +1,41 @@
+"""What a parameter is of the whole model's: a piece of it, or all."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from d2lps.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter is piece `comm.rank` of the `comm.size` equal ones that the whole model's is cut into along `dim`."""
+
+    comm: Communicator
+    dim: int
+
+
+def cut(comm: Communicator, whole: Tensor, dim: int) -> Tensor:
+    """This rank's piece of a tensor that all ranks have: a copy, not a view.
+
+    >>> cut(comm, torch.arange(6.0).view(2, 3), dim=1)      # on rank 2 of 3        # doctest: +SKIP
+    tensor([[2.],
+            [5.]])
+
+    ValueError if the ranks can't have equal pieces.
+    """
+    if whole.shape[dim] % comm.size:
+        raise ValueError(f"dimension {dim} of {tuple(whole.shape)} can't be cut into {comm.size} equal pieces")
+    return whole.detach().chunk(comm.size, dim)[comm.rank].clone()
+
+
+def sharded(comm: Communicator, whole: Tensor, dim: int) -> nn.Parameter:
+    """This rank's piece as a parameter that knows what it is: `shard_of` tells."""
+    parameter = nn.Parameter(cut(comm, whole, dim))
+    parameter.shard = Shard(comm, dim)  # type: ignore[attr-defined]
+    return parameter
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """How it was cut, or None for a parameter that is whole."""
+    return getattr(parameter, "shard", None)

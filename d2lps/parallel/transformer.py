@@ -1,0 +1,151 @@
+"""The model that this part of the book trains in every way: a decoder of equal blocks, first described, then made.
+
+It is a plain chain of modules and knows of no other rank. What makes it parallel goes through it and exchanges parts of it: a
+linear layer for a piece of one, the attention for one that goes around a ring; a pipeline's stage is a slice of the chain.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A described model: its sizes, from which everything else follows.
+
+    >>> small = Transformer(layers=2, hidden=32, heads=4, vocab=96, sequence=64)
+    >>> model = small.module(seed=0)
+    >>> list(dict(model.named_children()))
+    ['embed', 'block0', 'block1', 'head']
+    >>> model(torch.zeros(3, 64, dtype=torch.long)).shape
+    torch.Size([3, 64, 96])
+
+    ffn: the width inside the MLP, by default 4 hidden. kv_heads: heads of keys and values, each for as many of the queries.
+    gated: a third matrix in the MLP, whose output opens or shuts it (SwiGLU). tied: the last layer's weight is the embedding's.
+    experts, top_k, capacity: of a mixture of experts (see `Experts`), 1 for a plain MLP.
+    ValueError, with the numbers, for sizes that do not divide. Source: Vaswani et al. 2017; the norms stand first, as in GPT-2.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    sequence: int
+    ffn: int | None = None
+    kv_heads: int | None = None
+    gated: bool = False
+    tied: bool = False
+    experts: int = 1
+    top_k: int = 1
+    capacity: float = 1.25
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+
+    def module(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+        """The model with its first weights: the same on every rank and in every plan that has the same seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            embed, head = Embed(self), Head(self)
+            blocks = [(f"block{number}", Block(self)) for number in range(self.layers)]
+        if self.tied:
+            head.linear.weight = embed.tokens.weight
+        return nn.Sequential(OrderedDict([("embed", embed), *blocks, ("head", head)])).to(dtype)
+
+
+class Embed(nn.Module):
+    """Tokens to vectors. `positions`: where in the sequence the tokens stand that this rank gets, by default all in turn."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(sizes.vocab, sizes.hidden), nn.Embedding(sizes.sequence, sizes.hidden)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
+        self.positions: Tensor | None = None
+        self.dropout = Dropout(sizes.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if self.positions is None else self.positions
+        return self.dropout(self.tokens(tokens) + self.places(positions))
+
+
+class Block(nn.Module):
+    """[batch, sequence, hidden] to the same: attention, then an MLP, each added to what it got."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(sizes.hidden), nn.LayerNorm(sizes.hidden)
+        self.attention, self.mlp = Attention(sizes), MLP(sizes)
+        self.dropout = Dropout(sizes.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of each position to itself and those before; all [batch, heads, sequence, size of a head]."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+
+
+class Attention(nn.Module):
+    """`attend` is what happens once there are queries, keys and values; how many heads there are, the layers' widths say."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(causal)
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        self.size = sizes.hidden // sizes.heads
+        inner = self.size * (sizes.kv_heads or sizes.heads)
+        self.query, self.key = nn.Linear(sizes.hidden, sizes.hidden), nn.Linear(sizes.hidden, inner)
+        self.value, self.out = nn.Linear(sizes.hidden, inner), nn.Linear(sizes.hidden, sizes.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        return self.out(self.attend(*heads).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        wide = sizes.ffn or 4 * sizes.hidden
+        self.up, self.down = nn.Linear(sizes.hidden, wide), nn.Linear(wide, sizes.hidden)
+        self.gate = nn.Linear(sizes.hidden, wide) if sizes.gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)) if self.gate is None else silu(self.gate(x)) * self.up(x))
+
+
+class Head(nn.Module):
+    """Vectors to a score for each token of the vocabulary."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(sizes.hidden), nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        nn.init.normal_(self.linear.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+class Dropout(nn.Module):
+    """As nn.Dropout, but from the random numbers of its `generator`, if it has one: ranks with the same vectors need the same."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        keep = torch.rand(x.shape, generator=self.generator, device=x.device) >= self.p
+        return x * keep / (1 - self.p)
