@@ -43,7 +43,7 @@ test-notebooks: .venv/.done  ## run the notebooks and compare with their stored 
 	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 4 --dist loadscope $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
-	D2LPS_SITE=$(SITE) $(PYTEST) -n 4 tests/test_site.py tests/test_slides.py
+	D2LPS_SITE=$(SITE) $(PYTEST) -n 4 --dist loadgroup tests/test_site.py tests/test_slides.py
 
 soak: .venv/.done  ## provoke failures for an hour or two: kills, hangs, broken frames, programs of torch's 30 times over
 	D2LPS_REPEAT=20 D2LPS_SOAK=1 $(PYTEST) --timeout 3600 tests/test_failures.py tests/test_sharedmemory.py tests/test_kvstore_*.py

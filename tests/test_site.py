@@ -102,6 +102,13 @@ def test_a_request_to_elsewhere_fails_and_is_a_fault(context: "playwright.Browse
 LANDING, *_ = PAGES = listed()
 CHAPTERS = [chapter.page for chapter in chapters(ROOT)]
 
+
+def for_each(names: list[str]) -> pytest.MarkDecorator:
+    """For each of these pages; the tests of a page go to one worker, which opens it once for all that look (see `seen`)."""
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names])
+
+
+
 # Where a widget of this class is on its page.
 SELECTORS = {"Player": ".d2lps-player", "Race": ".d2lps-race", "Sweep": ".d2lps-sweep", "TopologyExplorer": ".d2lps-topology",
              "Bet": ".d2lps-bet", "Choices": ".d2lps-choices", "Lanes": ".d2lps-lanes"}
@@ -196,7 +203,7 @@ def by_keyboard(page: "playwright.Page", widget: "playwright.Locator") -> None:
         page.keyboard.press("Enter")
 
 
-@pytest.mark.parametrize("name", PAGES)
+@for_each(PAGES)
 def test_page_is_without_a_fault_and_its_widgets_move(page: "playwright.Page", address: str, name: str) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     found = open_widgets(page, f"{address}/{name}.html", name)
@@ -226,7 +233,7 @@ def test_page_is_without_a_fault_and_its_widgets_move(page: "playwright.Page", a
             wait_for(page, widget, "!=", drawing(widget))
 
 
-@pytest.mark.parametrize("name", WITH_WIDGETS)
+@for_each(WITH_WIDGETS)
 def test_without_javascript_a_picture_stands_in(browser: "playwright.Browser", address: str, name: str) -> None:
     with browser.new_context(java_script_enabled=False) as context:
         page = context.new_page()
@@ -274,36 +281,6 @@ def test_the_landing_page_keeps_still_for_those_who_want_less_motion(browser: "p
         assert play.get_attribute("data-state") != "playing"
 
 
-MOST = 3e6  # bytes that a page may load, uncompressed
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_loads_what_it_needs_and_no_more(browser: "playwright.Browser", address: str, name: str) -> None:
-    sizes: dict[str, int] = {}
-    with browser.new_context(viewport={"width": 1280, "height": 800}) as context:
-        page = context.new_page()
-        page.on("response", lambda response: sizes.update({response.url.removeprefix(address): len(response.body())}))
-        page.goto(f"{address}/{name}.html")
-        page.wait_for_load_state("networkidle")
-        page.evaluate("document.querySelectorAll('img').forEach(image => image.loading = 'eager')")
-        page.wait_for_load_state("networkidle")
-    largest = sorted(sizes.items(), key=lambda item: -item[1])[:6]
-    assert sum(sizes.values()) < MOST, largest
-    assert not [url for url in sizes if "fontawesome.js" in url or ("mathjax" in url and not url.endswith(".woff"))]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_formulas_are_typeset(page: "playwright.Page", address: str, site: Path, name: str) -> None:
-    written = (site / f"{name}.html").read_text()
-    assert "\\(" not in "".join(part.partition("</span>")[0] for part in written.split('class="math ')[1:])
-    page.goto(f"{address}/{name}.html")
-    seen = page.locator(".math mjx-container:visible").all()[:5]
-    assert ('class="math ' in written) == ("formulas.css" in written)
-    for formula in seen:
-        assert formula.bounding_box()["height"] > 5
-    assert page.locator("mjx-merror").count() == 0
-
-
 # ---- what a reader sees, page by page -------------------------------------------------------------------------------
 
 SEEN = """() => {
@@ -319,8 +296,14 @@ SEEN = """() => {
     player: tops.length ? Math.min(...tops) : null,
     wide: all(".cell_input pre").filter((code) => shown(code) && code.scrollWidth > code.clientWidth)
       .map((code) => code.innerText),
+    formulas: all(".math mjx-container").filter(shown).map((formula) => formula.getBoundingClientRect().height),
+    unformed: all("mjx-merror").length,
   };
 }"""
+LETTERS = """() => [...document.querySelectorAll("article figure img.d2lps-light")]
+  .filter((image) => image.getClientRects().length)
+  .map((image) => [image.getBoundingClientRect().width / image.getAttribute("width"), image.alt])"""
+MOST = 3e6  # bytes that a page may load, uncompressed
 TWO_SCREENS = 1600  # pixels
 SMALLEST = 8  # pixels of a letter on a telephone
 LETTER = 9 / 72 * 160  # pixels of a figure's smallest letter: 9 points at figures.style()'s 160 dots an inch
@@ -337,16 +320,35 @@ def wait_for_widgets(page: "playwright.Page", url: str) -> None:
 
 @pytest.fixture(scope="module")
 def seen(browser: "playwright.Browser", address: str) -> Callable[[str], dict[str, Any]]:
-    """What a reader sees of a page on a wide screen."""
+    """What a reader sees of a page: on a wide screen, light and dark, and on a telephone. One look for many tests."""
 
     @functools.cache
     def look(name: str) -> dict[str, Any]:
+        loaded: dict[str, int] = {}
         with browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce") as context:
+            context.add_init_script("localStorage.setItem('mode', 'light'); localStorage.setItem('theme', 'light')")
             page = context.new_page()
+            page.on("response", lambda response: loaded.update({response.url.removeprefix(address): len(response.body())}))
             wait_for_widgets(page, f"{address}/{name}.html")
-            return page.evaluate(SEEN)
+            found = page.evaluate(SEEN)
+            page.evaluate("document.querySelectorAll('img').forEach(image => image.loading = 'eager')")
+            page.wait_for_load_state("networkidle")
+            page.evaluate(AXE.read_text())
+            faults = {"light": axe(page, "{}")}
+            page.emulate_media(color_scheme="dark")
+            page.evaluate("Object.assign(document.documentElement.dataset, { mode: 'dark', theme: 'dark' })")
+            faults["dark"] = axe(page, "{ runOnly: ['color-contrast'] }")  # only colors differ
+            page.set_viewport_size({"width": 390, "height": 844})
+            return found | {"loaded": loaded, "faults": faults, "letters": page.evaluate(LETTERS)}
 
     return look
+
+
+def axe(page: "playwright.Page", options: str) -> list[tuple[str, list[str]]]:
+    """What axe finds, but for the theme's own: a label that hides the words of "Show code cell source"."""
+    where = "{ include: ['article'], exclude: ['details.hide > summary'] }"
+    found = page.evaluate(f"axe.run({where}, {{ resultTypes: ['violations'], ...{options} }})")
+    return [(fault["id"], [node["html"][:200] for node in fault["nodes"]]) for fault in found["violations"]]
 
 
 def is_sentence(text: str) -> bool:
@@ -358,37 +360,48 @@ def is_sentence(text: str) -> bool:
     return len(text.split()) > 2 and (text[0].isupper() or text[0].isdigit()) and text[-1] in ".?!"
 
 
-@pytest.mark.parametrize("name", PAGES)
+@for_each(PAGES)
+def test_a_page_loads_what_it_needs_and_no_more(seen: Callable[[str], dict[str, Any]], name: str) -> None:
+    loaded = seen(name)["loaded"]
+    assert sum(loaded.values()) < MOST, sorted(loaded.items(), key=lambda item: -item[1])[:6]
+    assert not [url for url in loaded if "fontawesome.js" in url or ("mathjax" in url and not url.endswith(".woff"))]
+
+
+@for_each(PAGES)
+def test_formulas_are_typeset(seen: Callable[[str], dict[str, Any]], site: Path, name: str) -> None:
+    written = (site / f"{name}.html").read_text()
+    assert "\\(" not in "".join(part.partition("</span>")[0] for part in written.split('class="math ')[1:])
+    assert ('class="math ' in written) == ("formulas.css" in written)
+    assert all(height > 5 for height in seen(name)["formulas"])
+    assert seen(name)["unformed"] == 0
+
+
+@for_each(PAGES)
 def test_every_picture_has_a_sentence_for_those_who_cannot_see_it(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     assert [alt for alt in seen(name)["alts"] if not is_sentence(alt.removeprefix('alt="'))] == []
 
 
-@pytest.mark.parametrize("name", PAGES)
+@for_each(PAGES)
 def test_every_plot_has_a_caption_with_a_number(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     number = re.compile(r"Figure \d+(\.\d+)? ?\S")
     assert [caption for caption in seen(name)["captions"] if not number.match(caption) or not is_sentence(caption)] == []
 
 
-@pytest.mark.parametrize("name", [LANDING, *CHAPTERS])
+@for_each([LANDING, *CHAPTERS])
 def test_the_first_player_is_within_two_screens(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     top = seen(name)["player"]
     assert top is not None
     assert top < TWO_SCREENS
 
 
-@pytest.mark.parametrize("name", PAGES)
+@for_each(PAGES)
 def test_code_fits_its_column(seen: Callable[[str], dict[str, Any]], name: str) -> None:
     assert seen(name)["wide"] == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_figures_can_be_read_on_a_telephone(page: "playwright.Page", address: str, name: str) -> None:
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.goto(f"{address}/{name}.html")
-    shares = page.evaluate("""() => [...document.querySelectorAll("article figure img.d2lps-light")]
-      .filter((image) => image.getClientRects().length)
-      .map((image) => [image.getBoundingClientRect().width / image.getAttribute("width"), image.alt])""")
-    assert [(alt, share * LETTER) for share, alt in shares if share * LETTER < SMALLEST] == []
+@for_each(PAGES)
+def test_figures_can_be_read_on_a_telephone(seen: Callable[[str], dict[str, Any]], name: str) -> None:
+    assert [(alt, share * LETTER) for share, alt in seen(name)["letters"] if share * LETTER < SMALLEST] == []
 
 
 @pytest.mark.parametrize("page_name", CHAPTERS)
@@ -401,17 +414,9 @@ def test_a_chapter_says_what_its_card_needs(page_name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("name", PAGES)
-def test_axe_finds_nothing_of_ours(browser: "playwright.Browser", address: str, name: str, mode: str) -> None:
-    with browser.new_context(color_scheme=mode, reduced_motion="reduce") as context:
-        context.add_init_script(f"localStorage.setItem('mode', '{mode}'); localStorage.setItem('theme', '{mode}')")
-        page = context.new_page()
-        wait_for_widgets(page, f"{address}/{name}.html")
-        page.evaluate(AXE.read_text())
-        # The theme's own: a label that hides the words of "Show code cell source".
-        where = "{ include: ['article'], exclude: ['details.hide > summary'] }"
-        found = page.evaluate(f"axe.run({where}, {{ resultTypes: ['violations'] }})")
-    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]] == []
+@for_each(PAGES)
+def test_axe_finds_nothing_of_ours(seen: Callable[[str], dict[str, Any]], name: str, mode: str) -> None:
+    assert seen(name)["faults"][mode] == []
 
 
 def test_the_palette_is_the_same_in_plots_and_players_and_on_the_page() -> None:
