@@ -1,7 +1,7 @@
 """Unmodified PyTorch programs under torchrun, with init_process_group("d2lps") in place of "gloo": as one process trains.
 
 Their ranks come to the last collective, and end, at different moments, and half of them never destroy their groups: nobody
-notices. D2LPS_REPEAT=30 runs each 30 times.
+notices. D2LPS_REPEAT=30 runs each 30 times, by itself; else they are one program, one part after the other.
 """
 
 import math
@@ -150,6 +150,8 @@ found["stage"] = weights(block)
 # Before these, torch itself was not able to. 2.6's FSDP2 asks a CPU for CUDA's events. Its pipelines hang over gloo, and leave
 # gradients undivided by the number of micro-batches; those of 2.9 send the shapes of tensors in an order in which none is taken.
 FROM = {"fsdp2": (2, 7), "pipeline": (2, 10)}
+ABLE = [name for name in PROGRAMS if FROM.get(name, TORCH) <= TORCH]
+JOBS = [(name,) for name in ABLE] if REPEAT > 1 else [tuple(ABLE)]
 
 
 @pytest.fixture(scope="module")
@@ -188,20 +190,19 @@ def precision(what: str) -> float:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("attempt", range(REPEAT))
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("parts", JOBS, ids="+".join)
 def test_a_program_trains_as_one_process_does(
-    name: str, transport: str, attempt: int, tmp_path: Path, alone: dict[str, Any]
+    parts: tuple[str, ...], transport: str, attempt: int, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    if FROM.get(name, TORCH) > TORCH:
-        pytest.skip(f"{name} on CPUs fails under torch {torch.__version__}, with gloo too")
-    command = script(tmp_path / f"{name}.py", MODEL + BEGIN + PROGRAMS[name] + END)[1:]
+    program = MODEL + BEGIN + "".join(PROGRAMS[part] for part in parts) + END
+    command = script(tmp_path / "program.py", program)[1:]
     with running([*TORCHRUN, *command, str(tmp_path)], D2LPS_TRANSPORT=transport, OMP_NUM_THREADS="1") as job:
         text, _ = job.communicate(timeout=280)
     assert job.returncode == 0, text
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"found.{rank}")
         assert torch.equal(found.pop("last"), torch.zeros(5))
-        wanted = expected(name, rank, alone)
+        wanted = {what: values for part in parts for what, values in expected(part, rank, alone).items()}
         assert found.keys() == wanted.keys()
         for what, values in wanted.items():
             far = (found[what] - values).abs().max().item()

@@ -54,7 +54,7 @@ def test_all_reduce_is_measured_on_every_way_there_is() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("nothing_left")
 def test_push_and_pull_are_measured_beside_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvstore, "SIZES", {1_000: 200})
+    monkeypatch.setattr(kvstore, "SIZES", {1_000: 20})
     rows = kvstore.measure(rounds=1, ways=("ours, memory",))
     assert [(row["way"], row["bytes"]) for row in rows] == [("ours, memory", 1_000), (kvstore.RPC, 1_000)]
 
