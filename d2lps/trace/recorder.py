@@ -6,6 +6,7 @@ A simulated run has millions of messages. A row as a Python object costs hundred
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Callable, Hashable
@@ -21,7 +22,7 @@ import torch
 from d2lps.trace.buffers import Buffers
 
 ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "serve", "start", "join", "event")
-KINDS = ("compute", "sleep", "memory")
+KINDS = ("compute", "sleep", "memory", "about")
 
 
 def _kinds(whole: str, others: str) -> dict[str, type[np.generic]]:
@@ -58,6 +59,11 @@ class Names(dict[tuple[Hashable, ...], int]):
     @property
     def strings(self) -> list[str]:
         return [str(label[0]).format(*label[1:]) if label[1:] else str(label[0]) if label else "" for label in self]
+
+
+def axis_of(group: str) -> str:
+    """The axis of a mesh along which a group of this name lies: `axis_of("world/tp1.0/start2") == "tp"`, else ""."""
+    return next(iter(re.findall(r"/([^/\d]+)\d+\.", group)[::-1]), "")
 
 
 Where = Callable[[FrameType | None], tuple[str, int, str]]
@@ -151,10 +157,11 @@ class Recorder:
 
     def span(
         self, kind: str, label: str, start: float, end: float, flops: float | None = None, nbytes: float | None = None
-    ) -> None:
-        """Note what went on from start to end: computing, sleep, or memory that was held."""
+    ) -> int:
+        """Note what went on from start to end: computing, sleep, or memory that was held; the row's end in the cells."""
         known = [nan if value is None else value for value in (flops, nbytes)]
         self.tables["spans"].extend((self.next(), KINDS.index(kind), self.vocabulary.label[label,], *known, start, end))
+        return len(self.tables["spans"])
 
     def waited(self, action: str, group: str, peer: int, tag: int, nbytes: int, start: float) -> None:
         """Note a wait that began at `start` and ends now."""
