@@ -41,13 +41,14 @@ def test_a_message_knows_its_axis_and_what_it_is_about(world: Any) -> None:
     run = world(along_two_axes, 4)
     assert run[3] == ("ranks", "tp", "dp", "dp", "dp")
     trace = run.trace
-    m, spans = trace.messages, trace.spans
+    m = trace.messages
     axes = [trace.axes[group] for group in m["group"]]
     assert sorted(axes) == ["dp"] * 16 + ["tp"] * 8  # rings of two: 4 messages each, in 2 + 2 + 2 groups
     ways = {(src, dst) for src, dst, axis in zip(m["src"], m["dst"], axes, strict=True) if axis == "tp"}
     assert ways == {(0, 1), (1, 0), (2, 3), (3, 2)}
-    about = spans["kind"] == trace.kinds.index("about")
-    assert [trace.labels[label] for label in spans["label"][about]] == ["x[B, T, D]{tp} → x[B, T, D]"] * 4
+    said = [f"x[B, T, D]{{tp}} → x[B, T, D]: {step} 1/1" for step in ("all-gather", "reduce-scatter")]
+    assert sorted({trace.steps[step] for step in m["step"][np.array(axes) == "tp"]}) == said
+    assert {trace.steps[step] for step in m["step"][np.array(axes) == "dp"]} == {"all-gather 1/1", "reduce-scatter 1/1"}
 
 
 def test_the_axis_of_a_group_is_that_of_the_innermost_that_has_one() -> None:

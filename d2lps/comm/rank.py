@@ -6,7 +6,7 @@ import time
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from math import nan
 from typing import Any
@@ -94,16 +94,26 @@ class Rank(ABC):
         """What `split` was told that this group, or the last one above it that has an axis, lies along; else "ranks"."""
         return axis_of(self.name) or "ranks"
 
-    def about(self, label: str) -> AbstractContextManager[None]:
-        """Name what the messages of the block carry, with its shape; `*` stands for this group's axis.
+    @contextmanager
+    def about(self, label: str) -> Iterator[None]:
+        """Say what the messages of the block carry: with it begin the names of their steps. `*` stands for this group's axis.
 
-        >>> with comm.about("mlp[B, T, D]{*} → mlp[B, T, D]"):      # partial sums over tp become sums      # doctest: +SKIP
-        ...     all_reduce(comm, hidden)
+        >>> with comm.about("mlp[B, T, D]{*} → mlp[B, T, D]"):      # "mlp[B, T, D]{tp} → mlp[B, T, D]: reduce-scatter 1/3"
+        ...     all_reduce(comm, hidden)                            # doctest: +SKIP
 
-        A letter for each dimension; `D_*` is one that is cut, each rank of the group having its piece, `{*}` a partial sum, of
-        which each has a summand. Costs nothing without a trace.
+        A shape has a letter for each dimension; `D_*` is one that is cut, each rank of the group having its piece, `{*}` behind
+        it a sum of which each has a summand. Costs nothing without a trace.
         """
-        return self._span("about", label.replace("*", self.axis)) if self.recorder else nullcontext()
+        if (recorder := self.recorder) is None:
+            yield
+            return
+        before = recorder.about, recorder.step
+        recorder.about = f"{label.replace('*', self.axis)}: "
+        recorder.step = recorder.about.removesuffix(": "),
+        try:
+            yield
+        finally:
+            recorder.about, recorder.step = before
 
     def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> AbstractContextManager[None]:
         """Name what is computed in the block, so that a trace shows it.
@@ -166,7 +176,8 @@ class Rank(ABC):
     def step(self, label: str, *numbers: object) -> None:
         """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`."""
         if self.recorder:
-            self.recorder.step = (label, *numbers)
+            about = self.recorder.about
+            self.recorder.step = ("{}" + label, about, *numbers) if about else (label, *numbers)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""

@@ -22,7 +22,7 @@ import torch
 from d2lps.trace.buffers import Buffers
 
 ACTIONS = ("send", "recv", "barrier", "native", "agree", "split", "answer", "serve", "start", "join", "event")
-KINDS = ("compute", "sleep", "memory", "about")
+KINDS = ("compute", "sleep", "memory")
 
 
 def _kinds(whole: str, others: str) -> dict[str, type[np.generic]]:
@@ -92,6 +92,7 @@ class Recorder:
         self.lines = array("i")  # one for each row of `ends`, or none
         self.vocabulary = vocabulary or Vocabulary()
         self.step: tuple[Any, ...] = ()  # a label and the numbers in it; see Communicator.step
+        self.about = ""  # what labels begin with; see Communicator.about
         self.tables = {name: array("d") for name in COLUMNS}  # row by row; a double holds whole numbers up to 2**53
         self.ends = self.tables["ends"]
         self.seq = 0
@@ -108,7 +109,7 @@ class Recorder:
         """A recorder for what is started now."""
         other = Recorder(self.rank, self.now, self.vocabulary, self.where)
         other.lane, other.name, other.thread, other.parent = lane, name, len(self.all), self.thread
-        other.begins, other.step, other.all = self.next(), self.step, self.all
+        other.begins, other.step, other.about, other.all = self.next(), self.step, self.about, self.all
         self.all.append(other)
         return other
 

@@ -24,7 +24,7 @@ class Tables:
     dst_offset, dst_length (bytes), step, sent, posted (when either side was ready), start, end (when the receiver had
     it), and where lines are noted src_line, dst_line (the reader's line at each end, an index into `lines`).
     locals: rank, op, what was combined or copied, from where, start, end. waits: rank, action, peer, start, end.
-    spans: rank, kind, label, flops, nbytes, start, end: what was computed, slept, held in memory, or what messages were about.
+    spans: rank, kind, label, flops, nbytes, start, end: what was computed, slept, held in memory.
     Each of them says in which lane: 0 is a rank's own thread of control, the others are what it has started.
     Times are seconds since the first rank of a machine began. `step`, `group`, `op` and `label` are indices into `steps`,
     `groups`, `ops` and `labels`, a span's `kind` into `kinds`, buffers are indices into `buffers`; `axes` are those of `groups`.
