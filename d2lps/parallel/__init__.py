@@ -7,7 +7,9 @@ from d2lps.parallel.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.mixed_precision import LossScaler, MixedPrecision, wide_all_reduce
 from d2lps.parallel.priority import Scheduler
+from d2lps.parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding, sum_partial, tensor_parallel, vocab_cross_entropy
 from d2lps.parallel.transformer import Transformer
 
 __all__ = ["DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "LossScaler", "Mesh", "MixedPrecision"]
 __all__ += ["Scheduler", "Transformer", "activations", "buckets", "flatten", "local_steps", "wide_all_reduce"]
+__all__ += ["ColumnLinear", "RowLinear", "VocabEmbedding", "sum_partial", "tensor_parallel", "vocab_cross_entropy"]
