@@ -5,8 +5,9 @@ from d2lps.parallel.data_parallel import DataParallel
 from d2lps.parallel.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.mixed_precision import LossScaler, MixedPrecision, wide_all_reduce
+from d2lps.parallel.plan import Plan
 from d2lps.parallel.priority import Scheduler
 from d2lps.parallel.transformer import Transformer
 
-__all__ = ["DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "LossScaler", "Mesh", "MixedPrecision"]
+__all__ = ["DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "LossScaler", "Mesh", "MixedPrecision", "Plan"]
 __all__ += ["Scheduler", "Transformer", "buckets", "flatten", "local_steps", "wide_all_reduce"]
