@@ -1,6 +1,7 @@
 """How a model is trained on many devices: one mechanism a file, each a few calls on a communicator."""
 
 from d2lps.parallel.buckets import buckets, flatten
+from d2lps.parallel.data import text
 from d2lps.parallel.data_parallel import DataParallel
 from d2lps.parallel.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
 from d2lps.parallel.mesh import Mesh
@@ -9,5 +10,5 @@ from d2lps.parallel.plan import Plan
 from d2lps.parallel.priority import Scheduler
 from d2lps.parallel.transformer import Transformer
 
-__all__ = ["DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "LossScaler", "Mesh", "MixedPrecision", "Plan"]
-__all__ += ["Scheduler", "Transformer", "buckets", "flatten", "local_steps", "wide_all_reduce"]
+__all__ = ["DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "LossScaler", "Mesh", "MixedPrecision", "Plan", "Scheduler"]
+__all__ += ["Transformer", "buckets", "flatten", "local_steps", "text", "wide_all_reduce"]
