@@ -37,7 +37,7 @@ def text(sizes: Transformer) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def alone(sizes: Transformer, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+def alone(sizes: Transformer, dtype: torch.dtype) -> tuple[float, dict[str, Any]]:
     """The loss, and the gradients by name, of one process."""
     model = sizes.module(seed=1, dtype=dtype)
     tokens, targets = text(sizes)
