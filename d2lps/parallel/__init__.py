@@ -9,8 +9,9 @@ from d2lps.parallel.mixed_precision import LossScaler, MixedPrecision, wide_all_
 from d2lps.parallel.plan import Plan
 from d2lps.parallel.priority import Scheduler
 from d2lps.parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding, sum_partial, tensor_parallel, vocab_cross_entropy
+from d2lps.parallel.train import Trainer, train
 from d2lps.parallel.transformer import Transformer
 
 __all__ = ["ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "LossScaler", "Mesh", "MixedPrecision"]
-__all__ += ["Plan", "RowLinear", "Scheduler", "Transformer", "VocabEmbedding", "buckets", "flatten", "local_steps"]
-__all__ += ["sum_partial", "tensor_parallel", "text", "vocab_cross_entropy", "wide_all_reduce"]
+__all__ += ["Plan", "RowLinear", "Scheduler", "Trainer", "Transformer", "VocabEmbedding", "buckets", "flatten", "local_steps"]
+__all__ += ["sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy", "wide_all_reduce"]

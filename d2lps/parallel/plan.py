@@ -1,14 +1,15 @@
 """A plan says how many ranks share what of a training run, and by which means; whether it can be, arithmetic says beforehand."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 
 from d2lps.cost.numbers import named, whole
+from d2lps.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from d2lps.parallel.transformer import Transformer
 
-SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
+SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "interleaved": interleaved, "zero_bubble": zero_bubble}
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -52,7 +53,7 @@ class Plan:
             whole(name, getattr(self, name))
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3")
-        named("schedule", self.schedule, dict.fromkeys(SCHEDULES))
+        named("schedule", self.schedule, SCHEDULES)
         named("recompute", self.recompute, dict.fromkeys(("none", "selective", "full")))
         named("precision", self.precision, PRECISIONS)
         if self.zero_group is not None:
@@ -73,18 +74,23 @@ class Plan:
         ends = [1 + layers * stage // count for stage in range(1, count)]
         return list(zip([0, *ends], [*ends, layers + 2], strict=True))
 
+    def order(self, batch: int) -> Schedule:
+        """What each rank of a pipeline does one after another."""
+        make: Callable[..., Schedule] = SCHEDULES[self.schedule]
+        return make(self.pp, self.micro_batches(batch), *([self.interleave] if self.schedule == "interleaved" else []))
+
     def check(self, model: Transformer, batch: int, ranks: int | None = None) -> None:
         """ValueError, with the numbers, unless so many ranks can train that model with batches of so many sequences."""
         for wrong in self._wrong(model, batch, self.ranks if ranks is None else ranks):
             raise ValueError(wrong)
+        self.order(batch)
 
     def _wrong(self, model: Transformer, batch: int, ranks: int) -> Iterator[str]:
         yield from self._wrong_ranks(ranks)
         yield from self._wrong_layers(model)
         zigzag = 2 * self.cp if self.cp > 1 else 1  # an early piece and a late one a rank, so that all have as much to do
         for name, size, across, pieces in (
-            ("heads", model.heads, "tp", self.tp), ("kv_heads", model.kv_heads or model.heads, "tp", self.tp),
-            ("vocab", model.vocab, "tp", self.tp), ("ffn", model.ffn or 4 * model.hidden, "tp", self.tp),
+            ("heads", model.heads, "tp", self.tp), ("vocab", model.vocab, "tp", self.tp), ("ffn", model.ffn or 4 * model.hidden, "tp", self.tp),
             ("sequence", model.sequence, "2 cp", zigzag), ("experts", model.experts, "ep", self.ep),
         ):  # fmt: skip
             if size % pieces:
@@ -94,6 +100,9 @@ class Plan:
             yield f"sequence={model.sequence} can't be shared out evenly to {told}"
         if batch < 1 or batch % (self.dp * self.micro_batch):
             yield f"batch={batch} is no multiple of dp={self.dp} x micro_batch={self.micro_batch}"
+
+        if self.tp % (heads := model.kv_heads or model.heads) and heads % self.tp:
+            yield f"kv_heads={heads} can't be shared out evenly to tp={self.tp}, nor each by as many ranks as the next"
 
     def _wrong_ranks(self, ranks: int) -> Iterator[str]:
         if self.ranks != ranks:
