@@ -6,8 +6,11 @@ from d2lps.parallel.data_parallel import DataParallel
 from d2lps.parallel.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.mixed_precision import LossScaler, MixedPrecision, wide_all_reduce
+from d2lps.parallel.noise import NoiseScale
 from d2lps.parallel.priority import Scheduler
+from d2lps.parallel.replicas import Replicas
 from d2lps.parallel.transformer import Transformer
 
 __all__ = ["DataParallel", "DiLoCo", "DiLoCoWorker", "LocalSGD", "LossScaler", "Mesh", "MixedPrecision"]
+__all__ += ["NoiseScale", "Replicas"]
 __all__ += ["Scheduler", "Transformer", "buckets", "flatten", "local_steps", "text", "wide_all_reduce"]
