@@ -59,7 +59,7 @@ def text(sequence: int = 64, seed: int = 0, whole_lines: bool = False, test: boo
     """Text that is cut into windows of sequence + 1 letters; test: those tenths of it that no training has seen.
 
     >>> data = text(sequence=64)
-    >>> print(decode(data.windows[0][:48]))
+    >>> print(decode(data.windows[0][:50]))
     \"\"\"
     Module difflib -- helpers for computing deltas
     >>> len(LETTERS)                                        # the vocabulary: a model that knows nothing has the loss log 96
