@@ -19,9 +19,10 @@ from msgspec.structs import asdict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from d2lps import disk
 from d2lps.kvstore.core.events import Request
 from d2lps.kvstore.storage.frame import bytes_of
-from d2lps.kvstore.storage.log import checksum, settle
+from d2lps.kvstore.storage.log import checksum
 
 
 class CheckpointMissing(FileNotFoundError):
@@ -69,7 +70,7 @@ def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], met
         save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
     except SafetensorError as error:  # which tells no path
         raise OSError(f"cannot write {draft}: {error}") from error
-    settle(draft, final)
+    disk.settle(draft, final)
     for old in steps(folder)[:-keep]:
         _path(folder, old).unlink()
     return final
