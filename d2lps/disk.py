@@ -6,6 +6,14 @@ import sys
 from pathlib import Path
 
 
+class CheckpointMissing(FileNotFoundError):
+    """There is no such checkpoint."""
+
+
+class CheckpointDamaged(RuntimeError):
+    """A checkpoint is there, but not what was written; the message names the file."""
+
+
 def settle(draft: Path, final: Path) -> None:
     """Give a finished file its name: whenever the machine stops, there is all of it or, if there was one, the one before."""
     persist_path(draft)

@@ -20,17 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from d2lps import disk
+from d2lps.disk import CheckpointDamaged, CheckpointMissing
 from d2lps.kvstore.core.events import Request
 from d2lps.kvstore.storage.frame import bytes_of
 from d2lps.kvstore.storage.log import checksum
-
-
-class CheckpointMissing(FileNotFoundError):
-    """There is no such checkpoint."""
-
-
-class CheckpointDamaged(RuntimeError):
-    """A checkpoint is there, but not what was written; the message names the file."""
 
 
 class Checkpoint(NamedTuple):
