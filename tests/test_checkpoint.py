@@ -1,6 +1,5 @@
 """Checkpoints of many ranks: what is loaded is what was saved, to the bit, however either is cut and wherever a writer stops."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -101,22 +101,31 @@ def save(
     Checkpoints(comm, directory, keep).save(step, pieces, extra).wait()
 
 
-def load(comm: Communicator, directory: str | Path, pieces: Mapping[str, Piece], step: int | None = None) -> Manifest:
+def load(
+    comm: Communicator, directory: str | Path, pieces: Mapping[str, Piece] | Callable[[Manifest], Mapping[str, Piece]],
+    step: int | None = None,
+) -> Manifest:  # fmt: skip
     """Fill the pieces from the newest checkpoint, or one of that step, whatever ranks have written it and in what pieces.
 
     >>> load(comm, "run7", module_pieces(model)).step                           # doctest: +SKIP
     12
 
-    What a checkpoint has beyond these is left alone. Errors are raised on all ranks, with the names: CheckpointMissing;
-    ValueError, before anything is changed, where a name is missing or a whole has another shape or dtype; CheckpointDamaged
-    where a file is missing or not what was written: some pieces may be filled by then. Cost: each rank reads those pieces of
-    which it needs something, whole.
+    pieces: or a function that makes them of the manifest, as `Zero.pieces` does. What a checkpoint has beyond them is left
+    alone. Errors are raised on all ranks, with the names: CheckpointMissing; ValueError, before anything is changed, where a
+    name is missing or a whole has another shape or dtype; CheckpointDamaged where a file is missing or not what was written:
+    some pieces may be filled by then. Cost: each rank reads those pieces of which it needs something, whole.
     """
     folder = together(comm, lambda: str(saved.look(directory, step).folder) if comm.rank == 0 else "")[0]
-    together(comm, lambda: saved.check(saved.read(Path(folder)), pieces))
-    manifest = saved.read(Path(folder))
-    together(comm, lambda: saved.fill(manifest, pieces))
-    return manifest
+    found: list[tuple[Manifest, Mapping[str, Piece]]] = []
+
+    def check() -> None:
+        manifest = saved.read(Path(folder))
+        found.append((manifest, pieces(manifest) if callable(pieces) else pieces))
+        saved.check(*found[0])
+
+    together(comm, check)
+    together(comm, lambda: saved.fill(*found[0]))
+    return found[0][0]
 
 
 def keep_going(function: Callable[..., Any], ranks: int, *args: Any, times: int = 3, **options: Any) -> Run:

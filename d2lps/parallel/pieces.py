@@ -153,15 +153,20 @@ def flaw(shape: Iterable[int], cuts: list[tuple[Box, int, int]]) -> str:
 # ---- of a module and its optimizer -----------------------------------------------------------------------------------------
 
 
-def piece_of(parameter: Tensor) -> Piece:
-    """A parameter, or a tensor like it, as the piece that its Shard says it is, or as a whole."""
-    shape, shard = list(parameter.shape), shard_of(parameter)
-    box = [(0, size) for size in shape]
+def whole_of(parameter: Tensor, shape: Iterable[int]) -> tuple[tuple[int, ...], Box]:
+    """Of a parameter that has this shape: that of the whole, and the box that its Shard says it is."""
+    sizes, shard = list(shape), shard_of(parameter)
+    box = [(0, size) for size in sizes]
     if shard is not None:
-        size = shape[shard.dim]
-        shape[shard.dim] = size * shard.comm.size
+        size = sizes[shard.dim]
+        sizes[shard.dim] = size * shard.comm.size
         box[shard.dim] = (size * shard.comm.rank, size * (shard.comm.rank + 1))
-    return Piece(parameter.detach(), tuple(shape), tuple(box))
+    return tuple(sizes), tuple(box)
+
+
+def piece_of(parameter: Tensor) -> Piece:
+    """A parameter, or a buffer, as what it is of the whole model's."""
+    return Piece(parameter.detach(), *whole_of(parameter, parameter.shape))
 
 
 def module_pieces(module: nn.Module) -> dict[str, Piece]:
@@ -175,10 +180,12 @@ def module_pieces(module: nn.Module) -> dict[str, Piece]:
     return found | {name: piece_of(buffer) for name, buffer in module.named_buffers() if name in lasting}
 
 
-Held = Mapping[Tensor, Mapping[str, Piece]]  # of what an optimizer steps on: the pieces of parameters that lie in it, by name
+Held = Mapping[Any, Mapping[str, Piece]]  # of what an optimizer steps on: the pieces of parameters that lie in it, by name
 
 
-def optimizer_pieces(optimizer: torch.optim.Optimizer, held: Held) -> dict[str, Piece]:
+def optimizer_pieces(
+    optimizer: torch.optim.Optimizer, held: Held, saved: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Piece]:
     """The optimizer's tensors, cut like the parameters that they belong to: `block0.norm1.weight/exp_avg`.
 
     >>> layer = nn.Linear(3, 2, bias=False)
@@ -188,11 +195,19 @@ def optimizer_pieces(optimizer: torch.optim.Optimizer, held: Held) -> dict[str, 
     ['weight/step', 'weight/exp_avg', 'weight/exp_avg_sq']
 
     held: of each tensor that it steps on, what lies in it: a parameter as a whole, or ranges of several as in ZeRO, which are
-    views of it. What has as many elements as the parameter is cut like it; a number alone, as Adam's count of steps, is whole.
+    views of it. What has the parameter's shape is cut like it; a number alone, as Adam's count of steps, is whole. saved: the
+    tensors of a manifest, to be loaded from: an optimizer that has not stepped yet gets room for what it had then.
     """
     found = {}
     for flat, pieces in held.items():
-        for key, value in optimizer.state.get(flat, {}).items():
+        state = optimizer.state[flat] if saved else optimizer.state.get(flat, {})
+        for full, about in (saved or {}).items():
+            name, _, key = full.rpartition("/")
+            if name in pieces and key not in state:
+                alike = about["shape"] == list(pieces[name].shape)
+                room = torch.zeros(flat.shape if alike else about["shape"], dtype=getattr(torch, about["dtype"]))
+                state[key] = room.to(flat.device) if alike else room
+        for key, value in state.items():
             for name, piece in pieces.items() if isinstance(value, Tensor) else ():
                 found[f"{name}/{key}"] = _like(piece, flat, value)
     return found
@@ -220,17 +235,3 @@ def set_generators(comm: Communicator, pieces: Mapping[str, Piece], **generators
 def _generators(comm: Communicator, others: dict[str, torch.Generator]) -> dict[str, torch.Generator]:
     every = {"torch": torch.default_generator, "comm": comm.generator} | others
     return {f"random/{name}/{comm.rank}": generator for name, generator in every.items()}
-
-
-def make_room(optimizer: torch.optim.Optimizer, held: Held, tensors: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give an optimizer that has not stepped yet the tensors that a checkpoint has for it, so that they can be loaded.
-
-    held: as for `optimizer_pieces`, which then finds them. tensors: those of the `Manifest`.
-    """
-    for flat, pieces in held.items():
-        for full, about in tensors.items():
-            name, _, key = full.rpartition("/")
-            if name in pieces:
-                alike = about["shape"] == list(pieces[name].shape)
-                room = torch.zeros(flat.shape if alike else about["shape"], dtype=getattr(torch, about["dtype"]))
-                optimizer.state[flat].setdefault(key, room.to(flat.device) if alike else room)
