@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.parallel.pieces import Piece, whole_of
 from d2lps.parallel.shard import Shard
 
 
@@ -79,6 +80,16 @@ class Unit:
             runs.append((start, stop, max(at - begin, 0)))
             at += size
         return runs
+
+    def pieces(self) -> dict[str, Piece]:
+        """What the shard holds of each parameter, as views of it, by name: what a checkpoint saves, or loads."""
+        rows = zip(self.names, self.parameters, self.shapes, self.held(), strict=True)
+        flat = self.shard.detach()
+        return {
+            name: Piece(flat[at : at + stop - start], *whole_of(parameter, shape), start, stop)
+            for name, parameter, shape, (start, stop, at) in rows
+            if start < stop
+        }
 
     # ---- weights --------------------------------------------------------------------------------------------------
 

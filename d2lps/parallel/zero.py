@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator
 from d2lps.cost.numbers import whole
+from d2lps.parallel.pieces import Piece, optimizer_pieces
+from d2lps.parallel.saved import Manifest
 from d2lps.parallel.units import Unit
 
 
@@ -173,6 +175,19 @@ class Zero:
             state = [leaf for entry in self.optimizer.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
             self.comm.memory.hold(sum(tensor.nbytes for tensor in state if tensor.dim()), "optimizer")
             self._counted = True
+        for unit in self.units:
+            unit.stepped()
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def pieces(self, manifest: Manifest | None = None) -> dict[str, Piece]:
+        """What this rank has of the weights and of the optimizer's state, to be saved; or, with a manifest, to be loaded."""
+        held = {unit.shard: unit.pieces() for unit in self.units}
+        weights = {name: piece for pieces in held.values() for name, piece in pieces.items()}
+        return weights | optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
+
+    def refresh(self) -> None:
+        """The shards have been loaded: all ranks get the weights."""
         for unit in self.units:
             unit.stepped()
 
