@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+from d2lps.parallel.experts import Experts
+
 
 @dataclass(frozen=True)
 class Transformer:
@@ -27,8 +29,8 @@ class Transformer:
 
     ffn: the width inside the MLP, by default 4 hidden. kv_heads: heads of keys and values, each for as many of the queries.
     gated: a third matrix in the MLP, whose output opens or shuts it (SwiGLU). tied: the last layer's weight is the embedding's.
-    experts, top_k, capacity: of a mixture of experts (see `Experts`), 1 for a plain MLP. dropout: the part that is dropped of the
-    embedding and of what attention and MLP add.
+    experts, top_k, capacity, balance: of a mixture of experts (see `Experts`); experts=1 is a plain MLP. dropout: the part that is
+    dropped of the embedding and of what attention and MLP add.
     ValueError, with the numbers, for sizes that do not divide. Source: Vaswani et al. 2017; the norms stand first, as in GPT-2.
     """
 
@@ -45,6 +47,7 @@ class Transformer:
     top_k: int = 1
     capacity: float = 1.25
     dropout: float = 0.0
+    balance: float = 0.01
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
@@ -53,6 +56,8 @@ class Transformer:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is not from 0 up and below 1")
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k={self.top_k} must be from 1 to experts={self.experts}")
 
     def module(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         """The model with its first weights: the same on every rank and in every plan that has the same seed."""
@@ -87,7 +92,8 @@ class Block(nn.Module):
     def __init__(self, sizes: Transformer) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(sizes.hidden), nn.LayerNorm(sizes.hidden)
-        self.attention, self.mlp = Attention(sizes), MLP(sizes)
+        self.attention = Attention(sizes)
+        self.mlp = MLP(sizes) if sizes.experts == 1 else Experts(sizes)
         self.dropout = Dropout(sizes.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
