@@ -33,7 +33,7 @@ def sum_partial(module: nn.Module) -> None:
             together.setdefault((parameter.partial, parameter.grad.dtype), []).append(parameter.grad)
     for (comm, _), gradients in together.items():
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        with comm.about("* all-reduce, partial gradients"):
+        with comm.about("grads[P]{*} → grads[P]"):
             all_reduce(comm, flat)
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))

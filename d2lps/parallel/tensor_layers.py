@@ -101,7 +101,7 @@ def vocab_cross_entropy(comm: Communicator, logits: Tensor, targets: Tensor, alg
         told = f"targets from {targets.min()} to {targets.max()} are not all among the {count * comm.size} tokens"
         raise ValueError(f"{told} of {comm.size} ranks with {count} each")
     top = logits.detach().amax(-1)
-    with comm.about("* all-reduce forward, maximum"):
+    with comm.about("largest logit[B, T]{*} → logit[B, T]"):
         all_reduce(comm, top, ReduceOp.MAX, algorithm)
     logits = logits - top.unsqueeze(-1)
     place, here = _own(comm, targets, count)
