@@ -35,10 +35,12 @@ def clip_by_global_norm(parameters: Iterable[Tensor], max_norm: float, groups: I
             kinds[over] = kinds[over] + square if over in kinds else square
     for over, squares in kinds.items():
         for group in over:
-            all_reduce(group, squares)
+            with group.about("squares of grads[]{*} → squares[]"):
+                all_reduce(group, squares)
     total = torch.stack(list(kinds.values())).sum() if kinds else torch.zeros((), dtype=torch.float64)
     for group in groups:
-        all_reduce(group, total)
+        with group.about("squares of grads[]{*} → squares[]"):
+            all_reduce(group, total)
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, gradient in gradients:

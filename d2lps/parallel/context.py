@@ -131,8 +131,9 @@ class _Ring(Function):
 def _around(comm: Communicator, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Each rank's tensor in turn, with whose it is, this rank's first; the next one is on its way meanwhile."""
     for step in range(comm.size):
-        comm.step("ring {}/{}", step + 1, comm.size)
-        arrived = _pass_on(comm, mine) if step + 1 < comm.size else None
+        with comm.about("keys, values x[B, T_*, D]"):
+            comm.step("ring {}/{}", step + 1, comm.size)
+            arrived = _pass_on(comm, mine) if step + 1 < comm.size else None
         yield (comm.rank - step) % comm.size, mine
         if arrived:
             mine = arrived()

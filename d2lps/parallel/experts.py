@@ -88,11 +88,11 @@ class Experts(nn.Module):
         batch, ranks = filled.shape[0], self.comm.size if self.comm else 1
         rows = filled.transpose(0, 1).flatten(1, 2)
         if self.comm:
-            rows = _AllToAll.apply(rows, self.comm)
+            rows = _AllToAll.apply(rows, self.comm, True)
         mine = rows.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)  # [experts here, ranks x batch x slots, hidden]
         done = self._compute(mine).unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         if self.comm:
-            done = _AllToAll.apply(done, self.comm)
+            done = _AllToAll.apply(done, self.comm, False)
         return done.unflatten(1, (batch, -1)).transpose(0, 1).flatten(1, 2)
 
     def _compute(self, rows: Tensor) -> Tensor:
@@ -127,18 +127,20 @@ class _AllToAll(Function):
     """Part r of the first dimension to rank r; the gradients come back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return _exchanged(comm, parts)
+    def forward(ctx: Any, parts: Tensor, comm: Communicator, there: bool) -> Tensor:
+        ctx.comm, ctx.there = comm, there
+        return _exchanged(comm, parts, "tokens", there)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(ctx.comm, grad), None
+        return _exchanged(ctx.comm, grad, "grad tokens", not ctx.there), None, None
 
 
-def _exchanged(comm: Communicator, parts: Tensor) -> Tensor:
-    received = torch.empty_like(parts := parts.contiguous())
-    all_to_all(comm, list(received.chunk(comm.size)), list(parts.chunk(comm.size)))
+def _exchanged(comm: Communicator, parts: Tensor, name: str, there: bool) -> Tensor:
+    """there: from each rank's own tokens, for all experts, to all tokens for its own experts."""
+    received, shapes = torch.empty_like(parts := parts.contiguous()), ["[E, C_*, D]", "[E_*, C, D]"][:: 1 if there else -1]
+    with comm.about(f"{name}{shapes[0]} → {name.split()[-1]}{shapes[1]}"):
+        all_to_all(comm, list(received.chunk(comm.size)), list(parts.chunk(comm.size)))
     return received
 
 

@@ -43,7 +43,8 @@ class Mail:
         self.leaving = [(work, sent) for work, sent in self.leaving if not work.test()]  # and let the others be freed
         if action.kind == "F":
             self._tell(action, tensor, dst)
-        self.leaving.append((self.comm.isend(tensor, dst), tensor))
+        with self.comm.about(f"{'activation' if action.kind == 'F' else 'gradient'} {action.micro_batch} x[B, T, D]"):
+            self.leaving.append((self.comm.isend(tensor, dst), tensor))
 
     def _tell(self, action: Action, tensor: Tensor, dst: int) -> None:
         first_of_all = action.stage not in self.like

@@ -145,7 +145,8 @@ class Trainer:
         batch = self.data.batch(self.done * self.batch + first, share)
         tokens, targets = (local(mesh.cp, part) if mesh.cp.size > 1 else part for part in batch)
         self.counted = (targets != NOTHING).sum().double()
-        all_reduce(mesh.data, self.counted)
+        with mesh.data.about("number of tokens[]{*} → tokens[]"):
+            all_reduce(mesh.data, self.counted)
         self.place.step = self.done
         parts = (first + torch.arange(share), tokens, targets)
         self.rows, tokens, targets = (part.to(self.comm.device).split(self.plan.micro_batch) for part in parts)
@@ -160,8 +161,10 @@ class Trainer:
     def _mean(self, loss: Tensor | None) -> float:
         """The last stage has the loss, of the tokens of each rank its own part; all are told the whole."""
         mean = torch.zeros((), dtype=torch.float64, device=self.comm.device) if loss is None else loss.detach().double()
-        all_reduce(self.mesh.data, mean, ReduceOp.AVG)
-        broadcast(self.mesh.pp, mean, src=self.plan.pp - 1)
+        with self.mesh.data.about("loss[]{*} → loss[]"):
+            all_reduce(self.mesh.data, mean, ReduceOp.AVG)
+        with self.mesh.pp.about("loss[]"):
+            broadcast(self.mesh.pp, mean, src=self.plan.pp - 1)
         return mean.item()
 
 

@@ -46,8 +46,8 @@ class Unit:
         same = self.mine.dtype == first.dtype
         self.shard = nn.Parameter(self.mine if same else whole.view(comm.size, -1)[comm.rank].clone())
         self.shard.shard, self.shard.parts = Shard(comm, 0), self.parts  # type: ignore[attr-defined]
-        comm.memory.hold((self.weights if keeps else self.mine).nbytes, "weights")
-        comm.memory.hold(0 if same else self.shard.nbytes, "optimizer")  # the master weights
+        comm.hold((self.weights if keeps else self.mine).nbytes, "weights")
+        comm.hold(0 if same else self.shard.nbytes, "optimizer")  # the master weights
         self.missing = set(range(len(self.sizes)))  # whose gradients are still to come in this backward pass
         self.gradient: Tensor | None = None  # this rank's, of all parameters
         self.reduced: Tensor | None = None  # all ranks' mean, of the shard
@@ -99,7 +99,7 @@ class Unit:
             nbytes = self.weights.numel() * self.weights.element_size()
             self._hold("gathered", nbytes, "gathered")
             self.weights.untyped_storage().resize_(nbytes)
-            self._gathering = self._begin(all_gather_into_tensor, self.weights, self.mine)
+            self._gathering = self._begin("{} weights[P_*] → weights[P]", all_gather_into_tensor, self.weights, self.mine)
 
     def wait(self) -> None:
         """Return when they are there."""
@@ -131,7 +131,8 @@ class Unit:
             self.mine.copy_(self.shard.detach())  # rounded to the nearest
         self.free()
         if self.keeps:
-            all_gather_into_tensor(self.comm, self.weights, self.mine)
+            with self.comm.about("weights[P_*] → weights[P]"):
+                all_gather_into_tensor(self.comm, self.weights, self.mine)
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -163,13 +164,14 @@ class Unit:
         whole, self.gradient = self.gradient, None
         self._sum_partial(self.cut(whole))
         mean, room = whole.new_empty(self.length), self._rooms.pop("whole")
-        work = self._begin(reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
+        work = self._begin("{} grads[P]{{*}} → grads[P_*]", reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
 
         def settle() -> None:
             work.wait()
             room.__exit__(None, None, None)
             if replicas.size > 1:
-                all_reduce(replicas, mean, ReduceOp.AVG)
+                with replicas.about("grads[P]{*} → grads[P]"):
+                    all_reduce(replicas, mean, ReduceOp.AVG)
             self.reduced = mean if self.reduced is None else self.reduced.add_(mean)
             self._hold("mean", mean.nbytes, "gradients")
 
@@ -204,10 +206,12 @@ class Unit:
 
     # ---- glue -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, function: Callable[..., Any], *args: Any) -> Work:
-        if self.beside:
-            return self.comm.start(function, *args)
-        function(self.comm, *args)
+    def _begin(self, about: str, function: Callable[..., Any], *args: Any) -> Work:
+        parts = {name.partition(".")[0] for name in self.names}  # one, where a unit is a child: "block2"
+        with self.comm.about(about.format(parts.pop() if len(parts) == 1 else "all")):
+            if self.beside:
+                return self.comm.start(function, *args)
+            function(self.comm, *args)
         return Work(lambda: None, lambda: True)
 
     def _hold(self, what: str, nbytes: int, label: str) -> None:

@@ -173,7 +173,7 @@ class Zero:
         self.optimizer.step()
         if not self._counted:
             state = [leaf for entry in self.optimizer.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
-            self.comm.memory.hold(sum(tensor.nbytes for tensor in state if tensor.dim()), "optimizer")
+            self.comm.hold(sum(tensor.nbytes for tensor in state if tensor.dim()), "optimizer")
             self._counted = True
         for unit in self.units:
             unit.stepped()

@@ -33,7 +33,8 @@ class StepPlayer(still.Still):
     filled is what the rank has, hatched where that is only a summand (see `Communicator.about`; B is cut along dp and T along
     cp where there are such). A bar is what the rank holds of its memory (`allocate`, `hold`). Below, each rank over time: the
     blocks that it computes, by their labels ("F3", "1F3" or "forward 3 stage 1": micro-batch 3), its messages, its memory.
-    title: shown above. names, sentences, at: as in `Player`. A step leads to where something has ended.
+    title: shown above. names, sentences, at: as in `Player`. A step leads to where something has begun or ended. since: what was
+    before this second is left out; by then a rank has made its model, say.
     ValueError for a trace in which nothing is computed and nothing sent.
     """
 
@@ -44,8 +45,9 @@ class StepPlayer(still.Still):
     def __init__(
         self, trace: Trace, title: str = "", names: Sequence[str] | None = None,
         sentences: Mapping[str | int, str] | Sequence[str] | None = None, at: float | None = None,
+        since: float = 0.0,
     ) -> None:  # fmt: skip
-        told: dict[str, Any] = {"title": title, **scene(trace), "texts": STEPS}
+        told: dict[str, Any] = {"title": title, **scene(trace, since), "texts": STEPS}
         if not told["end"]:
             raise ValueError("nothing is computed and nothing sent in this trace: there is no step to show")
         if names is not None and len(names) != trace.ranks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -195,8 +196,9 @@ def name(episode: Episode) -> str:
 # ---- the scene ----------------------------------------------------------------------------------------------------------
 
 
-def scene(trace: Trace) -> dict[str, Any]:
-    """All of it, as plain values."""
+def scene(trace: Trace, since: float = 0.0) -> dict[str, Any]:
+    """All of it from `since` on, as plain values; what ends before that is left out, but for what is held then."""
+    trace = _later(trace, since) if since else trace
     found = groups(trace)
     axes, done, computed, memory = mesh(trace, found), episodes(trace, found), blocks(trace), held(trace)
     known = list(dict.fromkeys([*AXES, *axes, ""]))
@@ -220,6 +222,23 @@ def scene(trace: Trace) -> dict[str, Any]:
 def _episode(episode: Episode, known: Sequence[str], shapes: list[dict[str, Any]]) -> dict[str, Any]:
     told = {"start": _short(episode.start), "end": _short(episode.end), "ranks": list(episode.group.members), "shapes": shapes}
     return told | {"style": known.index(episode.group.axis), "about": _free(episode.about)}
+
+
+def _later(trace: Trace, since: float) -> Trace:
+    """The trace with `since` as its beginning, in those of its tables that are drawn here."""
+    rest = copy(trace)
+
+    def cut(table: Columns) -> Columns:
+        kept = np.isnan(table["end"]) | (table["end"] > since)
+        return {name: _clipped(column[kept] - since) if name in ("start", "end") else column[kept] for name, column in table.items()}
+
+    rest.messages = cut(trace.messages)
+    rest._tables = {name: cut(getattr(trace, name)) for name in ("spans", "waits")}
+    return rest
+
+
+def _clipped(times: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(times), times, np.maximum(times, 0.0))
 
 
 def _short(t: float) -> float:
@@ -296,13 +315,14 @@ def _stops(computed: Sequence[Block], done: Drawn, end: float) -> list[dict[str,
 
 
 def _apart(times: Sequence[float], least: float) -> list[float]:
-    """`_apart([1, 2, 2.1, 5], 0.5) == [1, 2.1, 5]`: of those that are nearer to each other, the last."""
-    kept = list[float]()
+    """`_apart([1, 2, 2.1, 2.6, 5], 0.5) == [1, 2.1, 2.6, 5]`: of those that are so near to each other, the last."""
+    kept, first = list[float](), 0.0
     for t in times:
-        if kept and t - kept[-1] <= least:
+        if kept and t - first <= least:
             kept[-1] = t
         elif t > least:
             kept.append(t)
+            first = t
     return kept
 
 
