@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from d2lps import disk
 from d2lps.kvstore.core.events import Request, alike
 from d2lps.kvstore.storage import checkpoint as checkpoints
-from d2lps.kvstore.storage import log as logs
 from d2lps.kvstore.storage.checkpoint import CheckpointDamaged, CheckpointMissing, flatten, load, save, steps, unflatten
 
 META = {"clock": 3, "optimizer": {"name": "adam", "lr": 1e-3}, "filter": {"0": [1, 17], "1": [2, 4]}}
@@ -206,7 +206,7 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goe
 ) -> None:
     save(tmp_path, 1, tensors_of(1), {"step": 1})
     did: list[str] = []
-    real_persist, real_rename = logs.persist, os.rename
+    real_persist, real_rename = disk.persist, os.rename
 
     def persist(file: int) -> None:
         did.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
@@ -223,7 +223,7 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goe
         real_unlink(path)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    monkeypatch.setattr(logs, "persist", persist)
+    monkeypatch.setattr(disk, "persist", persist)
     monkeypatch.setattr(os, "rename", rename)
     save(tmp_path, 2, tensors_of(2), {"step": 2}, keep=1)
     draft, final, old = ".step-000000000002.draft", "step-000000000002.safetensors", "step-000000000001.safetensors"

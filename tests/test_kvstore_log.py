@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from d2lps import disk
 from d2lps.kvstore.core.events import Request
 from d2lps.kvstore.storage import log as logs
 from d2lps.kvstore.storage.frame import frame, parse
@@ -336,7 +337,7 @@ def test_after_a_failed_fsync_the_log_takes_nothing_more(tmp_path: Path, monkeyp
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(logs, "persist", fails)
+        patch.setattr(disk, "persist", fails)
         with pytest.raises(OSError, match="Input/output error"):
             log.sync()
     for again in (log.sync, lambda: log.append(b"b")):
@@ -355,7 +356,7 @@ def test_what_is_promised_is_on_the_disk_before(tmp_path: Path, monkeypatch: pyt
 
         return wrapped
 
-    monkeypatch.setattr(logs, "persist", noted("persist", logs.persist))
+    monkeypatch.setattr(disk, "persist", noted("persist", disk.persist))
     monkeypatch.setattr(os, "pwritev", noted("append", os.pwritev))
     monkeypatch.setattr(os, "pwrite", noted("promise", os.pwrite))
     folder = tmp_path / "log"

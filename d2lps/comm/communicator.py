@@ -111,14 +111,18 @@ class Communicator(Rank):
 
     # ---- groups and time ------------------------------------------------------------------------------------------
 
-    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+    def split(self, color: int | None, key: int | None = None, axis: str = "") -> Communicator | None:
         """One new communicator for each color, its ranks ordered by (key, rank); `color=None` joins none.
 
         >>> row = comm.split(color=comm.rank // 4)      # ranks 0..3 together, 4..7 together   # doctest: +SKIP
+
+        axis: what traces and pictures call the direction in which these groups lie, "tp" for one; their own groups inherit it.
         """
         for name, value in (("color", color), ("key", key)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**62):
                 raise ValueError(f"{name} must be None or an integer below 2**62, not {value!r}")
+        if axis and not axis.isalpha():
+            raise ValueError(f"axis={axis!r} is not a word of letters")
         self._check_lane()
         with self.waiting("split"):
             wishes = self._tell("split", (color, self.rank if key is None else key))
@@ -126,7 +130,7 @@ class Communicator(Rank):
             if color is None:
                 return None
             ordered = sorted((wish[1], rank) for rank, wish in enumerate(wishes) if wish[0] == color)
-            child = self._child([rank for _, rank in ordered], f"{self.name}/{self._splits}.{color}")
+            child = self._child([rank for _, rank in ordered], f"{self.name}/{axis}{self._splits}.{color}")
             child.connect()
         return child
 

@@ -19,6 +19,7 @@ class Memory:
     def __init__(self, device: str, limit: float) -> None:
         self.device, self.limit = device, limit  # bytes
         self.held: Counter[str] = Counter()  # label -> bytes
+        self.peak: Counter[str] = Counter()  # what was held when most was
 
     def hold(self, nbytes: int, label: str) -> None:
         """Take so many bytes; OutOfMemory, with who holds what, if there are not so many left."""
@@ -30,6 +31,8 @@ class Memory:
             room = f"{self.device} has {left:,.0f} of {self.limit:,.0f} B left"
             raise OutOfMemory(f"{label!r} needs {nbytes:,} B, {room}; held there: {holders}")
         self.held[label] += nbytes
+        if self.held.total() > self.peak.total():
+            self.peak = self.held.copy()
 
     def release(self, nbytes: int, label: str) -> None:
         self.held[label] -= nbytes

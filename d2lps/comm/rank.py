@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from math import nan
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.status import Board, Status, readers_line
 from d2lps.comm.work import Event
-from d2lps.trace.recorder import Recorder
+from d2lps.trace.recorder import Recorder, axis_of
 
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
 # own numbers come from `comm.generator`.
@@ -88,6 +89,32 @@ class Rank(ABC):
         if self.recorder:
             self.recorder.local("COPY", into, other, start, self.now())
 
+    @property
+    def axis(self) -> str:
+        """What `split` was told that this group, or the last one above it that has an axis, lies along; else "ranks"."""
+        return axis_of(self.name) or "ranks"
+
+    @contextmanager
+    def about(self, label: str) -> Iterator[None]:
+        """Say what the messages of the block carry: with it begin the names of their steps. `*` stands for this group's axis.
+
+        >>> with comm.about("mlp[B, T, D]{*} → mlp[B, T, D]"):      # "mlp[B, T, D]{tp} → mlp[B, T, D]: reduce-scatter 1/3"
+        ...     all_reduce(comm, hidden)                            # doctest: +SKIP
+
+        A shape has a letter for each dimension; `D_*` is one that is cut, each rank of the group having its piece, `{*}` behind
+        it a sum of which each has a summand. Costs nothing without a trace.
+        """
+        if (recorder := self.recorder) is None:
+            yield
+            return
+        before = recorder.about, recorder.step
+        recorder.about = f"{label.replace('*', self.axis)}: "
+        recorder.step = recorder.about.removesuffix(": "),
+        try:
+            yield
+        finally:
+            recorder.about, recorder.step = before
+
     def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> AbstractContextManager[None]:
         """Name what is computed in the block, so that a trace shows it.
 
@@ -108,13 +135,28 @@ class Rank(ABC):
         >>> with comm.allocate(700_000_000_000, "weights"):     # doctest: +SKIP
         ...     ...
         """
-        memory = self.memory
-        memory.hold(nbytes, label)
+        release = self.hold(nbytes, label)
         try:
-            with self._span("memory", label, nbytes=nbytes):
-                yield
+            yield
         finally:
+            release()
+
+    def hold(self, nbytes: int, label: str) -> Callable[[], None]:
+        """As `allocate`, for what no block encloses: until the function is called that is returned.
+
+        >>> release = comm.hold(64, "activations 3")            # in the forward pass of a micro-batch      # doctest: +SKIP
+        >>> release()                                           # in its backward pass                      # doctest: +SKIP
+        """
+        memory, recorder = self.memory, self.recorder
+        memory.hold(nbytes, label)
+        row = recorder.span("memory", label, self.now(), nan, nbytes=nbytes) if recorder else 0
+
+        def release() -> None:
             memory.release(nbytes, label)
+            if recorder:
+                recorder.tables["spans"][row - 1] = self.now()
+
+        return release
 
     @contextmanager
     def _span(self, kind: str, label: str = "", flops: float | None = None, nbytes: float | None = None) -> Iterator[None]:
@@ -134,7 +176,8 @@ class Rank(ABC):
     def step(self, label: str, *numbers: object) -> None:
         """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`."""
         if self.recorder:
-            self.recorder.step = (label, *numbers)
+            about = self.recorder.about
+            self.recorder.step = ("{}" + label, about, *numbers) if about else (label, *numbers)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""

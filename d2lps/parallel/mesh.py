@@ -20,7 +20,7 @@ class Mesh:
     from the innermost, whose ranks have consecutive numbers and so should sit on the fastest links. `data` is the group of
     those that hold the same parameters, dp and cp together. ep, which divides that group, shares out the experts of a layer:
     `ep` is the group that holds all of them once, `edp` those ranks that hold the same ones. Groups of one rank are
-    communicators too.
+    communicators too. Traces know each group's axis; `data` and `edp` count as dp.
     ValueError, with the numbers, if they do not multiply to comm.size. Cost: six splits.
     """
 
@@ -41,8 +41,8 @@ class Mesh:
         self.data = self._group("dp", "cp")
         together = self.data.rank // ep  # which of the groups that hold all experts once
         model = self.at["tp"] + tp * self.at["pp"]
-        self.ep = self._split(model * self.data.size + together)
-        self.edp = self._split(model * self.data.size + self.data.rank % ep)
+        self.ep = self._split(model * self.data.size + together, "ep")
+        self.edp = self._split(model * self.data.size + self.data.rank % ep, "dp")
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank of the job stands along each axis."""
@@ -57,9 +57,9 @@ class Mesh:
         for axis in self.order:
             if axis not in axes:
                 color = color * self.sizes[axis] + self.at[axis]
-        return self._split(color)
+        return self._split(color, next((axis for axis in axes if self.sizes[axis] > 1), axes[0]))
 
-    def _split(self, color: int) -> Communicator:
-        group = self.comm.split(color)
+    def _split(self, color: int, axis: str) -> Communicator:
+        group = self.comm.split(color, axis=axis)
         assert group is not None
         return group

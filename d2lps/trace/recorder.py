@@ -6,6 +6,7 @@ A simulated run has millions of messages. A row as a Python object costs hundred
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Callable, Hashable
@@ -60,6 +61,11 @@ class Names(dict[tuple[Hashable, ...], int]):
         return [str(label[0]).format(*label[1:]) if label[1:] else str(label[0]) if label else "" for label in self]
 
 
+def axis_of(group: str) -> str:
+    """The axis of a mesh along which a group of this name lies: `axis_of("world/tp1.0/start2") == "tp"`, else ""."""
+    return next(iter(re.findall(r"/([^/\d]+)\d+\.", group)[::-1]), "")
+
+
 Where = Callable[[FrameType | None], tuple[str, int, str]]
 
 
@@ -86,6 +92,7 @@ class Recorder:
         self.lines = array("i")  # one for each row of `ends`, or none
         self.vocabulary = vocabulary or Vocabulary()
         self.step: tuple[Any, ...] = ()  # a label and the numbers in it; see Communicator.step
+        self.about = ""  # what labels begin with; see Communicator.about
         self.tables = {name: array("d") for name in COLUMNS}  # row by row; a double holds whole numbers up to 2**53
         self.ends = self.tables["ends"]
         self.seq = 0
@@ -102,7 +109,7 @@ class Recorder:
         """A recorder for what is started now."""
         other = Recorder(self.rank, self.now, self.vocabulary, self.where)
         other.lane, other.name, other.thread, other.parent = lane, name, len(self.all), self.thread
-        other.begins, other.step, other.all = self.next(), self.step, self.all
+        other.begins, other.step, other.about, other.all = self.next(), self.step, self.about, self.all
         self.all.append(other)
         return other
 
@@ -151,10 +158,11 @@ class Recorder:
 
     def span(
         self, kind: str, label: str, start: float, end: float, flops: float | None = None, nbytes: float | None = None
-    ) -> None:
-        """Note what went on from start to end: computing, sleep, or memory that was held."""
+    ) -> int:
+        """Note what went on from start to end: computing, sleep, or memory that was held; the row's end in the cells."""
         known = [nan if value is None else value for value in (flops, nbytes)]
         self.tables["spans"].extend((self.next(), KINDS.index(kind), self.vocabulary.label[label,], *known, start, end))
+        return len(self.tables["spans"])
 
     def waited(self, action: str, group: str, peer: int, tag: int, nbytes: int, start: float) -> None:
         """Note a wait that began at `start` and ends now."""

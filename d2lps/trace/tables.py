@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from d2lps.trace.recorder import ACTIONS, COLUMNS, KINDS, Recorder, Vocabulary
+from d2lps.trace.recorder import ACTIONS, COLUMNS, KINDS, Recorder, Vocabulary, axis_of
 
 Columns = dict[str, np.ndarray]
 _TIMES = ("posted", "waited", "done", "start", "end")
@@ -27,8 +27,8 @@ class Tables:
     spans: rank, kind, label, flops, nbytes, start, end: what was computed, slept, held in memory.
     Each of them says in which lane: 0 is a rank's own thread of control, the others are what it has started.
     Times are seconds since the first rank of a machine began. `step`, `group`, `op` and `label` are indices into `steps`,
-    `groups`, `ops` and `labels`, a span's `kind` into `kinds`, buffers are indices into `buffers`. The `*seq` columns number
-    the events of a thread, which is one of `threads`, in the order of its program.
+    `groups`, `ops` and `labels`, a span's `kind` into `kinds`, buffers are indices into `buffers`; `axes` are those of `groups`.
+    The `*seq` columns number the events of a thread, which is one of `threads`, in the order of its program.
     """
 
     kinds: Sequence[str] = KINDS
@@ -43,6 +43,7 @@ class Tables:
         self._streams = dict(zip(("group", "src", "dst", "tag"), streams.T, strict=True))  # what their messages have in common
         names = words.step, words.group, words.op, words.label
         self.steps, self.groups, self.ops, self.labels = (labels.strings for labels in names)
+        self.axes = [axis_of(group) for group in self.groups]  # of each group: "tp", or "" for one of no mesh
         self.buffers = words.buffers.seen
         self.lines: list[Any] = list(words.line)  # (file, number); none if the trace has no lines
         self._tables: dict[str, Columns] = {}

@@ -3,10 +3,13 @@
 from d2lps.widgets.bet import Bet
 from d2lps.widgets.choices import Choices
 from d2lps.widgets.lanes import Lanes
+from d2lps.widgets.plan_player import plan_player
 from d2lps.widgets.player import Player
 from d2lps.widgets.race import Race
 from d2lps.widgets.ready import collective_player, late_ring
+from d2lps.widgets.step_player import StepPlayer
 from d2lps.widgets.sweep import Sweep
 from d2lps.widgets.topology_explorer import TopologyExplorer
 
-__all__ = ["Bet", "Choices", "Lanes", "Player", "Race", "Sweep", "TopologyExplorer", "collective_player", "late_ring"]
+__all__ = ["Bet", "Choices", "Lanes", "Player", "Race", "StepPlayer", "Sweep", "TopologyExplorer"]
+__all__ += ["collective_player", "late_ring", "plan_player"]

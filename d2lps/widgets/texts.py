@@ -8,4 +8,5 @@ NAMES, SWEEP, EXPLORER, CHOICES, BET, READY = (
     _TABLES[name] for name in ("names", "sweep", "explorer", "choices", "bet", "ready")
 )
 PLAYER, RACE = (_TABLES["controls"] | _TABLES[name] for name in ("player", "race"))
+STEPS = _TABLES["controls"] | _TABLES["steps"]
 LANES = PLAYER | _TABLES["lanes"]

@@ -19,17 +19,11 @@ from msgspec.structs import asdict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from d2lps import disk
+from d2lps.disk import CheckpointDamaged, CheckpointMissing
 from d2lps.kvstore.core.events import Request
 from d2lps.kvstore.storage.frame import bytes_of
-from d2lps.kvstore.storage.log import checksum, settle
-
-
-class CheckpointMissing(FileNotFoundError):
-    """There is no such checkpoint."""
-
-
-class CheckpointDamaged(RuntimeError):
-    """A checkpoint is there, but not what was written; the message names the file."""
+from d2lps.kvstore.storage.log import checksum
 
 
 class Checkpoint(NamedTuple):
@@ -69,7 +63,7 @@ def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], met
         save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
     except SafetensorError as error:  # which tells no path
         raise OSError(f"cannot write {draft}: {error}") from error
-    settle(draft, final)
+    disk.settle(draft, final)
     for old in steps(folder)[:-keep]:
         _path(folder, old).unlink()
     return final

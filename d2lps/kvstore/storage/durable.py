@@ -21,11 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from d2lps import disk
 from d2lps.kvstore.core.events import Event
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.storage import checkpoint
 from d2lps.kvstore.storage.frame import frame, parse
-from d2lps.kvstore.storage.log import Level, Log, LogDamaged, settle
+from d2lps.kvstore.storage.log import Level, Log, LogDamaged
 
 LASTING = {"values", "moments", "versions", "options", "wholes"}  # what of a server's state is not about its run
 
@@ -164,7 +165,7 @@ def write_mark(folder: Path, mark: Mapping[str, Any]) -> None:
     """
     draft = folder / ".mark.draft"
     draft.write_text(json.dumps(mark))
-    settle(draft, folder / "mark.json")
+    disk.settle(draft, folder / "mark.json")
 
 
 def read_mark(folder: Path) -> dict[str, Any]:

@@ -23,12 +23,13 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import sys
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 from zlib import crc32
+
+from d2lps import disk
 
 Level = Literal["log", "fsync"]
 Bytes = bytes | bytearray | memoryview
@@ -98,7 +99,7 @@ class Log:
             return
         if self.level == "fsync":
             try:
-                persist(self._file.fileno())
+                disk.persist(self._file.fileno())
             except OSError:  # the kernel may have dropped the pages, and a second fsync would then succeed
                 self.close()
                 raise
@@ -144,10 +145,10 @@ def make(path: Path, level: Level, begin: int) -> None:
     with spare.open("r+b", buffering=0) as file:
         os.pwrite(file.fileno(), header(begin, begin), 0)
         if level == "fsync":
-            persist(file.fileno())
+            disk.persist(file.fileno())
     spare.rename(path)
     if level == "fsync":
-        persist_path(path.parent)
+        disk.persist_path(path.parent)
 
 
 # ---- records --------------------------------------------------------------------------------------------------------------
@@ -200,27 +201,3 @@ def lock(folder: Path) -> int:
         error.filename = str(folder)
         raise
     return file
-
-
-def settle(draft: Path, final: Path) -> None:
-    """Give a finished file its name: whenever the machine stops, there is all of it or, if there was one, the one before."""
-    persist_path(draft)
-    draft.rename(final)
-    persist_path(final.parent)
-
-
-def persist_path(path: Path) -> None:
-    """`persist` for a file or a folder that is not open."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        persist(file)
-    finally:
-        os.close(file)
-
-
-def persist(file: int) -> None:
-    """Return when a file's bytes, or a folder's names, are on the disk itself."""
-    if sys.platform == "darwin":
-        fcntl.fcntl(file, fcntl.F_FULLFSYNC)  # fsync there stops at the disk's own cache
-    else:
-        os.fsync(file)

@@ -1,0 +1,38 @@
+"""Files that are on the disk itself, and whole or not there: what whoever keeps a promise on a disk needs."""
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+
+
+class CheckpointMissing(FileNotFoundError):
+    """There is no such checkpoint."""
+
+
+class CheckpointDamaged(RuntimeError):
+    """A checkpoint is there, but not what was written; the message names the file."""
+
+
+def settle(draft: Path, final: Path) -> None:
+    """Give a finished file its name: whenever the machine stops, there is all of it or, if there was one, the one before."""
+    persist_path(draft)
+    draft.rename(final)
+    persist_path(final.parent)
+
+
+def persist_path(path: Path) -> None:
+    """`persist` for a file or a folder that is not open."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        persist(file)
+    finally:
+        os.close(file)
+
+
+def persist(file: int) -> None:
+    """Return when a file's bytes, or a folder's names, are on the disk itself."""
+    if sys.platform == "darwin":
+        fcntl.fcntl(file, fcntl.F_FULLFSYNC)  # fsync there stops at the disk's own cache
+    else:
+        os.fsync(file)

@@ -1,0 +1,198 @@
+"""Checkpoints of a run on many ranks, written beside its training and loaded under any other plan."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d2lps.collectives import all_gather
+from d2lps.comm import Communicator, RankDied, RankHung, Work
+from d2lps.disk import CheckpointDamaged, CheckpointMissing
+from d2lps.launch import run
+from d2lps.parallel import saved
+from d2lps.parallel.pieces import Piece, dtype_of, flaw, tuples
+from d2lps.parallel.saved import Manifest
+from d2lps.result import Run
+
+_KINDS = {kind.__name__: kind for kind in (CheckpointMissing, CheckpointDamaged, OSError, ValueError)}
+
+
+class Checkpoints:
+    """The checkpoints of a run, each a copy that is made at once and written in the background.
+
+    >>> checkpoints = Checkpoints(comm, "run7")                                 # on every rank         # doctest: +SKIP
+    >>> work = checkpoints.save(12, module_pieces(model), {"seen": 384})        # train on at once      # doctest: +SKIP
+    >>> load(comm, "run7", module_pieces(model)).extra                          # later, on any ranks   # doctest: +SKIP
+    {'seen': 384}
+
+    directory: where all ranks see the same files, and no other run writes. keep: how many whole ones stay. How they lie there,
+    see `saved`. `stall`: seconds that the last `save` took from training, a wait for the save before it included; `written`:
+    bytes that this rank copied for it and writes. Cost: what ranks hold together is written once, shared out among its holders;
+    this rank's share is held a second time from the first save on. A save exchanges some numbers, and where pieces are not
+    those of the last save a table of them.
+    """
+
+    def __init__(self, comm: Communicator, directory: str | Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"at least the newest checkpoint is kept: keep={keep}")
+        self.comm, self.directory, self.keep = comm, Path(directory), keep
+        self.stall, self.written = 0.0, 0
+        self._table: list[Any] | None = None  # of the last save: this rank's pieces,
+        self._tensors: dict[str, dict[str, Any]] = {}  # all ranks', each with the rank that writes it,
+        self._copies: dict[str, Tensor] = {}  # and room for what this rank writes
+        self._work: Work | None = None
+
+    def save(self, step: int, pieces: Mapping[str, Piece], extra: Any = None) -> Work:
+        """Copy this rank's share; the checkpoint is whole once the `Work` that writes it has been waited for.
+
+        A save under way is waited for first, and what went wrong in it is raised here on all ranks: OSError, which says the
+        rank that failed, as where a disk is full. The checkpoints before it are whole then, and training may go on. extra:
+        what else belongs to this moment, the same on all ranks, as JSON has it. ValueError, with names, where the ranks' pieces
+        do not make up whole tensors; Mismatch for another step or extra on another rank.
+        """
+        began = self.comm.now()
+        self.wait()
+        self.comm.agree(f"save(step={step}, extra={json.dumps(extra, sort_keys=True)})")
+        table = [[name, dtype_of(piece.tensor), list(piece.shape), *piece.cut] for name, piece in pieces.items()]
+        if any(tell(self.comm, table != self._table)):
+            self._plan(table, pieces)
+        for name, copy in self._copies.items():
+            copy.copy_(pieces[name].tensor.detach().view_as(copy))
+        self._work = self.comm.start(self._write, step, extra)
+        self.stall = self.comm.now() - began
+        return self._work
+
+    def wait(self) -> None:
+        """Return when the last save is whole; raise what went wrong in it."""
+        work, self._work = self._work, None
+        if work:
+            work.wait()
+
+    def _plan(self, table: list[Any], pieces: Mapping[str, Piece]) -> None:
+        self._table, self._tensors = None, share_out(tell(self.comm, table))
+        mine = [name for name, about in self._tensors.items() if any(self.comm.rank == rank for rank, *_ in about["pieces"])]
+        self._copies = {name: pieces[name].empty() for name in mine}
+        self.written = sum(copy.nbytes for copy in self._copies.values())
+        self._table = table
+
+    def _write(self, comm: Communicator, step: int, extra: Any) -> None:
+        """In a lane of its own: three rounds, each over when all ranks have done their part of it, or one has failed."""
+        first = comm.rank == 0
+        folder = Path(together(comm, lambda: str(saved.begin(self.directory, step)) if first else "")[0])
+        sums = together(comm, lambda: saved.write(folder, comm.rank, self._copies))
+        tensors = {
+            name: about | {"pieces": [[rank, *cut, sums[rank][name]] for rank, *cut in about["pieces"]]}
+            for name, about in self._tensors.items()
+        }
+        manifest = Manifest(folder, step, comm.size, extra, tensors)
+        together(comm, lambda: saved.finish(manifest, self.keep) if first else None)
+
+
+def save(
+    comm: Communicator, directory: str | Path, step: int, pieces: Mapping[str, Piece], extra: Any = None, keep: int = 2
+) -> None:
+    """Return when a checkpoint is whole, all its bytes on the disk; see `Checkpoints.save`."""
+    Checkpoints(comm, directory, keep).save(step, pieces, extra).wait()
+
+
+def load(
+    comm: Communicator, directory: str | Path, pieces: Mapping[str, Piece] | Callable[[Manifest], Mapping[str, Piece]],
+    step: int | None = None,
+) -> Manifest:  # fmt: skip
+    """Fill the pieces from the newest checkpoint, or one of that step, whatever ranks have written it and in what pieces.
+
+    >>> load(comm, "run7", module_pieces(model)).step                           # doctest: +SKIP
+    12
+
+    pieces: or a function that makes them of the manifest, as `Zero.pieces` does. What a checkpoint has beyond them is left
+    alone. Errors are raised on all ranks, with the names: CheckpointMissing; ValueError, before anything is changed, where a
+    name is missing or a whole has another shape or dtype; CheckpointDamaged where a file is missing or not what was written:
+    some pieces may be filled by then. Cost: each rank reads those pieces of which it needs something, whole.
+    """
+    folder = together(comm, lambda: str(saved.look(directory, step).folder) if comm.rank == 0 else "")[0]
+    found: list[tuple[Manifest, Mapping[str, Piece]]] = []
+
+    def check() -> None:
+        manifest = saved.read(Path(folder))
+        found.append((manifest, pieces(manifest) if callable(pieces) else pieces))
+        saved.check(*found[0])
+
+    together(comm, check)
+    together(comm, lambda: saved.fill(*found[0]))
+    return found[0][0]
+
+
+def keep_going(function: Callable[..., Any], ranks: int, *args: Any, times: int = 3, **options: Any) -> Run:
+    """`d2lps.run`, and again, up to so many times, after a rank has died or hung: for a function that begins with a `load`.
+
+    >>> keep_going(train_from_the_last_checkpoint, 4, "run7")                   # doctest: +SKIP
+
+    What a rank raises of itself would be raised again, and is not caught. options: of `d2lps.run`.
+    """
+    for _ in range(times):
+        try:
+            return run(function, ranks, *args, **options)
+        except (RankDied, RankHung):
+            continue
+    return run(function, ranks, *args, **options)
+
+
+# ---- what ranks tell one another ------------------------------------------------------------------------------------------
+
+
+def tell(comm: Communicator, word: Any) -> list[Any]:
+    """What every rank says, by rank; anything that JSON has. Two all-gathers, of lengths and of texts."""
+    text = torch.frombuffer(bytearray(json.dumps(word).encode()), dtype=torch.uint8).to(comm.device)
+    lengths = list(torch.zeros(comm.size, 1, dtype=torch.long, device=comm.device))
+    all_gather(comm, lengths, torch.full_like(lengths[0], len(text)))
+    room = [text.new_empty(int(length)) for length in lengths]
+    all_gather(comm, room, text)
+    return [json.loads(bytes(said.tolist())) for said in room]
+
+
+def together(comm: Communicator, function: Callable[[], Any]) -> list[Any]:
+    """What the function returns on every rank, by rank; where it fails on some, all ranks raise that."""
+    mine, cause = [None, "", ""], None
+    try:
+        mine[0] = function()
+    except Exception as error:
+        cause, kind = error, next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
+        mine[1:] = kind, f"rank {comm.rank}: {error}" if kind else f"rank {comm.rank}: {error!r}"
+    told = tell(comm, mine)
+    if failed := [(kind, words) for _, kind, words in told if words]:
+        raise _KINDS.get(failed[0][0], RuntimeError)("; ".join(words for _, words in failed)) from cause
+    return [result for result, _, _ in told]
+
+
+def share_out(tables: list[list[Any]]) -> dict[str, dict[str, Any]]:
+    """Who writes what, from all ranks' tables: of a piece that several hold, whoever of them has least to write so far.
+
+    >>> share_out([[["w", "float32", [4], [[0, 4]], 0, 4]]] * 2)["w"]["pieces"]
+    [[0, [[0, 4]], 0, 4]]
+
+    Large pieces first. ValueError, with the name, where ranks differ about a whole, or have not all of it, or have some twice.
+    """
+    wholes: dict[str, dict[str, Any]] = {}
+    holders: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for rank, table in enumerate(tables):
+        for name, dtype, shape, box, start, stop in table:
+            whole = wholes.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
+            if (whole["dtype"], whole["shape"]) != (dtype, shape):
+                raise ValueError(f"{name!r} is {whole['dtype']}{whole['shape']}, and {dtype}{shape} on rank {rank}")
+            holders[name, tuples(box), start, stop].append(rank)
+    nbytes = {key: (key[3] - key[2]) * getattr(torch, wholes[key[0]]["dtype"]).itemsize for key in holders}
+    busy = [0] * len(tables)
+    for name, *cut in sorted((key for key in holders if nbytes[key]), key=nbytes.__getitem__, reverse=True):
+        rank = min(holders[key := (name, *cut)], key=busy.__getitem__)
+        busy[rank] += nbytes[key]
+        wholes[name]["pieces"].append([rank, [list(ends) for ends in cut[0]], *cut[1:]])
+    for name, whole in wholes.items():
+        if told := flaw(whole["shape"], [(tuples(box), start, stop) for _, box, start, stop in whole["pieces"]]):
+            raise ValueError(f"{name!r}, {whole['dtype']}{whole['shape']}: {told}")
+    return wholes

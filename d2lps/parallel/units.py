@@ -1,0 +1,224 @@
+"""Parameters that travel together: one flat tensor in equal shards, of which each rank owns one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.parallel.pieces import Piece, whole_of
+from d2lps.parallel.shard import Shard
+
+
+class Unit:
+    """Some parameters of a module as views of one flat tensor, padded so that the ranks of `comm` own equal shards of it.
+
+    named: the parameters by name. They become views of the flat tensor, in `param_dtype`, that in which weights compute and
+    travel. keeps: whether all weights stay (ZeRO 1 and 2), or are there from `gather` to `free` only (ZeRO 3).
+    shard: what an optimizer steps on, a parameter of the dtype that the weights had; where that is `param_dtype`, nothing is held
+    twice. beside: whether collectives go on beside what the rank does next (`comm.start`).
+    What is held is written into `comm.memory`, as "weights", "gathered", "gradients" and "optimizer".
+    ValueError for parameters that differ in dtype or device, with their names.
+    """
+
+    def __init__(
+        self, comm: Communicator, named: Mapping[str, nn.Parameter], keeps: bool, param_dtype: torch.dtype | None, beside: bool
+    ) -> None:
+        self.comm, self.keeps, self.beside = comm, keeps, beside
+        self.names, self.parameters = list(named), list(named.values())
+        self.shapes, self.sizes = [p.shape for p in self.parameters], [p.numel() for p in self.parameters]
+        first = self.parameters[0]
+        for name, p in named.items():
+            if (p.dtype, p.device) != (first.dtype, first.device):
+                told = f"{self.names[0]} is {first.dtype} on {first.device}, {name} {p.dtype} on {p.device}"
+                raise ValueError(f"parameters that share a flat tensor must be alike: {told}")
+        self.length = -(-sum(self.sizes) // comm.size)  # of a shard; the last ones may end in padding
+        padding = first.new_zeros(self.length * comm.size - sum(self.sizes))
+        whole = torch.cat([*(p.detach().flatten() for p in self.parameters), padding])
+        self.weights = whole.to(param_dtype or first.dtype)
+        own = self.weights.view(comm.size, -1)[comm.rank]
+        self.mine = own if keeps else own.clone()  # of the weights: what the other ranks gather
+        same = self.mine.dtype == first.dtype
+        self.shard = nn.Parameter(self.mine if same else whole.view(comm.size, -1)[comm.rank].clone())
+        self.shard.shard, self.shard.parts = Shard(comm, 0), self.parts  # type: ignore[attr-defined]
+        comm.hold((self.weights if keeps else self.mine).nbytes, "weights")
+        comm.hold(0 if same else self.shard.nbytes, "optimizer")  # the master weights
+        self.missing = set(range(len(self.sizes)))  # whose gradients are still to come in this backward pass
+        self.gradient: Tensor | None = None  # this rank's, of all parameters
+        self.reduced: Tensor | None = None  # all ranks' mean, of the shard
+        self._gathering: Work | None = None
+        self._reducing: Callable[[], None] | None = None
+        self._rooms: dict[str, AbstractContextManager[None]] = {}
+        self._views = self.cut(self.weights)
+        self._show()
+        if not keeps:
+            self.free()
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """A flat tensor of all parameters as views of their shapes."""
+        parts = flat[: sum(self.sizes)].split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def parts(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Of a tensor like the shard, what belongs to each parameter: a flat run of it, mostly empty; no padding."""
+        return [(p, flat[at : at + stop - start]) for p, (start, stop, at) in zip(self.parameters, self.held(), strict=True)]
+
+    def held(self) -> list[tuple[int, int, int]]:
+        """What the shard holds of each parameter: its elements from, to, and where in the shard they begin.
+
+        >>> unit.held()         # on rank 1 of 2: of 3 and 4 elements the last 3, then padding      # doctest: +SKIP
+        [(3, 3, 0), (1, 4, 0)]
+        """
+        runs, begin, at = [], self.comm.rank * self.length, 0
+        for size in self.sizes:
+            start, stop = (min(max(edge - at, 0), size) for edge in (begin, begin + self.length))
+            runs.append((start, stop, max(at - begin, 0)))
+            at += size
+        return runs
+
+    def pieces(self) -> dict[str, Piece]:
+        """What the shard holds of each parameter, as views of it, by name: what a checkpoint saves, or loads."""
+        rows = zip(self.names, self.parameters, self.shapes, self.held(), strict=True)
+        flat = self.shard.detach()
+        return {
+            name: Piece(flat[at : at + stop - start], *whole_of(parameter, shape), start, stop)
+            for name, parameter, shape, (start, stop, at) in rows
+            if start < stop
+        }
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Begin to fetch the weights of all ranks, unless they are there or on their way: an all-gather."""
+        if not self.keeps and self._gathering is None:
+            nbytes = self.weights.numel() * self.weights.element_size()
+            self._hold("gathered", nbytes, "gathered")
+            self.weights.untyped_storage().resize_(nbytes)
+            self._gathering = self._begin("{} weights[P_*] → weights[P]", all_gather_into_tensor, self.weights, self.mine)
+
+    def wait(self) -> None:
+        """Return when they are there."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._show()
+
+    def _show(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+
+    def free(self) -> None:
+        """Keep the shard alone. What autograd has saved are views of the same storage: after a `gather` they are whole again."""
+        if self.keeps:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+        for parameter in self.parameters:
+            parameter.data = self.mine.new_empty(0)  # so that whoever looks sees nothing, rather than freed memory
+        self.weights.untyped_storage().resize_(0)
+        self._gathering = None
+        self._release("gathered")
+
+    def stepped(self) -> None:
+        """The shard has taken its step: so do the weights of all ranks."""
+        self.shard.grad = None
+        self._release("grad")
+        if self.mine.data_ptr() != self.shard.data_ptr() or self.mine.dtype != self.shard.dtype:
+            self.mine.copy_(self.shard.detach())  # rounded to the nearest
+        self.free()
+        if self.keeps:
+            with self.comm.about("weights[P_*] → weights[P]"):
+                all_gather_into_tensor(self.comm, self.weights, self.mine)
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def add(self, number: int, gradient: Tensor) -> bool:
+        """Take a parameter's gradient; True if none is missing now in this backward pass."""
+        if self.gradient is None:
+            self.gradient = self.mine.new_zeros(self.length * self.comm.size)
+            self._hold("whole", self.gradient.nbytes, "gradients")
+        self.cut(self.gradient)[number].add_(gradient)
+        self.missing.discard(number)
+        if self.missing:
+            return False
+        self.missing = set(range(len(self.sizes)))
+        return True
+
+    def left_out(self) -> list[str]:
+        """Names of parameters without a gradient: of some, in a backward pass that others have got one in, or of all in all."""
+        whole = self.gradient is None and self.reduced is None and self.shard.grad is None and self._reducing is None
+        some = 0 < len(self.missing) < len(self.sizes)
+        return [self.names[number] for number in sorted(self.missing) if whole or some]
+
+    def reduce(self, replicas: Communicator) -> None:
+        """Begin to average: every rank gets the mean of its shard, by a reduce-scatter, and adds it to what it has.
+
+        replicas: the ranks of other groups that own the same shard; their means are averaged too, by an all-reduce.
+        """
+        self.settle()
+        assert self.gradient is not None
+        whole, self.gradient = self.gradient, None
+        self._sum_partial(self.cut(whole))
+        mean, room = whole.new_empty(self.length), self._rooms.pop("whole")
+        work = self._begin("{} grads[P]{{*}} → grads[P_*]", reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
+
+        def settle() -> None:
+            work.wait()
+            room.__exit__(None, None, None)
+            if replicas.size > 1:
+                with replicas.about("grads[P]{*} → grads[P]"):
+                    all_reduce(replicas, mean, ReduceOp.AVG)
+            self.reduced = mean if self.reduced is None else self.reduced.add_(mean)
+            self._hold("mean", mean.nbytes, "gradients")
+
+        self._reducing = settle
+        if not self.beside:
+            self.settle()
+
+    def settle(self) -> None:
+        """Return when a reduction that has begun is over."""
+        if self._reducing is not None:
+            settle, self._reducing = self._reducing, None
+            settle()
+
+    def hand_over(self) -> None:
+        """The mean becomes, or is added to, the shard's gradient."""
+        if self.reduced is not None:
+            mean, self.reduced = self.reduced.to(self.shard.dtype), None
+            self.shard.grad = mean if self.shard.grad is None else self.shard.grad.add_(mean)
+            self._release("mean")
+            self._hold("grad", mean.nbytes, "gradients")
+
+    def _sum_partial(self, gradients: list[Tensor]) -> None:
+        """Of parameters whose gradients are parts of a sum over a group of their own (`parameter.partial`): the sums."""
+        groups: dict[Communicator, list[Tensor]] = {}
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if (group := getattr(parameter, "partial", None)) is not None:
+                groups.setdefault(group, []).append(gradient)
+        for group, parts in groups.items():
+            all_reduce(group, flat := torch.cat([part.flatten() for part in parts]))
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
+
+    # ---- glue -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, about: str, function: Callable[..., Any], *args: Any) -> Work:
+        parts = {name.partition(".")[0] for name in self.names}  # one, where a unit is a child: "block2"
+        with self.comm.about(about.format(parts.pop() if len(parts) == 1 else "all")):
+            if self.beside:
+                return self.comm.start(function, *args)
+            function(self.comm, *args)
+        return Work(lambda: None, lambda: True)
+
+    def _hold(self, what: str, nbytes: int, label: str) -> None:
+        self._release(what)
+        self._rooms[what] = self.comm.allocate(nbytes, label)
+        self._rooms[what].__enter__()
+
+    def _release(self, what: str) -> None:
+        if what in self._rooms:
+            self._rooms.pop(what).__exit__(None, None, None)

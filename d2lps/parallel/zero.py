@@ -1,0 +1,202 @@
+"""Data-parallel training without redundancy: each rank keeps a share of the state, and fetches the rest when it needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from d2lps.collectives import broadcast
+from d2lps.comm import Communicator
+from d2lps.cost.numbers import whole
+from d2lps.parallel.pieces import Piece, optimizer_pieces
+from d2lps.parallel.saved import Manifest
+from d2lps.parallel.units import Unit
+
+
+class Zero:
+    """Data parallelism in which rank r of p owns a p-th of the optimizer's state, of the gradients, of the weights.
+
+    >>> zero = Zero(comm, model, partial(torch.optim.Adam, lr=1e-3), stage=2)       # rank 0's weights      # doctest: +SKIP
+    >>> loss(model(my_part_of_the_batch)).backward()            # doctest: +SKIP
+    >>> zero.step()                                             # doctest: +SKIP
+
+    | stage | sharded | what happens |
+    |---|---|---|
+    | 1 | optimizer | one reduce-scatter of all gradients, a step on the shard, one all-gather of the weights |
+    | 2 | and gradients | a reduce-scatter for each unit, when the backward pass has all of its gradients; the rest as in 1 |
+    | 3 | and weights | an all-gather for each unit before its forward, and before its backward pass; freed after each |
+
+    A unit is a direct child of `module`, or one of a ModuleList in it; parameters that several children share are a unit of
+    their own, and are there for all of them. Frozen parameters stay whole. `shards` are flat parameters, one for each unit,
+    that `optimizer(shards)` steps on: so an optimizer that looks at each tensor by itself (LAMB, Adafactor) is not for them.
+    Gradients are in the `shards`' once `reduce` has returned, the means over all ranks; a parameter's own `.grad` stays None.
+    A parameter with an attribute `partial` has its gradient summed over that group first (see tensor.py).
+
+    group: so many consecutive ranks share the state, and such groups hold copies: FSDP2's two-dimensional mesh, or hybrid
+    sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters.
+    parameters: those that it looks after, by default all that need gradients; others are as if frozen.
+    overlap: reductions go on beside the backward pass, and the next unit is fetched while this one computes.
+    Errors: ValueError for a stage, or a group, that is none; Mismatch for models that are not alike; RuntimeError with the
+    names of parameters that a backward pass has left out.
+    Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
+    Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
+    """
+
+    def __init__(
+        self, comm: Communicator, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        stage: int, group: int | None = None, param_dtype: torch.dtype | None = None, overlap: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> None:  # fmt: skip
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
+        size = whole("group", group or comm.size)
+        if comm.size % size:
+            raise ValueError(f"group={group} must divide the {comm.size} ranks, so many of which share the state")
+        chosen = set(module.parameters() if parameters is None else parameters)
+        trained = {name: p for name, p in module.named_parameters() if p in chosen and p.requires_grad}
+        if not trained:
+            raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is no state to share")
+        self.comm, self.stage, self.overlap = comm, stage, overlap
+        shapes = [(name, list(p.shape)) for name, p in trained.items()]
+        comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}) of {len(shapes)} parameters, {shapes}")
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor in chosen or not isinstance(tensor, nn.Parameter):
+                broadcast(comm, tensor)
+        sharing, replicas = comm.split(comm.rank // size), comm.split(comm.rank % size)
+        assert sharing is not None and replicas is not None
+        self.sharing, self.replicas = sharing, replicas  #: those that own one copy of the state, those that own this shard
+        parts = list(_parts(module)) if stage > 1 else [(module, list(trained.values()))]
+        owners = {p: tuple(k for k, (_, owned) in enumerate(parts) if any(p is q for q in owned)) for p in trained.values()}
+        shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        for name, p in trained.items():
+            shared.setdefault(owners[p], {})[name] = p
+        self.units = [Unit(sharing, members, stage < 3, param_dtype, overlap) for members in shared.values()]
+        self.shards = [unit.shard for unit in self.units]
+        self.optimizer = optimizer(self.shards)
+        self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
+        self._synchronize, self._counted = True, False
+        for unit, keys in zip(self.units, shared, strict=True):
+            for number, p in enumerate(unit.parameters):
+                p.register_post_accumulate_grad_hook(partial(self._add, unit, number))
+            for part in (parts[key][0] for key in keys if stage == 3):
+                part.register_forward_pre_hook(lambda _, __, unit=unit: self._fetch(unit, 1))
+                part.register_forward_hook(lambda _, __, output, unit=unit: self._leave(unit, output))
+
+    # ---- stage 3: weights come and go -----------------------------------------------------------------------------
+
+    def _fetch(self, unit: Unit, towards: int) -> None:
+        """A unit's weights are needed now; those of its neighbor, with `overlap`, next."""
+        unit.gather()
+        unit.wait()
+        following = self.units.index(unit) + towards
+        if self.overlap and 0 <= following < len(self.units):
+            self.units[following].gather()
+
+    def _leave(self, unit: Unit, output: Any) -> None:
+        """A forward pass has left the unit. If a backward pass is to come, its first gradient fetches the weights again."""
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs and torch.is_grad_enabled():
+            register_multi_grad_hook(outputs, lambda _: self._enter(unit), mode="any")
+        if unit not in self._in_backward:  # else it is a recomputation, and the backward pass follows at once
+            unit.free()
+
+    def _enter(self, unit: Unit) -> None:
+        self._in_backward.add(unit)
+        self._fetch(unit, -1)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights are there in the block, to be looked at or saved; what is written into them is lost with stage 3."""
+        for unit in self.units:
+            unit.gather()
+            unit.wait()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                self._free(unit)
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def _add(self, unit: Unit, number: int, parameter: nn.Parameter) -> None:
+        """In the midst of the backward pass: a parameter's gradient is complete."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if unit.add(number, gradient):  # after the last one, nothing in this pass will use the weights
+            if self.stage > 1 and self._synchronize:
+                self._reduce(unit)
+            self._free(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        for other in self.units:  # one reduction at a time
+            other.settle()
+        unit.reduce(self.replicas)
+
+    def _free(self, unit: Unit) -> None:
+        self._in_backward.discard(unit)
+        unit.free()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in the block add up on each rank, which holds whole gradients for that; the next `reduce` averages.
+
+        Without it, passes add up as well, in the shards: no memory for whole gradients, and a reduction for each pass.
+        """
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def reduce(self) -> None:
+        """The backward passes are over: the shards have the mean gradients."""
+        if left := ", ".join(name for unit in self.units for name in unit.left_out()):
+            raise RuntimeError(f"rank {self.comm.rank}: a backward pass has left out {left}: the loss must depend on them")
+        for unit in self.units:
+            if unit.gradient is not None:
+                self._reduce(unit)
+            self._free(unit)
+        for unit in self.units:
+            unit.settle()
+            unit.hand_over()
+
+    def step(self) -> None:
+        """Reduce if that is still to be done, step on the shards, and give all ranks the new weights; gradients are gone then."""
+        self.reduce()
+        self.optimizer.step()
+        if not self._counted:
+            state = [leaf for entry in self.optimizer.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
+            self.comm.hold(sum(tensor.nbytes for tensor in state if tensor.dim()), "optimizer")
+            self._counted = True
+        for unit in self.units:
+            unit.stepped()
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def pieces(self, manifest: Manifest | None = None) -> dict[str, Piece]:
+        """What this rank has of the weights and of the optimizer's state, to be saved; or, with a manifest, to be loaded."""
+        held = {unit.shard: unit.pieces() for unit in self.units}
+        weights = {name: piece for pieces in held.values() for name, piece in pieces.items()}
+        return weights | optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
+
+    def refresh(self) -> None:
+        """The shards have been loaded: all ranks get the weights."""
+        for unit in self.units:
+            unit.stepped()
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """What has a forward pass of its own, and the parameters that are there for it: the module, and its children."""
+    yield module, list(module.parameters(recurse=False))
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child)
+        else:
+            yield child, list(child.parameters())

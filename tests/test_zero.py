@@ -1,0 +1,187 @@
+"""ZeRO's three stages and clipping: against one process, torch's FSDP2 and ZeroRedundancyOptimizer, and formulas."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import d2lps
+from d2lps import Communicator
+from d2lps.parallel import MixedPrecision, Transformer, Zero, clip_by_global_norm
+from d2lps.topology import Topology, star
+
+TIED = Transformer(layers=2, hidden=8, heads=2, vocab=11, sequence=8, tied=True)
+TOKENS = torch.randint(0, 11, (24, 9), generator=torch.Generator().manual_seed(3))
+SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+STEPS = 2
+
+
+def simulated(function: Callable[..., Any], ranks: int, *args: Any, **options: Any) -> d2lps.Run:
+    return d2lps.simulate(function, star(ranks, 1e9, 1e-6), *args, **options)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@cache
+def alone(max_norm: float = 1e9) -> tuple[list[float], list[Tensor]]:
+    """One process: the norms of its gradients, and its weights at the end."""
+    model, norms = TIED.module(0, torch.float64), []
+    optimizer = SGD(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, TOKENS).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+    return norms, [p.detach() for p in model.parameters()]
+
+
+def together(comm: Communicator, stage: int, max_norm: float = 1e9, parts: int = 1, sync: bool = True, **options: Any) -> Any:
+    model = TIED.module(comm.rank, torch.float64)  # other weights on each rank, until rank 0's are everyone's
+    zero, norms = Zero(comm, model, SGD, stage, **options), []
+    for _ in range(STEPS):
+        for mine in TOKENS.chunk(comm.size)[comm.rank].chunk(parts):
+            if sync:
+                (loss_of(model, mine) / parts).backward()
+            else:
+                with zero.no_sync():
+                    (loss_of(model, mine) / parts).backward()
+        zero.reduce()
+        norms.append(clip_by_global_norm(zero.shards, max_norm).item())
+        zero.step()
+    with zero.gathered():
+        return norms, [p.detach().clone() for p in model.parameters()]
+
+
+def agrees(run: d2lps.Run, expected: tuple[list[float], list[Tensor]]) -> None:
+    for norms, weights in run:
+        assert norms == pytest.approx(expected[0], rel=1e-10)
+        for mine, one in zip(weights, expected[1], strict=True):
+            torch.testing.assert_close(mine, one, rtol=0, atol=1e-10 * one.abs().max().item())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_it_trains_as_one_process(ranks: int, stage: int) -> None:
+    agrees(simulated(partial(together, overlap=ranks > 2), ranks, stage), alone())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_processes(stage: int) -> None:
+    agrees(d2lps.run(partial(together, overlap=True, group=2), 4, stage, 0.5), alone(0.5))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("group", "sync"), [(1, True), (2, True), (2, False), (4, False)])
+def test_groups_and_accumulation(stage: int, group: int, sync: bool) -> None:
+    agrees(simulated(partial(together, group=group, parts=3, sync=sync), 4, stage, 0.5), alone(0.5))
+
+
+# ---- torch's own --------------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Sequential):
+    """Linear layers whose sizes nothing divides."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        super().__init__(*[nn.Sequential(nn.Linear(m, n), nn.Tanh()) for m, n in ((5, 7), (7, 3), (3, 6))])
+        self.double()
+
+
+X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def descend(comm: Communicator, model: nn.Module, step: Callable[[], Any]) -> None:
+    for _ in range(STEPS):
+        model(X.chunk(comm.size)[comm.rank]).square().mean().backward()
+        step()
+
+
+def ours(comm: Communicator, stage: int, group: int | None = None) -> Tensor:
+    model = Chain()
+    zero = Zero(comm, model, SGD, stage, group)
+    descend(comm, model, zero.step)
+    with zero.gathered():
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def torchs_own(comm: Communicator) -> dict[str, Any]:
+    """FSDP2 on a line and on a mesh of ranks, and DDP with ZeroRedundancyOptimizer; on gloo."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.nn.parallel import DistributedDataParallel
+
+    os.environ.update(GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", store=d2lps.backend.processgroup.store_of(comm), rank=comm.rank, world_size=comm.size)
+
+    def stepped(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        return lambda: (optimizer.step(), optimizer.zero_grad())  # type: ignore[func-returns-value]
+
+    found: dict[str, Any] = {}
+    for name, shape, names in (("fsdp2", (4,), ("shard",)), ("mesh", (2, 2), ("replicate", "shard"))):
+        model, mesh = Chain(), init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        descend(comm, model, stepped(SGD(model.parameters())))
+        found[name] = torch.cat([p.full_tensor().flatten() for p in model.parameters()]).detach()
+        with CommDebugMode() as counted:
+            model(X).sum().backward()
+        found[f"{name} calls"] = {str(call).rpartition(".")[2]: n for call, n in counted.get_comm_counts().items() if n}
+    wrapped = DistributedDataParallel(Chain())
+    descend(comm, wrapped, stepped(ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)))
+    found["optimizer"] = nn.utils.parameters_to_vector(wrapped.parameters()).detach()
+    dist.destroy_process_group()
+    return found
+
+
+def calls(run: d2lps.Run, ranks: int) -> Counter[str]:
+    """How many collectives the ranks have been through together, by the first messages of rank 0."""
+    messages, steps = run.trace.messages, run.trace.steps
+    told = [steps[number] for number in messages["step"][messages["src"] == 0]]
+    return Counter(word.split()[0] for word in map(str, told) if word.endswith(f" 1/{ranks - 1}"))
+
+
+def test_it_trains_as_torchs_own() -> None:
+    theirs = d2lps.run(torchs_own, 4)[0]
+    for stage, group, name in ((1, None, "optimizer"), (2, None, "fsdp2"), (3, None, "fsdp2"), (3, 2, "mesh")):
+        for mine in simulated(ours, 4, stage, group):
+            torch.testing.assert_close(mine, theirs[name], rtol=0, atol=1e-10)
+    counted = calls(simulated(ours, 4, 3), 4)
+    # Ours begins with broadcasts, which go by no ring, and ends with a look at all weights: one more all-gather for each unit.
+    assert counted["all-gather"] - 3 == STEPS * theirs["fsdp2 calls"]["_allgather_base_"] == STEPS * 2 * 3
+    assert counted["reduce-scatter"] == STEPS * theirs["fsdp2 calls"]["_reduce_scatter_base_"] == STEPS * 3
+    assert theirs["mesh calls"]["allreduce_"] == 3
+
+
+def test_bytes_are_those_of_the_formulas() -> None:
+    layers = Transformer(layers=3, hidden=8, heads=2, vocab=16, sequence=8)
+    whole = sum(p.nbytes for p in layers.module().parameters())
+
+    def work(comm: Communicator, stage: int) -> None:
+        model = layers.module()
+        zero = Zero(comm, model, SGD, stage)
+        comm.step("now")
+        comm.barrier()
+        loss_of(model, TOKENS[:4]).backward()
+        zero.step()
+
+    for stage, factor in ((1, 2), (2, 2), (3, 3)):
+        run = simulated(work, 4, stage)
+        messages, steps = run.trace.messages, [str(step) for step in run.trace.steps]
+        ring = [("all-gather" in steps[s] or "reduce-scatter" in steps[s]) for s in messages["step"]]
+        sent = messages["nbytes"][(messages["src"] == 1) & ring].sum()
+        assert sent == pytest.approx(factor * 3 / 4 * whole, rel=0.01)  # but for the padding
