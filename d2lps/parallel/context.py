@@ -122,7 +122,8 @@ class _Ring(Function):
                 theirs[1, ..., :last, :] = (weights.mT @ asked).sum(2, keepdim=True)
             if home is not None:  # what the ranks before have found for this block
                 ctx.comm.combine(theirs, home())
-            home = _pass_on(ctx.comm, theirs)
+            with ctx.comm.about("gradients of keys, values x[B, T_*, D]"):
+                home = _pass_on(ctx.comm, theirs)
         assert home is not None
         found = home().squeeze(3).to(pair.dtype)
         return ours.to(query.dtype).flatten(1, 2), found[0], found[1], None, None

@@ -48,8 +48,6 @@ class StepPlayer(still.Still):
         since: float = 0.0,
     ) -> None:  # fmt: skip
         told: dict[str, Any] = {"title": title, **scene(trace, since), "texts": STEPS}
-        if not told["end"]:
-            raise ValueError("nothing is computed and nothing sent in this trace: there is no step to show")
         if names is not None and len(names) != trace.ranks:
             raise ValueError(f"names has {len(names)} entries, but the trace has {trace.ranks} ranks")
         for rank, called in zip(told["ranks"], names or [], strict=False):

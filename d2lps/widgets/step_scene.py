@@ -23,7 +23,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")  # in the order of their colours; behind t
 HELD = ("weights", "gradients", "optimizer", "gathered", "activations", "other")
 _COMPUTE = [re.compile(r"(?P<stage>\d*)(?P<kind>[FBW])(?P<k>\d+)")]
 _COMPUTE += [re.compile(r"(?P<kind>forward|backward|weights)(?: (?P<k>\d+))?(?: stage (?P<stage>\d+))?")]
-_SHAPE = re.compile(r"(?:([\w.]+))?\[([^\]]*)\](?:\{(\w+)\})?")
+_SHAPE = re.compile(r"((?:grad )?[\w.]+)?\[([^\]]*)\](?:\{(\w+)\})?")
 _MOST_STOPS = 60
 
 
@@ -185,7 +185,7 @@ def name(episode: Episode) -> str:
     """What is done, as the shapes tell it: "all-gather"."""
     found = _SHAPE.findall(episode.about)
     if len(found) < 2:
-        return STEPS["send"] if found else episode.about.split(" [")[0]
+        return STEPS["send"] if found or _read(episode.about)[0] else episode.about
     (before, partial), (after, still) = ((dims, partial) for _, dims, partial in found[:2])
     cut, left = (f"_{episode.group.axis}" in dims for dims in (before, after))
     if partial:
@@ -204,6 +204,8 @@ def scene(trace: Trace, since: float = 0.0) -> dict[str, Any]:
     known = list(dict.fromkeys([*AXES, *axes, ""]))
     shapes, m = [Shapes(axes).of(episode) for episode in done], trace.messages
     end = max([0.0, *(block.end for block in computed), *(episode.end for episode in done)])
+    if not end:
+        raise ValueError("nothing is computed and nothing sent in this trace: there is no step to show")
     went = np.flatnonzero(~np.isnan(m["end"]))
     rows = zip(*(m[column][went].tolist() for column in ("src", "dst", "start", "end", "nbytes", "group")), strict=True)
     styles = [known.index(group.axis) for group in found]
@@ -229,8 +231,8 @@ def _later(trace: Trace, since: float) -> Trace:
     rest = copy(trace)
 
     def cut(table: Columns) -> Columns:
-        kept = np.isnan(table["end"]) | (table["end"] > since)
-        return {name: _clipped(column[kept] - since) if name in ("start", "end") else column[kept] for name, column in table.items()}
+        kept = {name: column[np.isnan(table["end"]) | (table["end"] > since)] for name, column in table.items()}
+        return kept | {name: _clipped(kept[name] - since) for name in ("start", "end")}
 
     rest.messages = cut(trace.messages)
     rest._tables = {name: cut(getattr(trace, name)) for name in ("spans", "waits")}
@@ -339,18 +341,17 @@ def _said(computed: Sequence[Block], done: Drawn, between: tuple[float, float], 
             what = [_free(episode.about) if shapes else "", " → ".join(shape["text"] for shape in shapes)]
             said = ": ".join(filter(None, [over, " ".join(filter(None, what))]))
             sent[said] = max(part, sent.get(said, 0.0))
-    busy: dict[str, list[str]] = {}
+    busy: dict[str, set[int]] = {}
     for block in computed:
         if share(block.start, block.end) > 0.2:
-            words = STEPS[block.kind].format(k=block.k) if block.kind else block.label
-            busy.setdefault(words, []).append(str(block.rank))
-    first, *others = [*sorted(sent, key=lambda said: -sent[said]), *([] if sent else [", ".join(busy) or STEPS["idle"]])]
+            busy.setdefault(STEPS[block.kind].format(k=block.k) if block.kind else block.label, set()).add(block.rank)
     if not sent and len(busy) == 1 and len(*busy.values()) == ranks:
-        return {"label": first, "say": STEPS["on_all"]}
-    told = (_computes(words, who, ranks) for words, who in busy.items())
+        return {"label": next(iter(busy)), "say": STEPS["on_all"]}
+    first, *others = sorted(sent, key=lambda said: -sent[said]) or [STEPS["busy" if busy else "idle"]]
+    told = (_computes(words, sorted(who), ranks) for words, who in sorted(busy.items(), key=lambda item: min(item[1])))
     return {"label": first, "say": " ".join([*(f"{other}." for other in others[:2]), *told])}
 
 
-def _computes(words: str, who: Sequence[str], ranks: int) -> str:
+def _computes(words: str, who: Sequence[int], ranks: int) -> str:
     form = "all" if len(who) == ranks else "some" if len(who) > 1 else "one"
-    return STEPS[f"computes_{form}"].format(what=words, ranks=", ".join(who))
+    return STEPS[f"computes_{form}"].format(what=words, ranks=", ".join(map(str, who)))
