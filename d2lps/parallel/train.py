@@ -6,10 +6,10 @@ a rank is left with are stages of a pipeline, whose gradients Zero brings togeth
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,20 @@ from d2lps.comm import Communicator, ReduceOp
 from d2lps.parallel.assemble import Optimizer, look_after, shared_out, tie
 from d2lps.parallel.clip import clip_by_global_norm
 from d2lps.parallel.context import local
-from d2lps.parallel.data import NOTHING, Text
+from d2lps.parallel.data import NOTHING
 from d2lps.parallel.dropout import Place
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline import execute
 from d2lps.parallel.plan import Plan
 from d2lps.parallel.tensor import vocab_cross_entropy
 from d2lps.parallel.transformer import Transformer
+
+
+class Data(Protocol):
+    """What there is to learn, such as `text(sequence=64)`: who asks for sequences by number gets them, whoever that is."""
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, [count, sequence] each; a target that does not count is NOTHING."""
 
 
 class Trainer:
@@ -36,15 +43,19 @@ class Trainer:
     (4.58, 1.27)
 
     A loss is the mean over all tokens of the batch that count, whatever ranks, micro-batches and parts of sequences they are in.
-    done: how many steps; with the seed, the data and what `zeros` hold, all that is to come follows from it.
+    `losses` and `norms`: of the steps so far. `done`: how many; with the seed, the data and what `zeros` hold, all that is to
+    come follows from it.
     """
 
     def __init__(
-        self, comm: Communicator, transformer: Transformer, plan: Plan, data: Text, batch: int, optimizer: Optimizer,
+        self, comm: Communicator, transformer: Transformer, plan: Plan, data: Data, batch: int, optimizer: Optimizer,
         max_norm: float | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         plan.check(transformer, batch, comm.size)
-        self.comm, self.plan, self.data, self.batch, self.max_norm, self.done = comm, plan, data, batch, max_norm, 0
+        self.comm, self.plan, self.data, self.batch, self.max_norm = comm, plan, data, batch, max_norm
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.done = 0
         self.mesh, self.place = Mesh(comm, plan.dp, plan.tp, plan.pp, plan.cp, plan.ep), Place(seed)
         self.schedule, self.micro_batches = plan.order(batch), plan.micro_batches(batch)
         whole = transformer.module(seed, torch.float64 if plan.precision == "fp64" else torch.float32).to(comm.device)
@@ -68,7 +79,9 @@ class Trainer:
         for zero in self.zeros:
             zero.step()
         self.done += 1
-        return self._mean(loss), norm.item()
+        self.losses.append(self._mean(loss))
+        self.norms.append(norm.item())
+        return self.losses[-1], self.norms[-1]
 
     # ---- micro-batches --------------------------------------------------------------------------------------------
 
@@ -116,19 +129,10 @@ class Trainer:
         return mean.item()
 
 
-@dataclass
-class Trained:
-    """A training run that is over: its losses and gradient norms, step by step, and who has done it."""
-
-    trainer: Trainer
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-
-
 def train(
-    comm: Communicator, transformer: Transformer, plan: Plan, data: Text, steps: int, batch: int, optimizer: Optimizer,
+    comm: Communicator, transformer: Transformer, plan: Plan, data: Data, steps: int, batch: int, optimizer: Optimizer,
     max_norm: float | None = None, seed: int = 0, callback: Callable[[int, float, float], None] | None = None,
-) -> Trained:  # fmt: skip
+) -> Trainer:  # fmt: skip
     """Train a transformer on the ranks of `comm`, shared out as the plan says; the losses are the same under every plan.
 
     >>> small, adam = Transformer(4, hidden=32, heads=4, vocab=96, sequence=64), partial(torch.optim.AdamW, lr=3e-3)
@@ -137,11 +141,9 @@ def train(
     batch: sequences a step, of all ranks together. optimizer: makes one of a list of flat parameters. max_norm: of the gradient.
     callback(step, loss, norm): after each step, on every rank. ValueError, with the numbers, for a plan that can't be.
     """
-    trained = Trained(trainer := Trainer(comm, transformer, plan, data, batch, optimizer, max_norm, seed))
+    trainer = Trainer(comm, transformer, plan, data, batch, optimizer, max_norm, seed)
     for step in range(steps):
         loss, norm = trainer.step()
-        trained.losses.append(loss)
-        trained.norms.append(norm)
         if callback:
             callback(step, loss, norm)
-    return trained
+    return trainer
