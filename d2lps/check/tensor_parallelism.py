@@ -38,9 +38,9 @@ def row(function: Function) -> str:
                        star(p, 1e9, 1e-6))  # fmt: skip
         few, wanted = _sent(lambda comm: all_reduce(comm, torch.zeros(28).double()), p), x @ weight + bias
         for rank, y in enumerate(run):
-            refuse((not isinstance(y, Tensor) or y.shape != (4, 7), f"{_said(p)}rank {rank} gives no tensor of shape [4, 7]"),
-                   (p > 1 and _near(y, wanted + (p - 1) * bias), f"{_said(p)}the bias is in y {p} times: what is summed up?"),
-                   (p > 1 and _near(y, wanted - bias), f"{_said(p)}the bias is missing"),
+            refuse((not isinstance(y, Tensor) or y.shape != (4, 7), f"{_said(p)}rank {rank} gives no tensor of shape [4, 7]"))
+            refuse((p > 1 and _near(y, wanted + (p - 1) * bias), f"{_said(p)}the bias is in y {p} times: what is summed up?"),
+                   (_near(y, wanted - bias), f"{_said(p)}the bias is missing"),
                    (not _near(y, wanted), f"{_said(p)}rank {rank} is off by {(y - wanted).abs().max():.3g}: which rows of the "
                     "weight belong to its piece of x, and are the products added up?"))  # fmt: skip
         sent = int(run.trace.bytes_sent().max())
@@ -87,22 +87,24 @@ def cross_entropy(function: Function) -> str:
 def gradients(function: Function) -> str:
     """Check `function(mesh, x, up, down)`: what each rank has of the gradients of a mean loss, on a mesh of dp x tp ranks."""
     for dp, tp in ((1, 2), (2, 1), (2, 2), (3, 2), (2, 4)):
-        x, up, down = _random(6, 5), _random(5, 8).requires_grad_(), _random(8, 5).requires_grad_()
-        (gelu(x @ up) @ down).square().mean().backward()
-        whole = [up.grad, down.grad]
+        x, up, down = (_random(*size).requires_grad_() for size in ((6, 5), (5, 8), (8, 5)))
+        whole: Any = torch.autograd.grad((gelu(x @ up) @ down).square().mean(), (x, up, down))
 
-        def work(comm: Any, x: Tensor = x, up: Tensor = up, down: Tensor = down, dp: int = dp, tp: int = tp) -> Any:
+        def work(comm: Any, tensors: Any = (x, up, down), dp: int = dp, tp: int = tp) -> Any:
             mesh = Mesh(comm, dp=dp, tp=tp)
-            mine = [w.detach().chunk(tp, d)[mesh.tp.rank].clone().requires_grad_() for w, d in ((up, 1), (down, 0))]
-            return function(mesh, x.chunk(dp)[mesh.dp.rank].clone(), *mine), mesh.tp.rank
+            cuts = (0, dp, mesh.dp.rank), (1, tp, mesh.tp.rank), (0, tp, mesh.tp.rank)
+            mine = [w.detach().chunk(pieces, dim)[place].clone().requires_grad_()
+                    for w, (dim, pieces, place) in zip(tensors, cuts, strict=True)]  # fmt: skip
+            up, down = function(mesh, *mine)
+            return [("up", up, 1, 1, cuts[1]), ("down", down, 2, 1, cuts[2]), ("x", mine[0].grad, 0, dp, cuts[0])]
 
-        for rank, (got, place) in enumerate(simulate(work, star(dp * tp, 1e9, 1e-6))):
-            for name, one, gradient, dim in zip(("up", "down"), got, whole, (1, 0), strict=True):
-                mine = gradient.chunk(tp, dim)[place]
-                refuse((not isinstance(one, Tensor) or one.shape != mine.shape,
-                        f"rank {rank}: no gradient like its piece of {name}"),
-                       (not _near(one, mine), f"dp={dp}, tp={tp}: rank {rank}'s gradient of {name} is wrong; which group adds "
-                        "up parts of one example's sum, and which averages over examples?"))  # fmt: skip
+        for rank, found in enumerate(simulate(work, star(dp * tp, 1e9, 1e-6))):
+            for name, one, number, times, (dim, pieces, place) in found:
+                mine = times * whole[number].chunk(pieces, dim)[place]  # x's is of the mean of this rank's own examples
+                said = f"dp={dp}, tp={tp}: rank {rank}'s gradient of {name}"
+                refuse((not isinstance(one, Tensor) or one.shape != mine.shape, f"{said} has not the shape {list(mine.shape)}"))
+                refuse((not _near(one, mine), f"{said} is wrong; which group adds up parts of one example's sum, and which "
+                        "averages over examples?"))  # fmt: skip
     return "tensor parallelism in both passes, data parallelism after them"
 
 
