@@ -19,6 +19,7 @@ from d2lps.parallel import Transformer
 from d2lps.parallel.balance import cut, rebalance
 from d2lps.parallel.pipeline import execute
 from d2lps.parallel.schedules import Action, gpipe, interleaved, one_f_one_b, picture, placed, replay, traffic, zero_bubble
+from d2lps.parallel.stand_in import StandIn
 from d2lps.topology import star
 
 SCHEDULES = [
@@ -249,34 +250,9 @@ def most_held(run: d2lps.Run, rank: int) -> int:
     return max(int(((starts <= time) & (time < ends)).sum()) for time in starts)
 
 
-class Stage(nn.Module):
-    """Stands for a stage whose passes take so many seconds: the backward pass half for its input, half for its weight."""
-
-    def __init__(self, comm: Communicator, forward: float, backward: float) -> None:
-        super().__init__()
-        self.comm, self.seconds, self.half = comm, forward, backward / 2
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.comm.sleep(self.seconds)
-        return _Slept.apply(x, self.comm, self.half) + _Slept.apply(self.weight, self.comm, self.half)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Slept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, seconds: float) -> torch.Tensor:
-        ctx.comm, ctx.seconds = comm, seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.comm.sleep(ctx.seconds)
-        return gradient, None, None
-
-
 def timed(comm: Communicator, schedule: Any, forward: float = 1.0, backward: float = 2.0, size: int = 1) -> None:
     home, m = placed(schedule)
-    mine = {stage: Stage(comm, forward, backward) for stage, rank in home.items() if rank == comm.rank}
+    mine = {stage: StandIn(comm, forward, backward) for stage, rank in home.items() if rank == comm.rank}
     x = torch.zeros(size, device=comm.device, requires_grad=True)
     execute(comm, mine, schedule, [x] * m, [None] * m, lambda output, _: output.sum())
 

@@ -7,6 +7,8 @@ from d2lps.widgets.player import Player
 from d2lps.widgets.race import Race
 from d2lps.widgets.ready import collective_player, late_ring
 from d2lps.widgets.sweep import Sweep
+from d2lps.widgets.timetable import Timetable, schedule_explorer
 from d2lps.widgets.topology_explorer import TopologyExplorer
 
-__all__ = ["Bet", "Choices", "Lanes", "Player", "Race", "Sweep", "TopologyExplorer", "collective_player", "late_ring"]
+__all__ = ["Bet", "Choices", "Lanes", "Player", "Race", "Sweep", "Timetable", "TopologyExplorer"]
+__all__ += ["collective_player", "late_ring", "schedule_explorer"]
