@@ -19,13 +19,13 @@ class StandIn(nn.Module):
 
     def __init__(self, comm: Communicator, forward: float, backward: float) -> None:
         super().__init__()
-        self.comm, self.seconds, self.half = comm, forward, backward / 2
+        self.comm, self.seconds, self.each = comm, forward, backward / 2
         self.weight = nn.Parameter(torch.zeros((), device=comm.device))
 
     def forward(self, x: Tensor) -> Tensor:
         self.comm.sleep(self.seconds)
         slept: Any = _Slept.apply
-        return slept(x, self.comm, self.half) + slept(self.weight, self.comm, self.half)  # type: ignore[no-any-return]
+        return slept(x, self.comm, self.each) + slept(self.weight, self.comm, self.each)
 
 
 class _Slept(torch.autograd.Function):
