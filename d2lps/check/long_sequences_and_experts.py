@@ -11,9 +11,7 @@ from d2lps.parallel import Mesh
 from d2lps.simulator import simulate
 from d2lps.topology import Device, star
 
-__all__ = ["average", "dispatch", "llama", "merge", "place", "ring_causal", "slots"]
-
-INF = float("inf")
+__all__ = ["average", "dispatch", "llama", "merge", "ring_causal", "slots"]
 
 
 @judged
@@ -30,36 +28,18 @@ def merge(function: Function) -> str:
             refuse((not isinstance(got, tuple) or len(got) != 2, f"{got!r} is not two tensors, the output and its logsum"))
             bad = [not torch.allclose(mine, right) for mine, right in zip(got, (out, logsum), strict=True)]
             nan = any(tensor.isnan().any() or tensor.isinf().any() for tensor in got)
-            refuse((nan, f"{case}: there is a nan or an inf; which exponentials overflow, and which differences are not numbers?"),
+            refuse((nan, f"{case}: there is a nan or an inf; which exponentials overflow, which differences are no numbers?"),
                    (bad[1], f"{case}: logsum is not the logarithm of the sum over all keys"),
                    (bad[0], f"{case}: the output is off by up to {(got[0] - out).abs().max():.2g}; "
                     "how large a share of the whole sum has each side?"))  # fmt: skip
     return "two finished parts make the whole, also in the thousands, and where one has seen nothing"
 
 
-@judged
-def place(function: Function) -> str:
-    """Check `function(ranks, rank, sequence)`: positions for which all ranks have the same work in every step of the ring."""
-    for ranks, each in ((1, 2), (2, 4), (3, 4), (5, 2), (8, 6)):
-        sequence, said = ranks * each, f"{ranks} rank{'s' * (ranks > 1)}, {ranks * each} tokens: "
-        where = [torch.as_tensor(function(ranks, rank, sequence)) for rank in range(ranks)]
-        found = sorted(torch.cat(where).tolist())
-        refuse((found != list(range(sequence)), f"{said}all ranks together have {found}, not each position once"))
-        for rank, mine in enumerate(where):
-            runs = 1 + int((mine.diff() != 1).sum())
-            refuse((bool((mine.diff() < 0).any()), f"{said}rank {rank} has {mine.tolist()}, not in rising order"),
-                   (runs > 2, f"{said}rank {rank} has {mine.tolist()}, {runs} runs of neighbors"))  # fmt: skip
-        for step in range(ranks):
-            pairs = [int((where[rank][:, None] >= where[(rank - step) % ranks]).sum()) for rank in range(ranks)]
-            refuse((len(set(pairs)) > 1, f"{said}in step {step} the ranks see {pairs} pairs of query and key: somebody waits"))
-    return "in every step of the ring all ranks have the same number of pairs"
-
-
 @answered
 def llama(answer: Any) -> str:
     """Check three numbers: MB of a message, ms of half a block, the most ranks."""
     bound = "Each rank needs 2 (h_kv / h) F / B tokens; how many such parts has the sequence, rounded down to a power of two?"
-    parts("the answer", answer, ("MB", 8.389, "16,384 tokens a rank, keys and values, of one head on each device, 2 bytes a number."),
+    parts("the answer", answer, ("MB", 8.389, "16,384 tokens a rank, keys and values of one head on each device, 2 bytes each."),
           ("ms", 2.749, "2 n² h operations, with the width h of the 16 heads of queries that a device has."),
           ("ranks", 1024, bound))  # fmt: skip
     return "8.4 MB in 0.17 ms under 2.7 ms of computing; on 1,024 ranks the two are nearly equal"
@@ -108,8 +88,8 @@ def slots(function: Function) -> str:
         choices = torch.rand(tokens, experts).argsort(1)[:, :k]
         right, by_token = (_queued(choices, size, turns) for turns in (True, False))
         got, said = function(choices.clone(), experts, size), f"choices {choices.tolist()}, {size} slots: "
-        refuse((not isinstance(got, torch.Tensor) or got.shape != choices.shape, f"{said}{got!r} is no tensor of their shape"),
-               (torch.equal(got, by_token) and not torch.equal(right, by_token),
+        refuse((not isinstance(got, torch.Tensor) or got.shape != choices.shape, f"{said}{got!r} is no tensor of their shape"))
+        refuse((torch.equal(got, by_token) and not torch.equal(right, by_token),
                 f"{said}a token's second choice has a place before a later token's first"),
                (bool((got >= size).any()), f"{said}slot {int(got.max())} is beyond the last one, {size - 1}: drop it, by -1"),
                (not torch.equal(got, right), f"{said}{got.tolist()}; and {right.tolist()} is right"))  # fmt: skip
@@ -121,8 +101,8 @@ def _queued(choices: torch.Tensor, size: int, first: bool) -> torch.Tensor:
     everyone = [(t, j) for t in range(choices.shape[0]) for j in range(choices.shape[1])]
     for t, j in sorted(everyone, key=lambda one: one[::-1]) if first else everyone:
         expert = int(choices[t, j])
-        right[t, j] = place if (place := taken.get(expert, 0)) < size else -1
-        taken[expert] = place + 1
+        taken[expert] = taken.get(expert, 0) + 1
+        right[t, j] = taken[expert] - 1 if taken[expert] <= size else -1
     return right
 
 
@@ -139,8 +119,9 @@ def dispatch(function: Function) -> str:
             right = torch.cat([some[owner == rank] for some, owner in zip(tokens, owners, strict=True)])
             got, case = run[rank], f"{p} rank{'s' * (p > 1)}, rank {rank}: "
             shape = list(got.shape) if isinstance(got, torch.Tensor) else got
-            refuse((shape != list(right.shape), f"{case}{shape} received, and {list(right.shape)} were sent to it"),
-                   (not torch.equal(got, right), f"{case}these are not its tokens by the sender's rank, each sender's in their order"))
+            refuse((shape != list(right.shape), f"{case}{shape} received, and {list(right.shape)} were sent to it"))
+            told = f"{case}not its tokens by the sender's rank, each sender's in their order"
+            refuse((not torch.equal(got, right), told))
             most = 12 * int((owners[rank] != rank).sum()) + 8 * (p - 1)
             refuse((sent[rank] > most, f"{case}{sent[rank]} bytes sent, and its tokens for others and their counts have {most}"))
     return "every token is at its owner, and nothing was sent but tokens and counts"
@@ -151,15 +132,14 @@ def average(function: Function) -> str:
     """Check `function(mesh, shared, experts)`: gradients of the mean of all ranks' losses, in place."""
     for dp, ep in ((1, 1), (2, 1), (2, 2), (4, 2), (8, 4), (6, 3)):
         run = simulate(lambda comm, dp=dp, ep=ep: _averaged(Mesh(comm, dp=dp, ep=ep), function), star(dp, 1e9, 1e-6))
-        right = [torch.stack([one[0][0] for one in run]).mean(0)] + [
-            torch.stack([other[0][1] for other in run[rank % ep :: ep]]).sum(0) / dp for rank in range(ep)
-        ]
+        given = torch.stack([before for before, *_ in run])
         for rank, (_, shared, experts) in enumerate(run):
-            for what, got, wanted in (("a shared weight", shared, right[0]), ("an expert", experts, right[1 + rank % ep])):
-                times = got / wanted
+            same = given[rank % ep :: ep, 1].sum(0) / dp
+            for what, got, right in (("a shared weight", shared, given[:, 0].mean(0)), ("an expert", experts, same)):
+                times, said = got / right, f"dp={dp}, ep={ep}: the gradient of {what} on rank {rank} is "
                 how = f"{times.mean():.3g} times what it should be" if times.std() < 1e-9 else "not of the right ranks' losses"
-                refuse((not torch.allclose(got, wanted), f"dp={dp}, ep={ep}: the gradient of {what} on rank {rank} is {how}; "
-                        "who holds the same weight, and how many losses have been added up?"))  # fmt: skip
+                more = f"{said}{how}; who holds the same weight, and how many losses have been added up?"
+                refuse((not torch.allclose(got, right), more))
     return "each gradient is that of the mean of all losses, and no two experts are mixed"
 
 
