@@ -170,8 +170,8 @@ def _seen(comm: Communicator, source: int, query: Tensor, place: Placement) -> t
     first, last, partly = _span(place, *where)
     if not partly:
         return first, last, None
-    mine, theirs = place(comm.size, comm.rank, where[3]), place(comm.size, source, where[3])
-    return first, last, (theirs[:last] > mine[first:, None]).to(query.device)
+    mine, theirs = (place(comm.size, rank, where[3]).to(query.device) for rank in (comm.rank, source))
+    return first, last, theirs[:last] > mine[first:, None]
 
 
 def _scores(query: Tensor, block: Tensor, first: int, last: int, hidden: Tensor | None) -> Tensor:
