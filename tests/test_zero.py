@@ -152,7 +152,7 @@ def calls(run: d2lps.Run, ranks: int) -> Counter[str]:
     """How many collectives the ranks have been through together, by the first messages of rank 0."""
     messages, steps = run.trace.messages, run.trace.steps
     told = [steps[number] for number in messages["step"][messages["src"] == 0]]
-    return Counter(word.split()[0] for word in map(str, told) if word.endswith(f" 1/{ranks - 1}"))
+    return Counter(word.rpartition(": ")[2].split()[0] for word in map(str, told) if word.endswith(f" 1/{ranks - 1}"))
 
 
 def test_it_trains_as_torchs_own() -> None:
