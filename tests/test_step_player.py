@@ -19,7 +19,7 @@ from d2lps.topology import star
 from d2lps.topology.device import Device
 from d2lps.widgets import StepPlayer, plan_player
 from d2lps.widgets.plan_player import _cluster, _step
-from d2lps.widgets.step_scene import _apart
+from d2lps.widgets.step_story import _apart
 
 CARD = Device(1e12, 1e9, 1e12)
 SMALL = Transformer(layers=2, hidden=16, heads=2, vocab=96, sequence=8)

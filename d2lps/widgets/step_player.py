@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from d2lps.trace import Trace
 from d2lps.widgets import still
 from d2lps.widgets.player import _opening, _tell
-from d2lps.widgets.step_scene import HELD, scene
+from d2lps.widgets.step_events import HELD
+from d2lps.widgets.step_scene import scene
 from d2lps.widgets.texts import STEPS
 
 # As in step_player.css.
