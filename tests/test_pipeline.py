@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -11,15 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as S
 
 import d2lps
 from d2lps import Communicator
 from d2lps.parallel import Transformer
-from d2lps.parallel.balance import cut, rebalance
+from d2lps.parallel.balance import cut, move, rebalance, slowness
 from d2lps.parallel.pipeline import execute
 from d2lps.parallel.schedules import Action, gpipe, interleaved, one_f_one_b, picture, placed, replay, traffic, zero_bubble
-from d2lps.topology import star
+from d2lps.parallel.stand_in import StandIn
+from d2lps.topology import Device, spine_leaf, star
 
 SCHEDULES = [
     gpipe(1, 2), gpipe(3, 5), gpipe(4, 2), one_f_one_b(1, 3), one_f_one_b(2, 1), one_f_one_b(4, 8), one_f_one_b(8, 3),
@@ -249,34 +254,9 @@ def most_held(run: d2lps.Run, rank: int) -> int:
     return max(int(((starts <= time) & (time < ends)).sum()) for time in starts)
 
 
-class Stage(nn.Module):
-    """Stands for a stage whose passes take so many seconds: the backward pass half for its input, half for its weight."""
-
-    def __init__(self, comm: Communicator, forward: float, backward: float) -> None:
-        super().__init__()
-        self.comm, self.seconds, self.half = comm, forward, backward / 2
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.comm.sleep(self.seconds)
-        return _Slept.apply(x, self.comm, self.half) + _Slept.apply(self.weight, self.comm, self.half)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Slept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, seconds: float) -> torch.Tensor:
-        ctx.comm, ctx.seconds = comm, seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.comm.sleep(ctx.seconds)
-        return gradient, None, None
-
-
 def timed(comm: Communicator, schedule: Any, forward: float = 1.0, backward: float = 2.0, size: int = 1) -> None:
     home, m = placed(schedule)
-    mine = {stage: Stage(comm, forward, backward) for stage, rank in home.items() if rank == comm.rank}
+    mine = {stage: StandIn(comm, forward, backward) for stage, rank in home.items() if rank == comm.rank}
     x = torch.zeros(size, device=comm.device, requires_grad=True)
     execute(comm, mine, schedule, [x] * m, [None] * m, lambda output, _: output.sum())
 
@@ -371,3 +351,115 @@ def test_it_moves_as_few_bytes_as_it_can_and_says_when_that_pays() -> None:
     assert (change.before, change.after, change.seconds, change.pays_after) == (110, 90, 25, 2)
     calm = rebalance([3] * 8, old, [1, 1, 1, 1], [100] * 8, 4, schedule)
     assert calm.moves == [] and calm.pays_after == float("inf") and calm.cut == old
+
+
+def layer(number: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        return nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+
+
+def trained(comm: Communicator, steps: int, watch: bool) -> tuple[list[float], list[range], list[float]]:
+    """Eight equal layers on four ranks; the losses, the cut at the end, and what each step took."""
+    schedule, parts, normal, m = one_f_one_b(4, 8), cut([1] * 8, 4), 0.0, 8
+    layers = {number: layer(number) for number in parts[comm.rank]}
+    adam = torch.optim.Adam([p for one in layers.values() for p in one.parameters()], lr=0.01)
+    inputs = list(torch.randn(m, 16, 32, generator=torch.Generator().manual_seed(5)))
+    losses, times = [], []
+    for step in range(steps):
+        busy, start = Counter[int](), comm.now()
+        stage = nn.Sequential(*(layers[number] for number in parts[comm.rank]))
+        total = execute(comm, {comm.rank: stage}, schedule, inputs, inputs, loss, busy)
+        adam.step()
+        adam.zero_grad()
+        times.append(comm.now() - start)
+        losses.append(0.0 if total is None else total.item())
+        if watch:
+            each = slowness(comm, busy[comm.rank], len(parts[comm.rank]) * m)
+            normal = normal or min(each)
+            change = rebalance([normal] * 8, parts, [seconds / normal for seconds in each], [3 * 4 * 33 * 32] * 8, 1e9, schedule)
+            if change.pays_after < steps - step and change.after < 0.9 * change.before:
+                move(comm, layers, parts, change.cut, layer, adam)
+                parts = change.cut
+    return losses, parts, times
+
+
+def test_layers_leave_a_stage_that_slows_and_the_training_is_the_same_to_the_bit() -> None:
+    chips = spine_leaf(1, 4, bandwidth=1e9, device=Device(1e9, 1e9, 1e15))
+    late = d2lps.Slow("gpu2", 2, at=0.012)
+    alone, watched = (d2lps.simulate(trained, chips, 12, watch, faults=[late]) for watch in (False, True))
+    assert alone[3][0] == watched[3][0] and alone[3][0][0] > alone[3][0][-1] > 0
+    assert [len(part) for part in alone[0][1]] == [2, 2, 2, 2] and len(watched[0][1][2]) == 1
+    quick, slow, mended = watched[0][2][1], alone[0][2][-1], watched[0][2][-1]
+    assert slow / quick > 1.5 > 1.25 > mended / quick > 1  # the slow stage has one layer now, and another has three
+
+
+def hands_over(comm: Communicator) -> list[float]:
+    """Two steps, all layers one rank on, one more step: the last layer's loss."""
+    old, new = ([range(2), range(2, 4)], [range(1), range(1, 4)])
+    layers, found = {number: layer(number) for number in old[comm.rank]}, []
+    adam = torch.optim.Adam([p for one in layers.values() for p in one.parameters()], lr=0.01)
+    inputs = list(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)))
+    for parts in (old, old, new):
+        if parts is new:
+            move(comm, layers, old, new, layer, adam)
+        stage = nn.Sequential(*(layers[number] for number in parts[comm.rank]))
+        total = execute(comm, {comm.rank: stage}, gpipe(2, 2), inputs, inputs, loss)
+        found.append(0.0 if total is None else total.item())
+        adam.step()
+        adam.zero_grad()
+    return [*found, float(len(adam.state)), float(sum(p.sum().item() for one in layers.values() for p in one.parameters()))]
+
+
+def test_layers_move_between_processes_with_what_adam_knows() -> None:
+    net = nn.Sequential(*map(layer, range(4)))
+    adam = torch.optim.Adam(net.parameters(), lr=0.01)
+    inputs, losses = list(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5))), []
+    for _ in range(3):
+        total = torch.stack([loss(net(x), x) for x in inputs]).sum()
+        total.backward()
+        losses.append(total.item())
+        adam.step()
+        adam.zero_grad()
+    first, second = d2lps.run(hands_over, 2)
+    assert second[:3] == pytest.approx(losses, rel=1e-6)
+    assert (first[3], second[3]) == (2, 6)
+    assert first[4] + second[4] == pytest.approx(sum(p.sum().item() for p in net.parameters()), abs=1e-4)
+
+
+# ---- torch's own --------------------------------------------------------------------------------------------------
+
+
+def torchs(comm: Communicator) -> list[dict[str, torch.Tensor]]:
+    """The gradients of this rank's stages under torch.distributed.pipelining, on the book's own backend, by schedule."""
+    group, found = d2lps.backend.group(comm), []
+    targets = torch.zeros(16, 6).double()
+    for kind, chunks in ((S.Schedule1F1B, 1), (S.ScheduleInterleaved1F1B, 2), (S.ScheduleInterleavedZeroBubble, 2)):
+        net, count = network(4), 2 * chunks
+        mine = range(comm.rank, count, 2)
+        cuts = {stage: net[stage * 4 // count : (stage + 1) * 4 // count] for stage in mine}
+        stages = [PipelineStage(module, stage, count, torch.device("cpu"), group=group) for stage, module in cuts.items()]
+        schedule = kind(stages if chunks > 1 else stages[0], 4, loss_fn=loss)
+        inputs = [torch.stack(batch(16)[0])[:, 0]] if comm.rank == 0 else []
+        schedule.step(*inputs, **({"target": targets} if comm.rank == 1 else {}))
+        found.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
+    dist.destroy_process_group()
+    return found
+
+
+def ours(comm: Communicator, schedule: Any, count: int) -> dict[str, torch.Tensor]:
+    net = network(4)
+    mine = {stage: net[stage * 4 // count : (stage + 1) * 4 // count] for stage in range(comm.rank, count, 2)}
+    inputs = torch.stack(batch(16)[0])[:, 0].chunk(4)
+    execute(comm, mine, schedule, inputs, torch.zeros(16, 6).double().chunk(4), lambda y, t: loss(y, t) / 4)
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_those_of_torchs_schedules() -> None:
+    theirs = d2lps.run(torchs, 2)
+    for number, (schedule, count) in enumerate(((one_f_one_b(2, 4), 2), (interleaved(2, 4, 2), 4), (zero_bubble(2, 4), 2))):
+        for rank, gradients in enumerate(d2lps.simulate(ours, star(2, 1e9), schedule, count)):
+            expected = theirs[rank][number] if number < 2 else theirs[0][number] | theirs[1][number]
+            largest = max(gradient.abs().max() for gradient in expected.values())
+            assert number == 2 or gradients.keys() == expected.keys()
+            assert max((gradients[name] - expected[name]).abs().max() for name in gradients) <= 1e-10 * largest

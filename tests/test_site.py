@@ -111,7 +111,7 @@ def for_each(names: list[str]) -> pytest.MarkDecorator:
 
 # Where a widget of this class is on its page.
 SELECTORS = {"Player": ".d2lps-player", "Race": ".d2lps-race", "Sweep": ".d2lps-sweep", "TopologyExplorer": ".d2lps-topology",
-             "Bet": ".d2lps-bet", "Choices": ".d2lps-choices", "Lanes": ".d2lps-lanes"}
+             "Bet": ".d2lps-bet", "Choices": ".d2lps-choices", "Lanes": ".d2lps-lanes", "StepPlayer": ".d2lps-steps"}
 
 
 def widgets(name: str) -> list[str]:

@@ -98,9 +98,17 @@ def collectives(run: d2lps.Run, rank: int = 0) -> Counter[str]:
     """How many collectives of each kind and way a rank took part in: those of a ring have a first step each."""
     messages, steps = run.trace.messages, run.trace.steps
     names = [steps[step] for step in messages["step"][messages["src"] == rank]]
-    firsts = [name.split(": ") for name in names if re.search(r" 1/\d+$", name)]
+    firsts = [name.rpartition(": ") for name in names if re.search(r" 1/\d+$", name)]
     # An all-reduce by a ring is a reduce-scatter and an all-gather.
-    return Counter(about for about, step in firsts if not (about.startswith("tp all-reduce") and step.startswith("all-gather")))
+    kinds = ((_kind(about), step) for about, _, step in firsts)
+    return Counter(kind for kind, step in kinds if not ("all-reduce" in kind and step.startswith("all-gather")))
+
+
+def _kind(about: str) -> str:
+    """`_kind("grad x[B, T, D]{tp} → grad x[B, T_tp, D]") == "tp reduce-scatter backward"`."""
+    before, after = about.split(" → ")
+    summed = "reduce-scatter" if "T_" in after else "all-reduce"
+    return f"tp {summed if '}' in before else 'all-gather'} {'backward' if about.startswith('grad') else 'forward'}"
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])

@@ -19,6 +19,7 @@ from d2lps.parallel.plan import Plan
 from d2lps.parallel.priority import Scheduler
 from d2lps.parallel.replicas import Replicas
 from d2lps.parallel.schedules import Action, gpipe, interleaved, one_f_one_b, picture, replay, zero_bubble
+from d2lps.parallel.stand_in import StandIn
 from d2lps.parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding, sum_partial, tensor_parallel, vocab_cross_entropy
 from d2lps.parallel.train import Trainer, train
 from d2lps.parallel.transformer import Transformer
@@ -26,8 +27,8 @@ from d2lps.parallel.zero import Zero
 
 __all__ = ["Action", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts", "LocalSGD"]
 __all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Replicas", "RowLinear", "Scheduler"]
-__all__ += ["Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "clip_by_global_norm", "context_parallel", "cut"]
-__all__ += ["execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved", "keep_going", "local_steps"]
-__all__ += ["module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "rebalance", "replay", "ring_attention"]
-__all__ += ["sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy", "wide_all_reduce", "zero_bubble"]
-__all__ += ["zigzag"]
+__all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "clip_by_global_norm"]
+__all__ += ["context_parallel", "cut", "execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved"]
+__all__ += ["keep_going", "local_steps", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "rebalance", "replay"]
+__all__ += ["ring_attention", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy", "wide_all_reduce"]
+__all__ += ["zero_bubble", "zigzag"]

@@ -122,7 +122,8 @@ class _Ring(Function):
                 theirs[1, ..., :last, :] = (weights.mT @ asked).sum(2, keepdim=True)
             if home is not None:  # what the ranks before have found for this block
                 ctx.comm.combine(theirs, home())
-            home = _pass_on(ctx.comm, theirs)
+            with ctx.comm.about("gradients of keys, values x[B, T_*, D]"):
+                home = _pass_on(ctx.comm, theirs)
         assert home is not None
         found = home().squeeze(3).to(pair.dtype)
         return ours.to(query.dtype).flatten(1, 2), found[0], found[1], None, None
@@ -169,8 +170,8 @@ def _seen(comm: Communicator, source: int, query: Tensor, place: Placement) -> t
     first, last, partly = _span(place, *where)
     if not partly:
         return first, last, None
-    mine, theirs = place(comm.size, comm.rank, where[3]), place(comm.size, source, where[3])
-    return first, last, (theirs[:last] > mine[first:, None]).to(query.device)
+    mine, theirs = (place(comm.size, rank, where[3]).to(query.device) for rank in (comm.rank, source))
+    return first, last, theirs[:last] > mine[first:, None]
 
 
 def _scores(query: Tensor, block: Tensor, first: int, last: int, hidden: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ Source: Shoeybi et al. 2019 (Megatron-LM); the last two: Korthikanti et al. 2022
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,31 +49,36 @@ def _same(x: Tensor) -> Tensor:
 
 def _sum(comm: Communicator, way: str, algorithm: str, x: Tensor) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    with comm.about(f"{_shape(way, x)}{{*}} → {_shape(way, x)}"):
+    with _about(comm, x, f"{_shape(way)}{{*}} → {_shape(way)}"):
         all_reduce(comm, total, algorithm=algorithm)
     return total
 
 
 def _whole(comm: Communicator, way: str, dim: int, piece: Tensor) -> Tensor:
     pieces = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(comm.size)]
-    with comm.about(f"{_shape(way, piece, dim)} → {_shape(way, piece)}"):
+    with _about(comm, piece, f"{_shape(way, dim)} → {_shape(way)}"):
         all_gather(comm, pieces, piece)
     return torch.cat(pieces, dim)
 
 
 def _my_sum(comm: Communicator, way: str, dim: int, x: Tensor) -> Tensor:
     mine = cut(comm, x, dim)
-    with comm.about(f"{_shape(way, x)}{{*}} → {_shape(way, x, dim)}"):
+    with _about(comm, x, f"{_shape(way)}{{*}} → {_shape(way, dim)}"):
         reduce_scatter(comm, mine, [piece.contiguous() for piece in x.chunk(comm.size, dim)])
     return mine
 
 
-def _shape(way: str, x: Tensor, cut: int | None = None) -> str:
-    """As traces tell it: `_shape("backward", torch.zeros(2, 8, 4), cut=-2) == "grad x[B, T_*, D]"`; see `Communicator.about`."""
-    letters = list("BTD") if x.ndim == 3 else list("ND"[-x.ndim :])
+def _shape(way: str, cut: int | None = None) -> str:
+    """As traces tell it: `_shape("backward", cut=-2) == "grad x[B, T_*, D]"`."""
+    letters = list("BTD")
     if cut is not None:
         letters[cut] += "_*"
     return f"{'grad ' * (way == 'backward')}x[{', '.join(letters)}]"
+
+
+def _about(comm: Communicator, x: Tensor, label: str) -> AbstractContextManager[None]:
+    """Of [batch, sequence, hidden]; for what has another shape, the caller may say it."""
+    return comm.about(label) if x.ndim == 3 else nullcontext()
 
 
 def copy(comm: Communicator, x: Tensor, algorithm: str = "ring") -> Tensor:

@@ -55,7 +55,8 @@ class Mail:
         if first_of_all:
             note = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
             told = torch.tensor(note + [0] * (NOTE - len(note)))
-            self.leaving.append((self.comm.isend(told, dst), told))
+            with self.comm.about("the shape of what follows"):
+                self.leaving.append((self.comm.isend(told, dst), told))
 
     def expect(self, action: Action, src: int) -> None:
         """Post the receive of what an action makes, and of what comes before it, unless that has to wait for something."""

@@ -9,7 +9,9 @@ from d2lps.cost.numbers import named, whole
 from d2lps.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from d2lps.parallel.transformer import Transformer
 
-SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "interleaved": interleaved, "zero_bubble": zero_bubble}
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe, "one_f_one_b": one_f_one_b, "interleaved": interleaved, "zero_bubble": zero_bubble,
+}  # fmt: skip
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -76,8 +78,7 @@ class Plan:
 
     def order(self, batch: int) -> Schedule:
         """What each rank of a pipeline does one after another."""
-        make: Callable[..., Schedule] = SCHEDULES[self.schedule]
-        return make(self.pp, self.micro_batches(batch), *([self.interleave] if self.schedule == "interleaved" else []))
+        return SCHEDULES[self.schedule](self.pp, self.micro_batches(batch), *[self.interleave] * (self.schedule == "interleaved"))
 
     def check(self, model: Transformer, batch: int, ranks: int | None = None) -> None:
         """ValueError, with the numbers, unless so many ranks can train that model with batches of so many sequences."""
@@ -90,7 +91,8 @@ class Plan:
         yield from self._wrong_layers(model)
         zigzag = 2 * self.cp if self.cp > 1 else 1  # an early piece and a late one a rank, so that all have as much to do
         for name, size, across, pieces in (
-            ("heads", model.heads, "tp", self.tp), ("vocab", model.vocab, "tp", self.tp), ("ffn", model.ffn or 4 * model.hidden, "tp", self.tp),
+            ("heads", model.heads, "tp", self.tp), ("vocab", model.vocab, "tp", self.tp),
+            ("ffn", model.ffn or 4 * model.hidden, "tp", self.tp if model.experts == 1 else 1),
             ("sequence", model.sequence, "2 cp", zigzag), ("experts", model.experts, "ep", self.ep),
         ):  # fmt: skip
             if size % pieces:
@@ -116,6 +118,8 @@ class Plan:
             yield f"zero_group={self.zero_group} says where zero shards, and zero=0 shards nothing"
         if self.zero_group is not None and self.dp * self.cp % self.zero_group:
             yield f"zero_group={self.zero_group} must divide dp x cp = {self.dp} x {self.cp}, the ranks with the same parameters"
+        if self.zero_group is not None and self.ep > 1:
+            yield f"zero_group={self.zero_group} is not carried out with ep={self.ep}: fewer ranks have the same experts"
 
     def _wrong_layers(self, model: Transformer) -> Iterator[str]:
         stages = self.pp * self.interleave

@@ -15,8 +15,8 @@ def recompute(model: nn.Module, what: str, place: Place) -> None:
 
     >>> recompute(model, "full", place)                     # doctest: +SKIP
 
-    what: "full": of a block only its input is kept; a forward pass more, and its communication once more. "selective": attention's
-    scores and weights, which are most of what is kept and little of what is computed. "none". place: of dropout (`dropout.py`),
+    what: "full": of a block only its input is kept, which costs a forward pass more, communication too. "selective": attention's
+    scores and weights are not, most of what is kept and little of what is computed. "none". place: of dropout (`dropout.py`),
     whose masks are then those of the first time, as the place is put back to where it was.
     Source: Chen et al. 2016; Korthikanti et al. 2022 for the selection.
     """

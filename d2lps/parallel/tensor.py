@@ -92,7 +92,7 @@ class _Cutting:
         parts: list[Any] = list(model.modules())
         for part in parts:
             if isinstance(part, Dropout):
-                part.generator = self.generator
+                part.draw = lambda x: torch.rand(x.shape, generator=self.generator, device=x.device)
             elif isinstance(part, nn.LayerNorm) and self.sequence:
                 mark(self.comm, *part.parameters())
             elif isinstance(part, Embed):

@@ -106,7 +106,8 @@ def vocab_cross_entropy(comm: Communicator, logits: Tensor, targets: Tensor, alg
     logits = logits - top.unsqueeze(-1)
     place, here = _own(comm, targets, count)
     own = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1) * here
-    total, own = reduce(comm, torch.stack([logits.exp().sum(-1), own]), algorithm)
+    with comm.about("sums for the loss[B, T]{*} → loss[B, T]"):
+        total, own = reduce(comm, torch.stack([logits.exp().sum(-1), own]), algorithm)
     return (total.log() - own).sum()
 
 

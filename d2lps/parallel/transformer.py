@@ -29,8 +29,8 @@ class Transformer:
 
     ffn: the width inside the MLP, by default 4 hidden. kv_heads: heads of keys and values, each for as many of the queries.
     gated: a third matrix in the MLP, whose output opens or shuts it (SwiGLU). tied: the last layer's weight is the embedding's.
-    experts, top_k, capacity, balance: of a mixture of experts (see `Experts`); experts=1 is a plain MLP. dropout: the part that is
-    dropped of the embedding and of what attention and MLP add.
+    experts, top_k, capacity, balance: of a mixture of experts (see `Experts`); experts=1 is a plain MLP. dropout: which
+    part is dropped of the embedding and of what attention and MLP add.
     ValueError, with the numbers, for sizes that do not divide. Source: Vaswani et al. 2017; the norms stand first, as in GPT-2.
     """
 

@@ -99,7 +99,7 @@ class Unit:
             nbytes = self.weights.numel() * self.weights.element_size()
             self._hold("gathered", nbytes, "gathered")
             self.weights.untyped_storage().resize_(nbytes)
-            self._gathering = self._begin("{} weights[P_*] → weights[P]", all_gather_into_tensor, self.weights, self.mine)
+            self._gathering = self._begin(self.comm, "weights[P_*] → weights[P]", all_gather_into_tensor, self.weights, self.mine)
 
     def wait(self) -> None:
         """Return when they are there."""
@@ -124,7 +124,7 @@ class Unit:
         self._release("gathered")
 
     def stepped(self) -> None:
-        """The shard has taken its step: so do the weights of all ranks."""
+        """The shard has changed: so do the weights, on all ranks. Its gradient has been used, and goes."""
         self.shard.grad = None
         self._release("grad")
         if self.mine.data_ptr() != self.shard.data_ptr() or self.mine.dtype != self.shard.dtype:
@@ -163,13 +163,17 @@ class Unit:
         assert self.gradient is not None
         whole, self.gradient = self.gradient, None
         self._sum_partial(self.cut(whole))
-        mean, room = whole.new_empty(self.length), self._rooms.pop("whole")
-        work = self._begin("{} grads[P]{{*}} → grads[P_*]", reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
+        alone, room = self.comm.size == 1, self._rooms.pop("whole")
+        mean = whole if alone else whole.new_empty(self.length)
+        if alone:  # with all of the state: the reduction is the replicas'
+            work = self._begin(replicas, "grads[P]{*} → grads[P]", all_reduce, mean, ReduceOp.AVG)
+        else:
+            work = self._begin(self.comm, "grads[P]{*} → grads[P_*]", reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
 
         def settle() -> None:
             work.wait()
             room.__exit__(None, None, None)
-            if replicas.size > 1:
+            if replicas.size > 1 and not alone:
                 with replicas.about("grads[P]{*} → grads[P]"):
                     all_reduce(replicas, mean, ReduceOp.AVG)
             self.reduced = mean if self.reduced is None else self.reduced.add_(mean)
@@ -206,12 +210,12 @@ class Unit:
 
     # ---- glue -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, about: str, function: Callable[..., Any], *args: Any) -> Work:
+    def _begin(self, comm: Communicator, about: str, function: Callable[..., Any], *args: Any) -> Work:
         parts = {name.partition(".")[0] for name in self.names}  # one, where a unit is a child: "block2"
-        with self.comm.about(about.format(parts.pop() if len(parts) == 1 else "all")):
+        with comm.about(" ".join([*(parts if len(parts) == 1 else []), about])):
             if self.beside:
-                return self.comm.start(function, *args)
-            function(self.comm, *args)
+                return comm.start(function, *args)
+            function(comm, *args)
         return Work(lambda: None, lambda: True)
 
     def _hold(self, what: str, nbytes: int, label: str) -> None:

@@ -56,7 +56,7 @@ class Zero:
     ) -> None:  # fmt: skip
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
-        size = whole("group", group or comm.size)
+        size = whole("group", comm.size if group is None else group)
         if comm.size % size:
             raise ValueError(f"group={group} must divide the {comm.size} ranks, so many of which share the state")
         chosen = set(module.parameters() if parameters is None else parameters)
@@ -81,7 +81,7 @@ class Zero:
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = optimizer(self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
-        self._synchronize, self._counted = True, False
+        self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
         for unit, keys in zip(self.units, shared, strict=True):
             for number, p in enumerate(unit.parameters):
                 p.register_post_accumulate_grad_hook(partial(self._add, unit, number))
@@ -130,7 +130,7 @@ class Zero:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if unit.add(number, gradient):  # after the last one, nothing in this pass will use the weights
-            if self.stage > 1 and self._synchronize:
+            if self.stage > 1 and self.synchronize:
                 self._reduce(unit)
             self._free(unit)
 
@@ -149,11 +149,11 @@ class Zero:
 
         Without it, passes add up as well, in the shards: no memory for whole gradients, and a reduction for each pass.
         """
-        before, self._synchronize = self._synchronize, False
+        before, self.synchronize = self.synchronize, False
         try:
             yield
         finally:
-            self._synchronize = before
+            self.synchronize = before
 
     def reduce(self) -> None:
         """The backward passes are over: the shards have the mean gradients."""
@@ -175,8 +175,7 @@ class Zero:
             state = [leaf for entry in self.optimizer.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
             self.comm.hold(sum(tensor.nbytes for tensor in state if tensor.dim()), "optimizer")
             self._counted = True
-        for unit in self.units:
-            unit.stepped()
+        self.refresh()
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -187,8 +186,9 @@ class Zero:
         return weights | optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
 
     def refresh(self) -> None:
-        """The shards have been loaded: all ranks get the weights."""
+        """The shards have been changed, by a step or a load: all ranks get the weights."""
         for unit in self.units:
+            self._in_backward.discard(unit)
             unit.stepped()
 
 

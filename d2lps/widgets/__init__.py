@@ -9,7 +9,8 @@ from d2lps.widgets.race import Race
 from d2lps.widgets.ready import collective_player, late_ring
 from d2lps.widgets.step_player import StepPlayer
 from d2lps.widgets.sweep import Sweep
+from d2lps.widgets.timetable import Timetable, schedule_explorer
 from d2lps.widgets.topology_explorer import TopologyExplorer
 
-__all__ = ["Bet", "Choices", "Lanes", "Player", "Race", "StepPlayer", "Sweep", "TopologyExplorer"]
-__all__ += ["collective_player", "late_ring", "plan_player"]
+__all__ = ["Bet", "Choices", "Lanes", "Player", "Race", "StepPlayer", "Sweep", "Timetable", "TopologyExplorer"]
+__all__ += ["collective_player", "late_ring", "plan_player", "schedule_explorer"]

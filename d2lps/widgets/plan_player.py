@@ -21,8 +21,8 @@ SMALL = Device(flops=40e9, memory=1e9, memory_bandwidth=400e9, efficiency=0.5)
 PLANS = {
     "dp 4": Plan(dp=4), "dp 4, ZeRO 3": Plan(dp=4, zero=3), "tp 4": Plan(tp=4, micro_batch=4),
     "tp 4, sequence parallel": Plan(tp=4, micro_batch=4, sequence_parallel=True), "pp 4": Plan(pp=4),
-    "pp 4, GPipe": Plan(pp=4, schedule="gpipe"), "cp 4": Plan(cp=4, micro_batch=4), "dp 2 × tp 2": Plan(dp=2, tp=2, micro_batch=2),
-    "dp 2 × pp 2": Plan(dp=2, pp=2),
+    "pp 4, GPipe": Plan(pp=4, schedule="gpipe"), "cp 4": Plan(cp=4, micro_batch=4),
+    "dp 2 × tp 2": Plan(dp=2, tp=2, micro_batch=2), "dp 2 × pp 2": Plan(dp=2, pp=2),
 }  # fmt: skip
 
 

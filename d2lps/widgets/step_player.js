@@ -30,7 +30,7 @@ class StepPlayer extends Timed {
     this.track.addEventListener("pointerup", () => this.model.save_changes());
     const controls = this.controls(`${fill(texts.counter, { i: stops.length - 1, n: stops.length - 1 })} · 1.23 ms`);
     const longest = stops.reduce((a, { label, say }) => (label.length + say.length > a.length ? `${label} ${say}` : a), "");
-    this.mount("steps", scene.title, this.axes(), this.drawing, controls, this.captions(longest), this.track, this.legend());
+    this.mount("steps", scene.title, this.drawing, this.axes(), controls, this.captions(longest), this.track, this.legend());
   }
 
   // Bytes that a rank holds at t, of one kind or of all.
@@ -69,10 +69,10 @@ class StepPlayer extends Timed {
   resize() {
     const { scene } = this, width = Math.max(300, this.width), small = width < 520;
     const wide = 1 + Math.max(...scene.ranks.map(({ x }) => x)), fold = small && wide > 2;
-    const columns = fold ? 2 : wide, order = scene.ranks.map((_, r) => r).sort((a, b) => scene.ranks[a].y - scene.ranks[b].y || scene.ranks[a].x - scene.ranks[b].x);
+    const columns = fold ? 2 : wide, turn = ({ x, y }) => 1e6 * Math.floor(x / 2) + 1e3 * y + x, order = scene.ranks.map((_, r) => r).sort((a, b) => turn(scene.ranks[a]) - turn(scene.ranks[b]));
     const place = scene.ranks.map(({ x, y }, r) => (fold ? { x: order.indexOf(r) % 2, y: Math.floor(order.indexOf(r) / 2) } : { x, y }));
     const gapX = small ? 34 : columns > 3 ? 38 : 70, gapY = 44, w = Math.min(columns > 2 ? 170 : 220, (width - 2 * PADDING - (columns - 1) * gapX) / columns);
-    const left = (width - columns * w - (columns - 1) * gapX) / 2, top = columns > 2 ? 34 : PADDING; // room for a way over the cards
+    const left = (width - columns * w - (columns - 1) * gapX) / 2, over = scene.messages.some(([src, dst]) => place[src].y === place[dst].y && Math.abs(place[src].x - place[dst].x) > 1), top = over ? 34 : PADDING;
     this.cards = place.map(({ x, y }) => ({ x: left + x * (w + gapX), y: top + y * (CARD + gapY), w, h: CARD, column: x, row: y }));
     const height = Math.max(...this.cards.map(({ y }) => y)) + CARD + PADDING;
     this.drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -205,7 +205,7 @@ class StepPlayer extends Timed {
 
   // For each rank what it computes, below that what it sends and receives, and below that what it holds.
   drawTrack(width) {
-    const { scene, texts, end } = this, { ranks } = scene, dense = ranks.length > 4, high = dense ? 13 : 15, thin = dense ? 4 : 6, area = this.kinds.length ? (dense ? 12 : 18) : 0;
+    const { scene, texts, end } = this, { ranks } = scene, dense = ranks.length > 4, high = dense ? 13 : 15, each = dense ? 3 : 4, styles = [...new Set(scene.talks.map(([, style]) => style))], thin = 1 + each * styles.length, area = this.kinds.length ? (dense ? 12 : 18) : 0;
     const names = ranks.map(({ name }) => (name.match(/^\d+$/) ? fill(texts.rank, { name }) : name)), left = Math.min(width / 4, Math.max(...names.map((name) => textWidth(name, 11))) + 10);
     this.trackWidth = width;
     this.left = left;
@@ -223,7 +223,7 @@ class StepPlayer extends Timed {
       const said = kind ? (textWidth(text, 10) < x(stop) - x(start) - 1 ? text : "") : shorten(text, 10, x(stop) - x(start) - 2);
       if (said) nodes.push(svg("text", { class: "text", x: x((start + stop) / 2), y: rows[r] + high - 4 }, said));
     }
-    for (const [r, style, ...flat] of scene.talks) for (const [start, stop] of pairs(flat)) nodes.push(rect(`talk axis-${style}`, start, stop, rows[r] + high, thin));
+    for (const [r, style, ...flat] of scene.talks) for (const [start, stop] of pairs(flat)) nodes.push(rect(`talk axis-${style}`, start, stop, rows[r] + high + each * styles.indexOf(style), each));
     if (area) rows.forEach((y, r) => nodes.push(...this.area(r, y + high + thin + 2, area)));
     this.bottom = rows.at(-1) + high + thin + area + 5;
     this.now = svg("path", { class: "now" });

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from d2lps.trace import Trace
 from d2lps.widgets import still
 from d2lps.widgets.player import _opening, _tell
-from d2lps.widgets.step_scene import HELD, scene
+from d2lps.widgets.step_events import HELD
+from d2lps.widgets.step_scene import scene
 from d2lps.widgets.texts import STEPS
 
 # As in step_player.css.
@@ -48,8 +49,6 @@ class StepPlayer(still.Still):
         since: float = 0.0,
     ) -> None:  # fmt: skip
         told: dict[str, Any] = {"title": title, **scene(trace, since), "texts": STEPS}
-        if not told["end"]:
-            raise ValueError("nothing is computed and nothing sent in this trace: there is no step to show")
         if names is not None and len(names) != trace.ranks:
             raise ValueError(f"names has {len(names)} entries, but the trace has {trace.ranks} ranks")
         for rank, called in zip(told["ranks"], names or [], strict=False):

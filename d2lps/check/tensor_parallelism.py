@@ -1,0 +1,144 @@
+"""Checks of the exercises of *Tensor parallelism*."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.tools import parts, refuse
+from d2lps.collectives import all_reduce
+from d2lps.parallel import Mesh
+from d2lps.simulator import simulate
+from d2lps.topology import star
+
+__all__ = ["cost", "cross_entropy", "generator", "gradients", "missing", "row"]
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def _said(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}: "
+
+
+def _sent(work: Callable[..., Any], ranks: int) -> int:
+    return int(simulate(work, star(ranks, 1e9, 1e-6)).trace.bytes_sent().max())
+
+
+@judged
+def row(function: Function) -> str:
+    """Check `function(comm, x, weight, bias)`: all of y on every rank, from pieces of x, by one all-reduce."""
+    for p in (1, 2, 3, 5, 8):
+        x, weight, bias = _random(4, 120), _random(120, 7), _random(7) + 3
+        run = simulate(lambda comm, x=x, w=weight, b=bias: function(comm, x.chunk(comm.size, 1)[comm.rank].clone(), w, b.clone()),
+                       star(p, 1e9, 1e-6))  # fmt: skip
+        few, wanted = _sent(lambda comm: all_reduce(comm, torch.zeros(28).double()), p), x @ weight + bias
+        for rank, y in enumerate(run):
+            refuse((not isinstance(y, Tensor) or y.shape != (4, 7), f"{_said(p)}rank {rank} gives no tensor of shape [4, 7]"))
+            refuse((p > 1 and _near(y, wanted + (p - 1) * bias), f"{_said(p)}the bias is in y {p} times: what is summed up?"),
+                   (_near(y, wanted - bias), f"{_said(p)}the bias is missing"),
+                   (not _near(y, wanted), f"{_said(p)}rank {rank} is off by {(y - wanted).abs().max():.3g}: which rows of the "
+                    "weight belong to its piece of x, and are the products added up?"))  # fmt: skip
+        sent = int(run.trace.bytes_sent().max())
+        refuse((sent > few, f"{_said(p)}a rank sends {sent} bytes, and one all-reduce of y takes {few}"))
+    return "one sum of the products, and the bias once after it"
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-9, atol=1e-9)
+
+
+@judged
+def cross_entropy(function: Function) -> str:
+    """Check `function(comm, logits, targets)`: the sum of losses from a piece of the vocabulary each, three numbers a target."""
+    for p in (1, 2, 3, 5):
+        for scale in (1, 1000):
+            logits = scale * _random(6, 4 * p)
+            targets = torch.randint(4 * p, (6,), generator=torch.Generator().manual_seed(p))
+            wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+            slope = logits.softmax(-1) - torch.nn.functional.one_hot(targets, 4 * p)
+
+            def work(comm: Any, logits: Tensor = logits, targets: Tensor = targets) -> Any:
+                mine = logits.chunk(comm.size, -1)[comm.rank].clone().requires_grad_()
+                loss = function(comm, mine, targets.clone())
+                loss.backward()
+                return loss.item(), mine.grad
+
+            run = simulate(work, star(p, 1e9, 1e-6))
+            for rank, (loss, got) in enumerate(run):
+                said = f"{_said(p)}logits of about {scale}, rank {rank}: "
+                refuse((loss != loss or loss == float("inf"), f"{said}the loss is {loss}; an exponential overflows: which "
+                        "maximum is to be taken off the logits?"),
+                       (abs(loss - wanted) > 1e-8 * abs(wanted), f"{said}the loss is {loss:.4f}, not {wanted:.4f}; is a target's "
+                        "own logit taken from the one rank that has it?"),
+                       (got is None or not torch.allclose(got, slope.chunk(p, -1)[rank]), f"{said}the gradient is not softmax "
+                        "minus one for the target: does each sum pass it back as g does?"))  # fmt: skip
+            few = _sent(lambda comm: [all_reduce(comm, torch.zeros(6).double()) for _ in range(3)], p)
+            sent = int(run.trace.bytes_sent().max())
+            refuse((sent > few, f"{_said(p)}a rank sends {sent} bytes; three numbers a target take {few}"))
+    return "a maximum, a sum and a target's own logit: three numbers for each target"
+
+
+@judged
+def gradients(function: Function) -> str:
+    """Check `function(mesh, x, up, down)`: what each rank has of the gradients of a mean loss, on a mesh of dp x tp ranks."""
+    for dp, tp in ((1, 2), (2, 1), (2, 2), (3, 2), (2, 4)):
+        x, up, down = (_random(*size).requires_grad_() for size in ((6, 5), (5, 8), (8, 5)))
+        whole: Any = torch.autograd.grad((gelu(x @ up) @ down).square().mean(), (x, up, down))
+
+        def work(comm: Any, tensors: Any = (x, up, down), dp: int = dp, tp: int = tp) -> Any:
+            mesh = Mesh(comm, dp=dp, tp=tp)
+            cuts = (0, dp, mesh.dp.rank), (1, tp, mesh.tp.rank), (0, tp, mesh.tp.rank)
+            mine = [w.detach().chunk(pieces, dim)[place].clone().requires_grad_()
+                    for w, (dim, pieces, place) in zip(tensors, cuts, strict=True)]  # fmt: skip
+            up, down = function(mesh, *mine)
+            return [("up", up, 1, 1, cuts[1]), ("down", down, 2, 1, cuts[2]), ("x", mine[0].grad, 0, dp, cuts[0])]
+
+        for rank, found in enumerate(simulate(work, star(dp * tp, 1e9, 1e-6))):
+            for name, one, number, times, (dim, pieces, place) in found:
+                mine = times * whole[number].chunk(pieces, dim)[place]  # x's is of the mean of this rank's own examples
+                said = f"dp={dp}, tp={tp}: rank {rank}'s gradient of {name}"
+                refuse((not isinstance(one, Tensor) or one.shape != mine.shape, f"{said} has not the shape {list(mine.shape)}"))
+                refuse((not _near(one, mine), f"{said} is wrong; which group adds up parts of one example's sum, and which "
+                        "averages over examples?"))  # fmt: skip
+    return "tensor parallelism in both passes, data parallelism after them"
+
+
+@judged
+def generator(function: Function) -> str:
+    """Check `function(seed, dp, tp, tp_size, sequence)`: a torch.Generator, so that dropout is alike where vectors are."""
+    for sequence in (False, True):
+        for seed in (0, 1):
+            masks = {(d, t): torch.rand(64, generator=function(seed, d, t, 4, sequence)) for d in range(6) for t in range(4)}
+            for (a, mask), (b, other) in ((m, n) for m in masks.items() for n in masks.items() if m[0] < n[0]):
+                alike, want = torch.equal(mask, other), a[0] == b[0] and not sequence
+                said = f"sequence={sequence}: the ranks (dp, tp) {a} and {b} drop {'the same' if alike else 'different'} places"
+                refuse((alike != want, f"{said}; do they hold the same vectors?"))
+    first, second = (torch.rand(64, generator=function(seed, 0, 0, 4, False)) for seed in (0, 1))
+    refuse((torch.equal(first, second), "another seed drops the same places"))
+    return "alike where ranks hold the same vectors, and nowhere else"
+
+
+@answered
+def missing(answer: Any) -> str:
+    """Check the names of those gradients that are wrong where f is missing before an MLP."""
+    right, given = {"embed", "norm1", "attention", "norm2"}, set(answer)
+    every = right | {"up", "down", "head"}
+    refuse((given - every, f"{sorted(given - every)} are none of {sorted(every)}"),
+           (given & {"up", "down"}, "its pieces need nothing of f: their gradients do not pass it"),
+           ("head" in given, "the head comes after the MLP, and its gradient has been computed by then"),
+           (right - given, f"{len(right - given)} are missing: what comes out of the MLP goes on to the start"))  # fmt: skip
+    return "all that the gradient still has to pass is wrong, and what stands behind is right"
+
+
+@answered
+def cost(answer: Any) -> str:
+    """Check MB, ms in a machine, ms over two."""
+    ring = "A ring sends 2(p - 1)/p of the tensor; there are two all-reduces forward and two backward."
+    parts("the layer", answer, ("MB", 50.33, "Two bytes for each of 2,048 x 12,288 numbers."), ("ms in one machine", 1.174, ring),
+          ("ms over two", 15.10, f"{ring} Every step waits for the slowest link."), within=0.01)  # fmt: skip
+    return "1.2 ms in one machine, and thirteen times that over two"

@@ -1,0 +1,188 @@
+"""The checks of *Tensor parallelism*: solutions pass, wrong answers are refused in words."""
+
+import pytest
+import torch
+from solutions import refused, solution
+from torch.nn.functional import gelu
+
+from d2lps.check import tensor_parallelism as check
+from d2lps.collectives import all_gather_into_tensor, all_reduce
+from d2lps.comm import ReduceOp
+from d2lps.parallel.tensor import copy, reduce
+
+SOLUTIONS = {
+    "row": "ex-tensor-row", "cross_entropy": "ex-tensor-entropy", "gradients": "ex-tensor-groups",
+    "generator": "ex-tensor-dropout",
+}  # fmt: skip
+ANSWERS = {"missing": "ex-tensor-missing", "cost": "ex-tensor-cost"}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_solution_passes(name):
+    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answer_passes(name):
+    verdict = getattr(check, name)(solution(ANSWERS[name])["answer"])
+    assert verdict, verdict
+
+
+# ---- row ----------------------------------------------------------------------------------------------------------------
+
+
+def as_printed(comm, x, weight, bias):
+    y = x @ weight.chunk(comm.size, 1)[comm.rank] + bias
+    all_reduce(comm, y)
+    return y
+
+
+def bias_on_every_rank(comm, x, weight, bias):
+    y = x @ weight.chunk(comm.size, 0)[comm.rank] + bias
+    all_reduce(comm, y)
+    return y
+
+
+def no_bias(comm, x, weight, bias):
+    all_reduce(comm, y := x @ weight.chunk(comm.size, 0)[comm.rank])
+    return y
+
+
+def not_added_up(comm, x, weight, bias):
+    return x @ weight.chunk(comm.size, 0)[comm.rank] + bias
+
+
+def another_ranks_rows(comm, x, weight, bias):
+    all_reduce(comm, y := x @ weight.chunk(comm.size, 0)[comm.rank - 1])
+    return y + bias
+
+
+def gathered(comm, x, weight, bias):
+    whole = x.new_empty(comm.size, *x.shape)
+    all_gather_into_tensor(comm, whole, x)
+    return torch.cat(list(whole), 1) @ weight + bias
+
+
+def summed_twice(comm, x, weight, bias):
+    all_reduce(comm, y := x @ weight.chunk(comm.size, 0)[comm.rank])
+    all_reduce(comm, y.clone())
+    return y + bias
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(as_printed, "mat1 and mat2"), (bias_on_every_rank, "the bias is in y 2 times"), (no_bias, "the bias is missing"),
+     (not_added_up, "are the products added up"), (another_ranks_rows, "which rows"), (gathered, "one all-reduce of y takes"),
+     (summed_twice, "one all-reduce of y takes"), (lambda *given: given[1].sum(), "gives no tensor of shape [4, 7]"),
+     (lambda comm, x, weight, bias: torch.zeros(7, 4), "gives no tensor of shape [4, 7]")],
+)  # fmt: skip
+def test_row_refuses(wrong, word):
+    refused(check.row(wrong), word)
+
+
+# ---- cross_entropy ------------------------------------------------------------------------------------------------------
+
+
+def loss(comm, logits, targets, top=True, target_everywhere=False, add=reduce, backward=True):
+    highest = logits.detach().amax(-1)
+    if top == "own":
+        pass
+    elif top:
+        all_reduce(comm, highest, ReduceOp.MAX)
+    logits = logits - highest[:, None] if top else logits
+    place = targets - comm.rank * logits.shape[-1]
+    here = (place >= 0) & (place < logits.shape[-1])
+    own = logits.gather(-1, (place * here)[:, None])[:, 0] * (1 if target_everywhere else here)
+    return (add(comm, logits.exp().sum(-1)).log() - add(comm, own)).sum()
+
+
+def both_ways(comm, x):
+    return reduce(comm, copy(comm, x))
+
+
+def gathering(comm, logits, targets):
+    whole = logits.new_empty(comm.size, *logits.shape)
+    all_gather_into_tensor(comm, whole, logits.detach())
+    whole[comm.rank] = logits
+    return torch.nn.functional.cross_entropy(torch.cat(list(whole), -1), targets, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(lambda *given: loss(*given, top=False), "an exponential overflows"), (lambda *given: loss(*given, top="own"), "not"),
+     (lambda *given: loss(*given, target_everywhere=True), "the one rank that has it"),
+     (lambda *given: loss(*given) / 6, "the loss is"), (lambda *given: loss(*given, add=both_ways), "as g does"),
+     (gathering, "three numbers a target take"), (lambda *given: loss(*given).detach(), "does not require grad")],
+)  # fmt: skip
+def test_cross_entropy_refuses(wrong, word):
+    refused(check.cross_entropy(wrong), word)
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def step(mesh, x, up, down, f="tp", g="tp", average="dp", mean=True):
+    """As it should be, but for the groups that are named."""
+    y = reduce(getattr(mesh, g), gelu(copy(getattr(mesh, f), x) @ up) @ down)
+    y.square().mean().backward()
+    for weight in (up, down):
+        group = getattr(mesh, average)
+        all_reduce(group, weight.grad)
+        weight.grad /= group.size if mean else 1
+    return up.grad, down.grad
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"f": "dp", "g": "dp", "average": "tp"}, {"g": "dp"}, {"f": "dp"}, {"average": "tp"}, {"average": "comm"}, {"mean": False}],
+    ids=["as printed", "g along dp", "f along dp", "averaged along tp", "averaged over all", "summed"],
+)
+def test_gradients_refuses(wrong):
+    name = "x" if wrong == {"f": "dp"} else "up"
+    refused(check.gradients(lambda *given: step(*given, **wrong)), f"gradient of {name} is wrong")
+
+
+def test_gradients_refuses_none():
+    refused(check.gradients(lambda mesh, x, up, down: (None, None)), "gradient of up has not the shape [5, 4]")
+
+
+# ---- generator ----------------------------------------------------------------------------------------------------------
+
+
+def seeded(number):
+    return lambda seed, dp, tp, tp_size, sequence: torch.Generator().manual_seed(number(seed, dp, tp, tp_size, sequence))
+
+
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(lambda seed, dp, tp, size, sequence: seed, "drop the same places; do they hold"),
+     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp + tp * sequence, "drop the same places; do they hold"),
+     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp, "drop different places; do they hold"),
+     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp * (not sequence), "drop different places"),
+     (lambda seed, dp, tp, size, sequence: dp * size + tp * sequence, "another seed drops the same places")],
+    ids=["one for all", "dp + tp", "never alike", "the other way round", "no seed"],
+)  # fmt: skip
+def test_generator_refuses(number, word):
+    refused(check.generator(seeded(number)), word)
+
+
+# ---- answers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [({"norm2"}, "3 are missing"), ({"embed", "norm1", "attention", "norm2", "up"}, "do not pass it"),
+     ({"embed", "norm1", "attention", "norm2", "head"}, "comes after"), ({"mlp"}, "are none of"), (set(), "4 are missing")],
+)  # fmt: skip
+def test_missing_refuses(wrong, word):
+    refused(check.missing(wrong), word)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [((50.33, 0.587, 7.55), "two backward"), ((50.33, 1.174, 14.09), "slowest link"), ((25.2, 1.174, 15.1), "Two bytes"),
+     ((50.33, 1.342, 16.1), "2(p - 1)/p"), ((50.33, 1.174), "3 numbers are wanted")],
+)  # fmt: skip
+def test_cost_refuses(wrong, word):
+    refused(check.cost(wrong), word)
