@@ -48,7 +48,8 @@ class Unit:
         self.shard.shard, self.shard.parts = Shard(comm, 0), self.parts  # type: ignore[attr-defined]
         comm.hold((self.weights if keeps else self.mine).nbytes, "weights")
         comm.hold(0 if same else self.shard.nbytes, "optimizer")  # the master weights
-        self.missing = set(range(len(self.sizes)))  # whose gradients are still to come in this backward pass
+        self.missing = set(range(len(self.sizes)))  # whose gradients are still to come in this backward pass,
+        self.never = set(self.missing)  # and whose have not come in any since the last step
         self.gradient: Tensor | None = None  # this rank's, of all parameters
         self.reduced: Tensor | None = None  # all ranks' mean, of the shard
         self._gathering: Work | None = None
@@ -125,7 +126,7 @@ class Unit:
 
     def stepped(self) -> None:
         """The shard has changed: so do the weights, on all ranks. Its gradient has been used, and goes."""
-        self.shard.grad = None
+        self.shard.grad, self.never = None, set(range(len(self.sizes)))
         self._release("grad")
         if self.mine.data_ptr() != self.shard.data_ptr() or self.mine.dtype != self.shard.dtype:
             self.mine.copy_(self.shard.detach())  # rounded to the nearest
@@ -143,16 +144,19 @@ class Unit:
             self._hold("whole", self.gradient.nbytes, "gradients")
         self.cut(self.gradient)[number].add_(gradient)
         self.missing.discard(number)
+        self.never.discard(number)
         if self.missing:
             return False
         self.missing = set(range(len(self.sizes)))
         return True
 
-    def left_out(self) -> list[str]:
-        """Names of parameters without a gradient: of some, in a backward pass that others have got one in, or of all in all."""
-        whole = self.gradient is None and self.reduced is None and self.shard.grad is None and self._reducing is None
-        some = 0 < len(self.missing) < len(self.sizes)
-        return [self.names[number] for number in sorted(self.missing) if whole or some]
+    def left_out(self, ever: bool) -> list[str]:
+        """Names of parameters without a gradient: in a backward pass that others have got one in, or `ever` since the last step.
+
+        Passes of a pipeline's stages come in turns: where a unit spans several stages, none of its passes is over in between.
+        """
+        some = not ever and len(self.missing) < len(self.sizes)
+        return [self.names[number] for number in sorted(self.missing if some else self.never)]
 
     def reduce(self, replicas: Communicator) -> None:
         """Begin to average: every rank gets the mean of its shard, by a reduce-scatter, and adds it to what it has.
