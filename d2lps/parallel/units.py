@@ -124,7 +124,7 @@ class Unit:
         self._release("gathered")
 
     def stepped(self) -> None:
-        """The shard has taken its step: so do the weights of all ranks."""
+        """The shard has changed: so do the weights, on all ranks. Its gradient has been used, and goes."""
         self.shard.grad = None
         self._release("grad")
         if self.mine.data_ptr() != self.shard.data_ptr() or self.mine.dtype != self.shard.dtype:

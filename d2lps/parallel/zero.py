@@ -56,7 +56,7 @@ class Zero:
     ) -> None:  # fmt: skip
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
-        size = whole("group", group or comm.size)
+        size = whole("group", comm.size if group is None else group)
         if comm.size % size:
             raise ValueError(f"group={group} must divide the {comm.size} ranks, so many of which share the state")
         chosen = set(module.parameters() if parameters is None else parameters)
@@ -175,8 +175,7 @@ class Zero:
             state = [leaf for entry in self.optimizer.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
             self.comm.memory.hold(sum(tensor.nbytes for tensor in state if tensor.dim()), "optimizer")
             self._counted = True
-        for unit in self.units:
-            unit.stepped()
+        self.refresh()
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -187,8 +186,9 @@ class Zero:
         return weights | optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
 
     def refresh(self) -> None:
-        """The shards have been loaded: all ranks get the weights."""
+        """The shards have been changed, by a step or a load: all ranks get the weights."""
         for unit in self.units:
+            self._in_backward.discard(unit)
             unit.stepped()
 
 
