@@ -134,7 +134,19 @@ class Rank(ABC):
     def step(self, label: str, *numbers: object) -> None:
         """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`."""
         if self.recorder:
-            self.recorder.step = (label, *numbers)
+            self.recorder.step = (self.recorder.about + label, *numbers)
+
+    @contextmanager
+    def about(self, label: str) -> Iterator[None]:
+        """Let the names of the steps in the block begin with this, as in "tp all-reduce forward: reduce-scatter 1/3"."""
+        if not self.recorder:
+            yield
+            return
+        before, self.recorder.about = self.recorder.about, self.recorder.about + label
+        try:
+            yield
+        finally:
+            self.recorder.about = before
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""

@@ -16,6 +16,7 @@ from d2lps.compress import Codec, ErrorFeedback
 from d2lps.compress.feedback import counting
 from d2lps.parallel.buckets import MIB, buckets, flatten
 from d2lps.parallel.priority import Scheduler
+from d2lps.parallel.replicas import Replicas
 
 
 class DataParallel(nn.Module):
@@ -36,6 +37,8 @@ class DataParallel(nn.Module):
     optimizer: a function that makes one of parameters, such as `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not
     wait, and leaves no gradients: a parameter takes its step when the next forward pass comes to the module that has it, or at
     `synchronize`. So communication goes on beside the forward pass too; that is where priorities pay.
+    check: in so many averaging backward passes, from the first on, ranks compare their weights and gradients, which must be
+    the same to the bit, and the tensors that `forward` got, which must not: Mismatch says what differs, where, and since when.
 
     Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them;
     Mismatch for models or options that are not alike on all ranks.
@@ -47,7 +50,7 @@ class DataParallel(nn.Module):
     def __init__(
         self, comm: Communicator, module: nn.Module, bucket_cap: int | None = None, codec: Codec | ErrorFeedback | None = None,
         algorithm: str | None = None, order: str = "fifo", piece: int | None = None, credit: int = 1,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None, check: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.comm, self.module, self.algorithm = comm, module, algorithm
@@ -63,6 +66,8 @@ class DataParallel(nn.Module):
         self._missing: list[set[int]] = []  # while one goes on: of each bucket, which gradients are not ready
         self._seen: list[int] | None = []  # those that are, in turn, until the order is settled
         self._synchronize = True
+        self._replicas, self._checks = Replicas(comm, module, buffers=False), check
+        self._inputs: dict[str, Tensor] = {}
         shapes = [list(parameter.shape) for parameter in self._all]
         comm.agree(f"DataParallel({bucket_cap=}, {codec=}, {order=}, {piece=}, {credit=}) of {len(shapes)} parameters, {shapes}")
         for tensor in (*module.parameters(), *module.buffers()):
@@ -77,6 +82,8 @@ class DataParallel(nn.Module):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if self._missing:  # the last backward pass has raised an error
             self._finish()
+        if self._replicas.steps < self._checks:
+            self._inputs = {f"input {number}": x for number, x in enumerate(inputs) if isinstance(x, Tensor)}
         return self.module(*inputs, **options)
 
     @contextmanager
@@ -167,6 +174,8 @@ class DataParallel(nn.Module):
             broadcast(self.comm, order := torch.tensor(self._seen))
             self._settle(order.tolist()[::-1])
             self._seen = None
+        if self._replicas.steps < self._checks:
+            self._replicas.check(unlike=self._inputs)
 
     def _step(self, parameters: Iterable[nn.Parameter]) -> None:
         """The steps that these have still to take."""

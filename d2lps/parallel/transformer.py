@@ -7,10 +7,13 @@ linear layer for a piece of one, the attention for one that goes around a ring; 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+from d2lps.parallel.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Transformer:
 
     ffn: the width inside the MLP, by default 4 hidden. kv_heads: heads of keys and values, each for as many of the queries.
     gated: a third matrix in the MLP, whose output opens or shuts it (SwiGLU). tied: the last layer's weight is the embedding's.
-    experts, top_k, capacity: of a mixture of experts (see `Experts`), 1 for a plain MLP.
+    experts, top_k, capacity, balance: of a mixture of experts (see `Experts`); experts=1 is a plain MLP. dropout: which
+    part is dropped of the embedding and of what attention and MLP add.
     ValueError, with the numbers, for sizes that do not divide. Source: Vaswani et al. 2017; the norms stand first, as in GPT-2.
     """
 
@@ -43,12 +47,17 @@ class Transformer:
     top_k: int = 1
     capacity: float = 1.25
     dropout: float = 0.0
+    balance: float = 0.01
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is not from 0 up and below 1")
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k={self.top_k} must be from 1 to experts={self.experts}")
 
     def module(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         """The model with its first weights: the same on every rank and in every plan that has the same seed."""
@@ -83,7 +92,8 @@ class Block(nn.Module):
     def __init__(self, sizes: Transformer) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(sizes.hidden), nn.LayerNorm(sizes.hidden)
-        self.attention, self.mlp = Attention(sizes), MLP(sizes)
+        self.attention = Attention(sizes)
+        self.mlp = MLP(sizes) if sizes.experts == 1 else Experts(sizes)
         self.dropout = Dropout(sizes.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,15 +147,13 @@ class Head(nn.Module):
 
 
 class Dropout(nn.Module):
-    """As nn.Dropout, but from the random numbers of its `generator`, if it has one: ranks with the same vectors need the same."""
+    """As nn.Dropout, from the random numbers that `draw` gives for a tensor: `dropout.py` has some that no plan changes."""
+
+    draw: Callable[[Tensor], Tensor] = staticmethod(partial(torch.rand_like, dtype=torch.float32))
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.generator: torch.Generator | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not self.p:
-            return x
-        keep = torch.rand(x.shape, generator=self.generator, device=x.device) >= self.p
-        return x * keep / (1 - self.p)
+        return x * (self.draw(x) >= self.p) / (1 - self.p) if self.training and self.p else x

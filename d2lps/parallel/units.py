@@ -99,7 +99,7 @@ class Unit:
             nbytes = self.weights.numel() * self.weights.element_size()
             self._hold("gathered", nbytes, "gathered")
             self.weights.untyped_storage().resize_(nbytes)
-            self._gathering = self._begin(all_gather_into_tensor, self.weights, self.mine)
+            self._gathering = self._begin(self.comm, all_gather_into_tensor, self.weights, self.mine)
 
     def wait(self) -> None:
         """Return when they are there."""
@@ -162,13 +162,17 @@ class Unit:
         assert self.gradient is not None
         whole, self.gradient = self.gradient, None
         self._sum_partial(self.cut(whole))
-        mean, room = whole.new_empty(self.length), self._rooms.pop("whole")
-        work = self._begin(reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
+        alone, room = self.comm.size == 1, self._rooms.pop("whole")
+        mean = whole if alone else whole.new_empty(self.length)
+        if alone:  # with all of the state: the reduction is the replicas'
+            work = self._begin(replicas, all_reduce, mean, ReduceOp.AVG)
+        else:
+            work = self._begin(self.comm, reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
 
         def settle() -> None:
             work.wait()
             room.__exit__(None, None, None)
-            if replicas.size > 1:
+            if replicas.size > 1 and not alone:
                 all_reduce(replicas, mean, ReduceOp.AVG)
             self.reduced = mean if self.reduced is None else self.reduced.add_(mean)
             self._hold("mean", mean.nbytes, "gradients")
@@ -204,10 +208,10 @@ class Unit:
 
     # ---- glue -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, function: Callable[..., Any], *args: Any) -> Work:
+    def _begin(self, comm: Communicator, function: Callable[..., Any], *args: Any) -> Work:
         if self.beside:
-            return self.comm.start(function, *args)
-        function(self.comm, *args)
+            return comm.start(function, *args)
+        function(comm, *args)
         return Work(lambda: None, lambda: True)
 
     def _hold(self, what: str, nbytes: int, label: str) -> None:

@@ -81,7 +81,7 @@ class Zero:
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = optimizer(self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
-        self._synchronize, self._counted = True, False
+        self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
         for unit, keys in zip(self.units, shared, strict=True):
             for number, p in enumerate(unit.parameters):
                 p.register_post_accumulate_grad_hook(partial(self._add, unit, number))
@@ -130,7 +130,7 @@ class Zero:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if unit.add(number, gradient):  # after the last one, nothing in this pass will use the weights
-            if self.stage > 1 and self._synchronize:
+            if self.stage > 1 and self.synchronize:
                 self._reduce(unit)
             self._free(unit)
 
@@ -149,11 +149,11 @@ class Zero:
 
         Without it, passes add up as well, in the shards: no memory for whole gradients, and a reduction for each pass.
         """
-        before, self._synchronize = self._synchronize, False
+        before, self.synchronize = self.synchronize, False
         try:
             yield
         finally:
-            self._synchronize = before
+            self.synchronize = before
 
     def reduce(self) -> None:
         """The backward passes are over: the shards have the mean gradients."""

@@ -86,6 +86,7 @@ class Recorder:
         self.lines = array("i")  # one for each row of `ends`, or none
         self.vocabulary = vocabulary or Vocabulary()
         self.step: tuple[Any, ...] = ()  # a label and the numbers in it; see Communicator.step
+        self.about = ""  # what labels begin with; see Communicator.about
         self.tables = {name: array("d") for name in COLUMNS}  # row by row; a double holds whole numbers up to 2**53
         self.ends = self.tables["ends"]
         self.seq = 0
@@ -102,7 +103,7 @@ class Recorder:
         """A recorder for what is started now."""
         other = Recorder(self.rank, self.now, self.vocabulary, self.where)
         other.lane, other.name, other.thread, other.parent = lane, name, len(self.all), self.thread
-        other.begins, other.step, other.all = self.next(), self.step, self.all
+        other.begins, other.step, other.about, other.all = self.next(), self.step, self.about, self.all
         self.all.append(other)
         return other
 

@@ -1,0 +1,129 @@
+"""Do replicas agree? Ranks compare fingerprints of what must be the same on all of them, and of what must not."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d2lps.collectives import all_gather_into_tensor
+from d2lps.comm import Communicator, Mismatch
+
+
+def fingerprint(tensor: Tensor | None) -> int:
+    """64 bits that two tensors share if all their bits are the same, and else (but for one case in 2**64) not; None has 0.
+
+    >>> x = torch.tensor([1.0, 2.0, 4.0])
+    >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.flip(0))
+    (True, False)
+
+    Exact: no tolerance, 0.0 is not -0.0, and NaN is itself. All meta tensors of a size are alike. Reads n bytes once.
+    """
+    if tensor is None:
+        return 0
+    plain = torch.empty(0) if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1)
+    digest = blake2b(f"{tensor.dtype}{list(tensor.shape)}{tensor.is_meta}".encode(), digest_size=8)
+    data: Any = plain.view(torch.uint8).numpy()
+    digest.update(data)
+    return int.from_bytes(digest.digest(), signed=True)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What ranks have of one tensor: in groups that have the same, the largest first; ranks by their numbers in the run."""
+
+    name: str
+    groups: list[list[int]]
+    wanted: bool = False  # whether all should have had different ones
+
+    @property
+    def odd(self) -> list[int]:
+        """The ranks outvoted by the others; none if no majority is right."""
+        largest, rest = self.groups[0], [rank for group in self.groups[1:] for rank in group]
+        return [] if self.wanted or len(largest) <= len(rest) else sorted(rest)
+
+    def __str__(self) -> str:
+        if self.wanted:
+            told = [f"{_ranks(group)} have the same" for group in self.groups if len(group) > 1]
+        elif self.odd:
+            told = [f"{_ranks(self.odd)} differ{'s' if len(self.odd) == 1 else ''} from {_ranks(self.groups[0])}"]
+        else:
+            told = [" and ".join(map(_ranks, self.groups)) + " have different ones: no majority says which is right"]
+        return f"{self.name}: {' and '.join(told)}"
+
+
+def differences(
+    comm: Communicator, alike: Mapping[str, Tensor | None], unlike: Mapping[str, Tensor | None] | None = None
+) -> list[Difference]:
+    """What breaks the rule that all ranks have `alike` in common, to the bit, and that no two of them have the same `unlike`.
+
+    >>> found = differences(comm, alike=dict(model.named_parameters()), unlike={"batch": x})     # doctest: +SKIP
+    >>> print(*found, sep="; ")                             # the same on every rank             # doctest: +SKIP
+    0.weight: rank 2 differs from ranks 0, 1, 3; batch: ranks 1, 3 have the same
+
+    Mismatch if the ranks name different tensors. Cost: an all-gather of 8 bytes a tensor; time to read them all once.
+    """
+    tensors = {**alike, **(unlike or {})}
+    comm.agree(f"differences({list(alike)}, {list(unlike or {})})")
+    mine = torch.tensor([fingerprint(tensor) for tensor in tensors.values()], dtype=torch.int64, device=comm.device)
+    everybody = mine.new_empty(comm.size * len(mine))
+    all_gather_into_tensor(comm, everybody, mine)
+    found = []
+    for name, prints in zip(tensors, everybody.view(comm.size, -1).T.tolist(), strict=True):
+        ranks = defaultdict(list)
+        for member, mark in zip(comm.members, prints, strict=True):
+            ranks[mark].append(member)
+        if len(ranks) != (1 if name in alike else comm.size):
+            groups = sorted(ranks.values(), key=lambda group: (-len(group), group))
+            found.append(Difference(name, groups, wanted=name not in alike))
+    return found
+
+
+class Replicas:
+    """Watches a module's replicas: parameters, buffers and gradients, and whatever else is to be alike, or not.
+
+    >>> replicas = Replicas(comm, model)                                            # doctest: +SKIP
+    >>> replicas.check(alike={"loss": mean_loss}, unlike={"batch": x})              # after the gradients' mean  # doctest: +SKIP
+    Mismatch: at step 7 (all was well at step 6) gradient of 0.weight: rank 2 differs from ranks 0, 1, 3; and 5 more
+
+    With two ranks it can say that they differ, not which of them is wrong: a majority names the odd one. What comes first in a
+    step is told first: inputs, then gradients, then weights. buffers, gradients: whether to look at them; a batch norm's
+    statistics, for one, are each rank's own in data parallelism. Cost: see `differences`.
+    """
+
+    def __init__(self, comm: Communicator, module: nn.Module, buffers: bool = True, gradients: bool = True) -> None:
+        self.comm, self.module, self.buffers, self.gradients = comm, module, buffers, gradients
+        self.steps = 0  #: how often all was compared
+        self.well: int | None = None  #: when all was well for the last time
+
+    def check(
+        self, alike: Mapping[str, Any] | None = None, unlike: Mapping[str, Any] | None = None, step: int | None = None
+    ) -> None:
+        """Raise Mismatch, on every rank and with the same words, unless the replicas agree; step: its number, else counted."""
+        step = self.steps if step is None else step
+        self.steps = step + 1
+        parameters = list(self.module.named_parameters())
+        same = _tensors(alike)
+        if self.gradients:
+            same |= {f"gradient of {name}": parameter.grad for name, parameter in parameters if parameter.requires_grad}
+        same |= dict(parameters) | (dict(self.module.named_buffers()) if self.buffers else {})
+        found = differences(self.comm, same, _tensors(unlike))
+        if found:
+            found.sort(key=lambda difference: not difference.wanted)
+            before = "" if self.well is None else f" (all was well at step {self.well})"
+            more = "" if len(found) == 1 else f"; and {len(found) - 1} more"
+            raise Mismatch(f"at step {step}{before} {found[0]}{more}")
+        self.well = step
+
+
+def _tensors(values: Mapping[str, Any] | None) -> dict[str, Tensor | None]:
+    """Numbers as tensors, without rounding."""
+    found = dict(values or {})
+    return {name: torch.tensor(x, dtype=torch.float64) if isinstance(x, int | float) else x for name, x in found.items()}
+
+
+def _ranks(group: list[int]) -> str:
+    return f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}"

@@ -1,0 +1,113 @@
+"""The gradient noise scale: unbiased to the digit over all draws, right for a known noise, and against all examples at once."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import d2lps
+from d2lps import Communicator
+from d2lps.parallel import DataParallel, NoiseScale
+from d2lps.parallel.noise import estimate, squares
+from d2lps.topology import star
+
+
+def of_ranks(gradients: Tensor, batch: int) -> tuple[float, float]:
+    """gradients: a row for each rank."""
+    return estimate(squares([gradients]) / len(gradients), squares([gradients.mean(0)]), batch, len(gradients))
+
+
+def test_over_all_draws_the_estimates_are_the_truth() -> None:
+    """Four examples, three ranks of one each: 64 draws, whose means are |G|^2 and the variance of the population exactly."""
+    examples = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = torch.tensor([of_ranks(examples[list(draw)], 1) for draw in product(range(4), repeat=3)], dtype=torch.float64)
+    gradient, noise = draws.mean(0).tolist()
+    assert gradient == pytest.approx(squares([examples.mean(0)]), rel=1e-12)
+    assert noise == pytest.approx(float(examples.var(0, correction=0).sum()), rel=1e-12)
+
+
+@given(st.integers(2, 9), st.integers(1, 64), st.integers(0, 1000))
+def test_noise_is_the_ranks_variance_times_the_batch(ranks: int, batch: int, seed: int) -> None:
+    gradients = torch.randn(ranks, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    gradient, noise = of_ranks(gradients, batch)
+    assert noise == pytest.approx(batch * float(gradients.var(0).sum()))
+    assert gradient + noise / (batch * ranks) == pytest.approx(squares([gradients.mean(0)]))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_known_noise_is_found(ranks: int) -> None:
+    """|G|^2 = 25 and S = 400, in 100 dimensions: a scale of 16 examples, seen by ranks of 8."""
+    dice = torch.Generator().manual_seed(ranks)
+    steps = [of_ranks(0.5 + (4 / 8) ** 0.5 * torch.randn(ranks, 100, generator=dice), 8) for _ in range(1000)]
+    gradient, noise = torch.tensor(steps).mean(0).tolist()
+    assert (gradient, noise, noise / gradient) == pytest.approx((25.0, 400.0, 16.0), rel=0.05)
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor]:
+    """And the gradient of each example, of a fixed linear model: the score's error times the input."""
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.tensor(x / 16, dtype=torch.float64), torch.tensor(y)
+    wrong = layer()(x).softmax(1).detach() - nn.functional.one_hot(y, 10)
+    return x, y, torch.cat([torch.einsum("no,ni->noi", wrong, x).flatten(1), wrong], 1)
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 10, dtype=torch.float64)
+
+
+def test_on_digits_it_is_what_all_examples_say() -> None:
+    """The oracle has each example's own gradient, and so the true mean and variance; we have four ranks of four, drawn anew."""
+    each = digits()[2]
+    drawn = torch.randint(len(each), (2000, 4, 4), generator=torch.Generator().manual_seed(0))
+    steps = torch.tensor([of_ranks(each[examples].mean(1), 4) for examples in drawn])
+    truth = squares([each.mean(0)]), float(each.var(0).sum())
+    assert steps.mean(0).tolist() == pytest.approx(truth, rel=0.03)
+
+
+def watched(comm: Communicator, steps: int, smooth: float) -> tuple[float, float, float]:
+    x, y, _ = digits()
+    model = DataParallel(comm, layer())
+    scale = NoiseScale(comm, model.parameters(), batch=4, smooth=smooth)
+    for step in range(steps):
+        model.zero_grad()
+        part = slice(40 * step + 4 * comm.rank, 40 * step + 4 * comm.rank + 4)
+        cross_entropy(model(x[part]), y[part]).backward()
+        scale.update()
+    return scale.gradient, scale.noise, scale.scale
+
+
+@pytest.mark.parametrize("world", [d2lps.run, lambda work, ranks, *args: d2lps.simulate(work, star(ranks, 1e9, 1e-6), *args)])
+def test_beside_data_parallel_it_sees_the_gradients_of_each_rank(world: Any) -> None:
+    """Though DataParallel leaves their mean alone. The running means are those of exponential weights that sum to one."""
+    each = digits()[2]
+    seen = [of_ranks(each[40 * step : 40 * step + 16].unflatten(0, (4, 4)).mean(1), 4) for step in range(5)]
+    weights = [0.8 ** (4 - step) for step in range(5)]
+    gradient, noise = (sum(w * s[k] for w, s in zip(weights, seen, strict=True)) / sum(weights) for k in (0, 1))
+    assert list(world(watched, 4, 5, 0.8)) == [pytest.approx((gradient, noise, noise / gradient), rel=1e-9)] * 4
+
+
+def test_wrong_calls_say_what() -> None:
+    with pytest.raises(ValueError, match="ranks=1"):
+        estimate(1.0, 1.0, 8, 1)
+
+    def work(comm: Communicator) -> None:
+        weight = nn.Parameter(torch.ones(1))
+        with pytest.raises(ValueError, match=r"smooth=1\.0"):
+            NoiseScale(comm, [weight], 4, smooth=1.0)
+        scale = NoiseScale(comm, [weight], 4)
+        with pytest.raises(RuntimeError, match="no backward pass"):
+            scale.update()
+        weight.sum().backward()
+        with pytest.raises(RuntimeError, match="second backward pass"):
+            weight.sum().backward()
+
+    d2lps.simulate(work, star(2, 1e9, 1e-6))

@@ -1,0 +1,373 @@
+"""Pipelines: schedules as pictures and by formula, executed beside one process and torch's own, stages that are balanced anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import d2lps
+from d2lps import Communicator
+from d2lps.parallel import Transformer
+from d2lps.parallel.balance import cut, rebalance
+from d2lps.parallel.pipeline import execute
+from d2lps.parallel.schedules import Action, gpipe, interleaved, one_f_one_b, picture, placed, replay, traffic, zero_bubble
+from d2lps.topology import star
+
+SCHEDULES = [
+    gpipe(1, 2), gpipe(3, 5), gpipe(4, 2), one_f_one_b(1, 3), one_f_one_b(2, 1), one_f_one_b(4, 8), one_f_one_b(8, 3),
+    interleaved(1, 2, 3), interleaved(2, 4, 2), interleaved(3, 6, 2), interleaved(4, 8, 2),
+    zero_bubble(1, 2), zero_bubble(3, 4), zero_bubble(4, 8), zero_bubble(8, 3),
+]  # fmt: skip
+
+
+# ---- schedules ----------------------------------------------------------------------------------------------------
+
+
+def test_pictures() -> None:
+    assert picture(gpipe(3, 4)).splitlines() == [
+        "rank 0  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3",
+        "rank 1  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .",
+        "rank 2  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .",
+    ]
+    assert picture(one_f_one_b(3, 4)).splitlines() == [
+        "rank 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3",
+        "rank 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .",
+        "rank 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .",
+    ]
+    assert picture(zero_bubble(3, 4)).splitlines() == [
+        "rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        "rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        "rank 2  .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    ]
+    assert picture(interleaved(2, 4, 2)).splitlines() == [
+        "rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3",
+        "rank 1  .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .",
+    ]
+
+
+def test_interleaved_goes_round_in_groups_of_as_many_as_there_are_ranks() -> None:
+    with pytest.raises(ValueError, match="micro_batches=6 is no multiple of ranks=4"):
+        interleaved(4, 6, 2)
+    assert interleaved(3, 6, 1) == one_f_one_b(3, 6)
+
+
+@given(st.integers(1, 9), st.integers(1, 12))
+def test_bubbles_and_memory_are_the_formulas(p: int, m: int) -> None:
+    assert replay(gpipe(p, m)).bubble == pytest.approx((p - 1) / m)
+    assert replay(gpipe(p, m)).peak == (m,) * p
+    one = replay(one_f_one_b(p, m))
+    assert one.bubble == pytest.approx((p - 1) / m)
+    assert one.peak == tuple(min(p - rank, m) for rank in range(p))
+    zero = replay(zero_bubble(p, m))
+    assert zero.peak == (min(p, m),) * p
+    if m >= p:
+        assert zero.bubble == pytest.approx((p - 1) / (3 * m))
+    else:
+        assert zero.bubble < one.bubble or p == 1
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+def test_interleaved_by_formula(p: int, groups: int, v: int) -> None:
+    m = p * groups
+    done = replay(interleaved(p, m, v), 1 / v, 2 / v)
+    assert done.bubble == pytest.approx((p - 1) / (v * m))
+    if v > 1 and groups > 1:
+        assert done.peak[0] / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
+
+
+def test_unequal_stages_and_messages_by_hand() -> None:
+    schedule = gpipe(2, 2)
+    slow = replay(schedule, [1, 3], [2, 6])  # 1, 3 + 3, 6 + 6, 2
+    assert slow.time == 21 and slow.busy == (6, 18) and slow.bubble == pytest.approx(1 / 6)
+    assert replay(schedule, 1, 2, message=0.5).time == 10  # 1 .5 1 1 2 2 .5 2: the second message is hidden both times
+    assert replay(schedule, 1, 2, message=0.5, ahead=False).time == 11  # and now it isn't: 1 .5 1 .5 1 2 2 .5 2, ...
+    assert replay(schedule, 1, 2, message=[0.5]).time == 10
+
+
+def test_one_f_one_b_hides_messages_worse_than_gpipe_if_receives_are_posted_ahead() -> None:
+    message = 2 * 2048 * 12288 / 22e9  # 50 MB at 22 GB/s, beside 10 and 20 ms
+    for schedule, blocking, ahead in ((gpipe, 0.235, 0.084), (one_f_one_b, 0.234, 0.216)):
+        both = [replay(schedule(8, 96), 0.01, 0.02, message=message, ahead=early).bubble for early in (False, True)]
+        assert both == pytest.approx([blocking, ahead], abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([[("F", 0, 0), ("B", 0, 0), ("F", 1, 0)]], "2 stages need one B each of each of 1 micro-batches: see 1B0"),
+        ([[("F", 0, 0), ("B", 0, 0), ("F", 0, 0)]], "rank 0 has 0F0 twice"),
+        ([[("F", 0, 0)], [("B", 0, 0)]], "stage 0 is on rank 0 and on rank 1"),
+        ([[("B", 0, 0), ("F", 0, 0)]], "rank 0 waits with 0B0 for 0F0"),
+        (
+            [[("F", 0, 0), ("B", 0, 0)], [("B", 1, 0), ("F", 1, 0)]],
+            "rank 0 waits with 0B0 for 1B0; rank 1 waits with 1B0 for 1F0",
+        ),
+    ],
+)
+def test_what_is_no_schedule(rows: list[list[tuple[str, int, int]]], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        replay([[Action(*action) for action in row] for row in rows])
+
+
+# ---- executed -----------------------------------------------------------------------------------------------------
+
+
+def network(layers: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(layers)]).double()
+
+
+def batch(m: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    own = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(2, m, 3, 6, generator=own, dtype=torch.double)
+    return list(inputs), list(targets)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def pipeline(comm: Communicator, schedule: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Two layers a stage; only the ranks that need them have inputs and targets."""
+    home, m = placed(schedule)
+    net, (inputs, targets) = network(2 * len(home)), batch(m)
+    mine = {stage: net[2 * stage : 2 * stage + 2] for stage, rank in home.items() if rank == comm.rank}
+    total = execute(
+        comm, mine, schedule, inputs if 0 in mine else None, targets if len(home) - 1 in mine else None,
+        loss if len(home) - 1 in mine else None,
+    )  # fmt: skip
+    return total, {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def alone(schedule: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    home, m = placed(schedule)
+    net, (inputs, targets) = network(2 * len(home)), batch(m)
+    total = torch.stack([loss(net(x), y) for x, y in zip(inputs, targets, strict=True)]).sum()
+    total.backward()
+    return total.detach(), {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def same(run: Any, schedule: Any) -> None:
+    (total, expected), home = alone(schedule), placed(schedule)[0]
+    found: dict[str, torch.Tensor] = {}
+    for rank, (told, gradients) in enumerate(run):
+        assert (told is not None) == (rank == home[len(home) - 1])
+        if told is not None:
+            torch.testing.assert_close(told, total, rtol=1e-12, atol=0)
+        assert not found.keys() & gradients.keys()
+        found |= gradients
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-10 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda rows: f"{len(rows)} ranks")
+def test_gradients_are_those_of_one_process(schedule: Any) -> None:
+    same(d2lps.simulate(pipeline, star(len(schedule), 1e9, 1e-6), schedule), schedule)
+
+
+@pytest.mark.parametrize("schedule", [interleaved(2, 4, 2), zero_bubble(4, 5)], ids=lambda rows: f"{len(rows)} ranks")
+def test_on_processes(schedule: Any) -> None:
+    same(d2lps.run(pipeline, len(schedule), schedule), schedule)
+
+
+@st.composite
+def any_schedule(draw: Any) -> list[list[Action]]:
+    """Stages on whatever ranks, actions in whatever order that can be."""
+    ranks, stages, m = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    home = [draw(st.integers(0, ranks - 1)) for _ in range(stages)]
+    split = draw(st.booleans())
+    left = {Action(kind, stage, k) for kind in "FBW"[: 2 + split] for stage in range(stages) for k in range(m)}
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    while left:
+        ready = [
+            action for action in sorted(left)
+            if not {Action("F", action.stage, action.micro_batch)} & (left - {action})
+            and (action.kind != "F" or Action("F", action.stage - 1, action.micro_batch) not in left)
+            and (action.kind != "B" or Action("B", action.stage + 1, action.micro_batch) not in left)
+            and (action.kind != "W" or Action("B", action.stage, action.micro_batch) not in left)
+        ]  # fmt: skip
+        action = draw(st.sampled_from(ready))
+        left.remove(action)
+        rows[home[action.stage]].append(action)
+    return rows
+
+
+@settings(max_examples=25, deadline=None)
+@given(any_schedule())
+def test_any_schedule_that_ends_is_carried_out(rows: list[list[Action]]) -> None:
+    same(d2lps.simulate(pipeline, star(len(rows), 1e9, 1e-6), rows, trace=False), rows)
+
+
+@given(any_schedule())
+def test_both_ends_agree_on_an_order_in_which_no_message_depends_on_a_later_one(rows: list[list[Action]]) -> None:
+    """As if all messages of two ranks went through one after another, each only when both ends have come to it."""
+    schedule = tuple(map(tuple, rows))
+    for order in traffic(schedule).values():
+        for rank in {sender for _, sender in order}:
+            mine = [action for action, sender in order if sender == rank]
+            assert mine == [action for action in rows[rank] if action in set(mine)]  # in the order of its program
+
+
+def test_stages_that_are_transformers_are_slices_and_names_stay() -> None:
+    sizes = Transformer(layers=3, hidden=8, heads=2, vocab=11, sequence=5)
+    tokens = torch.randint(11, (4, 2, 5), generator=torch.Generator().manual_seed(3))
+
+    def entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+    def work(comm: Communicator, schedule: Any) -> dict[str, torch.Tensor]:
+        model = sizes.module(dtype=torch.double)
+        stage = model[(slice(0, 2), slice(2, 3), slice(3, 5))[comm.rank]]
+        execute(comm, {comm.rank: stage}, schedule, list(tokens), list(tokens.roll(-1, -1)), entropy)
+        return {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+
+    model = sizes.module(dtype=torch.double)
+    entropy(model(tokens.flatten(0, 1)), tokens.roll(-1, -1).flatten(0, 1)).backward()
+    for schedule in (one_f_one_b(3, 4), zero_bubble(3, 4)):
+        found = {name: g for rank in d2lps.simulate(work, star(3, 1e9), schedule) for name, g in rank.items()}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        largest = max(gradient.abs().max() for gradient in gradients.values())
+        assert found.keys() == gradients.keys()
+        assert max((found[name] - gradients[name]).abs().max() for name in gradients) <= 1e-10 * largest
+
+
+def most_held(run: d2lps.Run, rank: int) -> int:
+    """How many micro-batches' activations are in the accounts at a time."""
+    spans = run.trace.spans
+    held = (spans["rank"] == rank) & (spans["kind"] == list(run.trace.kinds).index("memory"))
+    starts, ends = spans["start"][held], spans["end"][held]
+    return max(int(((starts <= time) & (time < ends)).sum()) for time in starts)
+
+
+class Stage(nn.Module):
+    """Stands for a stage whose passes take so many seconds: the backward pass half for its input, half for its weight."""
+
+    def __init__(self, comm: Communicator, forward: float, backward: float) -> None:
+        super().__init__()
+        self.comm, self.seconds, self.half = comm, forward, backward / 2
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.comm.sleep(self.seconds)
+        return _Slept.apply(x, self.comm, self.half) + _Slept.apply(self.weight, self.comm, self.half)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Slept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, seconds: float) -> torch.Tensor:
+        ctx.comm, ctx.seconds = comm, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.comm.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+def timed(comm: Communicator, schedule: Any, forward: float = 1.0, backward: float = 2.0, size: int = 1) -> None:
+    home, m = placed(schedule)
+    mine = {stage: Stage(comm, forward, backward) for stage, rank in home.items() if rank == comm.rank}
+    x = torch.zeros(size, device=comm.device, requires_grad=True)
+    execute(comm, mine, schedule, [x] * m, [None] * m, lambda output, _: output.sum())
+
+
+@pytest.mark.parametrize(
+    "schedule", [gpipe(3, 4), one_f_one_b(4, 6), zero_bubble(3, 4), interleaved(2, 4, 2)], ids=lambda s: f"{len(s)}"
+)
+def test_the_simulator_takes_as_long_and_holds_as_much_as_the_replay(schedule: Any) -> None:
+    run, told = d2lps.simulate(timed, star(len(schedule), 1e15), schedule), replay(schedule)
+    assert run.time == pytest.approx(told.time, rel=1e-9)
+    assert tuple(most_held(run, rank) for rank in range(len(schedule))) == told.peak
+
+
+def test_what_does_not_fit_is_said_before_anything_is_sent() -> None:
+    def work(comm: Communicator, schedule: Any, stages: tuple[int, ...], count: int, end: Any = loss) -> None:
+        execute(
+            comm, {stage: nn.Linear(6, 6) for stage in stages}, schedule, [torch.zeros(6)] * count, [torch.zeros(6)] * count, end
+        )
+
+    for arguments, told in (
+        ((one_f_one_b(2, 3), (0,), 3), "a schedule for 2 ranks, and there are 1"),
+        ((gpipe(1, 3), (0, 1), 3), r"rank 0 has the stages \[0, 1\], and the schedule gives it \[0\]"),
+        ((gpipe(1, 3), (0,), 2), "rank 0 has stage 0, and 2 inputs for 3 micro-batches"),
+        ((gpipe(1, 3), (0,), 3, None), "rank 0 has the last stage, 0, and no loss"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            d2lps.simulate(work, star(1, 1e9), *arguments)
+
+
+def test_micro_batches_must_be_alike() -> None:
+    def work(comm: Communicator) -> None:
+        inputs = [torch.zeros(3, 6), torch.zeros(2, 6)]
+        execute(comm, {comm.rank: nn.Linear(6, 6)}, gpipe(2, 2), inputs, inputs, loss)
+
+    with pytest.raises(
+        ValueError, match=r"0F1 makes torch.float32 \[2, 6\], and the first micro-batch made torch.float32 \[3, 6\]"
+    ):
+        d2lps.simulate(work, star(2, 1e9))
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(d2lps.RankDied, match="rank 2 has died"):
+        d2lps.simulate(timed, star(4, 1e9), one_f_one_b(4, 8), faults=[d2lps.Kill("gpu2", at=7.0)])
+
+
+class Fatal(nn.Module):
+    """The fourth micro-batch kills its process."""
+
+    def __init__(self, here: bool) -> None:
+        super().__init__()
+        self.here = here
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.here and x == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def test_a_process_that_dies_is_named() -> None:
+    def work(comm: Communicator) -> None:
+        inputs = [torch.tensor(float(k), requires_grad=True) for k in range(5)]
+        execute(comm, {comm.rank: Fatal(comm.rank == 1)}, one_f_one_b(3, 5), inputs, inputs, lambda output, _: output)
+
+    with pytest.raises(d2lps.RankDied, match="rank 1 of 3 was killed by SIGKILL"):
+        d2lps.run(work, 3)
+
+
+# ---- balanced -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.data())
+def test_no_cut_is_better(costs: list[int], stages: int, data: Any) -> None:
+    if stages > len(costs):
+        with pytest.raises(ValueError, match=f"stages={stages}, but there are only {len(costs)} layers"):
+            cut(costs, stages)
+        return
+    slow = data.draw(st.lists(st.sampled_from([1, 1, 2, 3]), min_size=stages, max_size=stages))
+
+    def worst(parts: list[range]) -> int:
+        return max(factor * sum(costs[layer] for layer in part) for factor, part in zip(slow, parts, strict=True))
+
+    found = cut(costs, stages, slow)
+    assert [layer for part in found for layer in part] == list(range(len(costs))) and all(found)
+    places = ([0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), stages - 1))
+    assert worst(found) == min(worst([range(*ends) for ends in pairwise(place)]) for place in places)
+
+
+def test_it_moves_as_few_bytes_as_it_can_and_says_when_that_pays() -> None:
+    schedule, old = one_f_one_b(4, 8), cut([3] * 8, 4)
+    change = rebalance([3] * 8, old, [1, 1, 2, 1], [100] * 8, 4, schedule)
+    assert len(change.moves) == 1 and change.moves[0][1] == 2
+    assert (change.before, change.after, change.seconds, change.pays_after) == (110, 90, 25, 2)
+    calm = rebalance([3] * 8, old, [1, 1, 1, 1], [100] * 8, 4, schedule)
+    assert calm.moves == [] and calm.pays_after == float("inf") and calm.cut == old

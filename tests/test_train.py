@@ -1,0 +1,311 @@
+"""Training under any Plan, beside one process with plain torch: losses, gradient norms, wrong plans, killed ranks."""
+
+# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from launching import nothing_left
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+import d2lps
+from d2lps import Communicator
+from d2lps.parallel import Plan, Trainer, Transformer, text, train
+from d2lps.parallel.data import NOTHING
+from d2lps.parallel.dropout import Place, placed
+from d2lps.parallel.plan import PRECISIONS
+from d2lps.topology import Device, star
+
+FLAT = Transformer(layers=2, hidden=16, heads=4, vocab=96, sequence=16, ffn=24, kv_heads=2, gated=True, tied=True, dropout=0.1)
+DEEP = replace(FLAT, layers=4)
+MIXED = replace(FLAT, gated=False, experts=4, top_k=2, capacity=float("inf"))  # none is dropped: which, depends on cp
+STEPS, BATCH, MAX_NORM = 2, 8, 0.5  # gradients here have norms of 0.6 and more: all are clipped
+adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-5)
+
+
+class Uneven:
+    """Sequences of which 1 to 16 tokens count: a rank, or a micro-batch, may have three times as many as another, or none."""
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = text(sequence=16).batch(first, count)
+        counting = 1 + torch.arange(first, first + count) * 7 % 16
+        return tokens, targets.masked_fill(torch.arange(16) >= counting[:, None], NOTHING)
+
+
+@cache
+def one_process(sizes: Transformer, precision: str = "fp64") -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of plain torch: one process, the whole batch at once."""
+    model, place = sizes.module(seed=0, dtype=PRECISIONS[precision]), Place()
+    placed(model, place)
+    optimizer = adam(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        place.step = step
+        tokens, targets = Uneven().batch(step * BATCH, BATCH)
+        logits = model(tokens).flatten(0, 1)
+        loss = cross_entropy(logits, targets.flatten(), ignore_index=NOTHING)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(norms) > MAX_NORM
+    return losses, norms
+
+
+def under(comm: Communicator, sizes: Transformer, plan: Plan) -> tuple[list[float], list[float]]:
+    done = train(comm, sizes, plan, Uneven(), steps=STEPS, batch=BATCH, optimizer=adam, max_norm=MAX_NORM)
+    return done.losses, done.norms
+
+
+def simulated(function: Callable[..., Any], plan: Plan, *args: Any, device: Device | None = None) -> d2lps.Run:
+    return d2lps.simulate(function, star(plan.ranks, 5e6, 1e-6, device), *args, trace=False)
+
+
+def sizes_for(plan: Plan) -> Transformer:
+    return MIXED if plan.ep > 1 else DEEP if plan.pp * plan.interleave > 2 else FLAT
+
+
+def agrees(run: d2lps.Run, plan: Plan, losses: float, norms: float) -> None:
+    """Each rank's losses and norms are those of one process, of which they are away by so large a part at most."""
+    alone = one_process(sizes_for(plan), "fp32" if plan.precision == "bf16" else plan.precision)
+    for rank, (ours, lengths) in enumerate(run):
+        assert ours == pytest.approx(alone[0], rel=losses), f"rank {rank}: losses"
+        assert lengths == pytest.approx(alone[1], rel=norms), f"rank {rank}: norms"
+
+
+exact = partial(Plan, precision="fp64")
+PLANS = [  # two micro-batches or more each, to accumulate
+    exact(dp=4),
+    exact(dp=4, overlap=False),
+    exact(dp=4, zero=1, recompute="selective"),
+    exact(dp=2, tp=2, micro_batch=2, zero=2, sequence_parallel=True),
+    exact(dp=4, zero=3, recompute="full"),
+    exact(dp=4, zero=3, zero_group=2, overlap=False),
+    exact(tp=4, micro_batch=4, recompute="full"),
+    exact(cp=4, micro_batch=4, zero=2),
+    exact(tp=2, cp=2, micro_batch=4, zero=1, sequence_parallel=True, recompute="full"),
+    exact(pp=4, micro_batch=2, schedule="gpipe", recompute="full"),
+    exact(pp=4, micro_batch=2, schedule="zero_bubble"),
+    exact(pp=2, dp=2, micro_batch=2, zero=1),
+    exact(pp=2, dp=2, micro_batch=2, zero=2),
+    exact(pp=2, dp=2, micro_batch=2, zero=3, recompute="selective"),
+    exact(pp=2, tp=2, micro_batch=4, schedule="interleaved", interleave=2, sequence_parallel=True, recompute="selective"),
+    exact(pp=2, cp=2, micro_batch=4, schedule="zero_bubble", recompute="selective"),
+    exact(dp=2, tp=2, pp=2, micro_batch=2, zero=1, sequence_parallel=True, recompute="full"),
+    exact(dp=2, tp=2, cp=2, micro_batch=2, zero=3),
+    exact(dp=2, tp=2, pp=2, micro_batch=2, zero=2, schedule="interleaved", interleave=2),
+    exact(tp=2, pp=2, cp=2, micro_batch=4, zero=2, sequence_parallel=True, schedule="zero_bubble"),
+    exact(dp=4, pp=2, zero=3, zero_group=2, schedule="gpipe"),
+    exact(dp=2, ep=2, micro_batch=2),
+    exact(dp=4, ep=4, zero=1, recompute="full"),
+    exact(dp=4, ep=2, zero=3),
+    exact(dp=2, cp=2, ep=4, micro_batch=2, zero=2),
+    exact(dp=2, pp=2, ep=2, micro_batch=2, zero=2),
+    exact(dp=2, tp=2, pp=2, ep=2, micro_batch=2, zero=1, sequence_parallel=True),
+    exact(dp=2, tp=2, cp=2, ep=2, micro_batch=2, zero=2, schedule="gpipe"),
+]
+
+
+def shown(plan: Plan) -> str:
+    return str(plan).replace(" precision=fp64", "")
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=shown)
+def test_as_one_process(plan: Plan) -> None:
+    agrees(simulated(under, plan, sizes_for(plan), plan), plan, 1e-12, 1e-12)
+
+
+REAL = [
+    Plan(dp=2, tp=2, micro_batch=2, zero=3, sequence_parallel=True, recompute="selective", precision="fp32"),
+    Plan(dp=2, pp=2, micro_batch=2, zero=2, schedule="zero_bubble", precision="fp32"),
+    Plan(dp=2, cp=2, ep=4, micro_batch=2, zero=1, recompute="full", precision="fp32"),
+    Plan(dp=2, tp=2, pp=2, schedule="interleaved", interleave=2, precision="fp64"),
+]
+
+
+@pytest.mark.parametrize("plan", REAL, ids=str)
+def test_on_processes(plan: Plan) -> None:
+    run = d2lps.run(under, plan.ranks, sizes_for(plan), plan)
+    agrees(run, plan, *{"fp32": (1e-6, 1e-6), "fp64": (1e-12, 1e-12)}[plan.precision])
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=4),
+        Plan(dp=2, tp=2, zero=3, sequence_parallel=True),
+        Plan(pp=2, cp=2, micro_batch=4, zero=1, recompute="full"),
+        Plan(dp=4, ep=4, zero=2),
+    ],
+    ids=str,
+)
+def test_bf16_stays_close_to_fp32(plan: Plan) -> None:
+    """Seen here: losses within 6e-4, norms within 7e-3; numbers have 8 bits, a relative step of 4e-3."""
+    agrees(simulated(under, plan, sizes_for(plan), plan), plan, 2e-3, 3e-2)
+
+
+# ---- what the fields save -------------------------------------------------------------------------------------------------
+
+
+def held(comm: Communicator, sizes: Transformer, plan: Plan) -> tuple[dict[str, int], dict[str, int], float]:
+    before = comm.memory.held.copy()
+    train(comm, sizes, plan, Uneven(), steps=2, batch=BATCH, optimizer=adam)
+    return dict(comm.memory.peak), dict(comm.memory.held - before), comm.now()
+
+
+def test_recomputation_holds_less() -> None:
+    plans = [exact(dp=2, recompute=what) for what in ("none", "selective", "full")]
+    none, selective, full = (simulated(held, plan, DEEP, plan)[0][0]["activations"] for plan in plans)
+    assert full < 0.5 * selective < 0.5 * none
+
+
+def test_zero_holds_less_from_stage_to_stage() -> None:
+    sizes = replace(DEEP, tied=False)
+    rest = [simulated(held, plan, sizes, plan)[0][1] for plan in (exact(dp=4, zero=stage) for stage in range(4))]
+    optimizer, weights = ([held[what] for held in rest] for what in ("optimizer", "weights"))
+    assert optimizer[1:] == [pytest.approx(optimizer[0] / 4, rel=0.01)] * 3
+    assert weights[3] == pytest.approx(weights[0] / 4, rel=0.01) and weights[:3] == [weights[0]] * 3
+
+
+@pytest.mark.parametrize("plan", [exact(dp=4), exact(dp=4, zero=1), exact(dp=4, zero=2), exact(dp=4, zero=3)], ids=shown)
+def test_overlap_takes_less_time(plan: Plan) -> None:
+    slow = Device(flops=3e7, memory=1e9, memory_bandwidth=1e12, efficiency=1.0, launch=0.0)
+    sizes = replace(DEEP, tied=False, dropout=0.0)
+    beside, after = (simulated(held, one, sizes, one, device=slow).time for one in (plan, replace(plan, overlap=False)))
+    assert beside < 0.95 * after
+
+
+# ---- what can't be --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"dp": 0}, "dp=0 is not a whole number from 1 up"),
+        ({"micro_batch": 1.5}, "micro_batch=1.5 is not a whole number"),
+        ({"zero": 4}, "zero=4 is none of the stages"),
+        ({"zero": True}, "zero=True is none of the stages"),
+        ({"zero_group": 0, "zero": 1}, "zero_group=0"),
+        ({"schedule": "zb"}, "schedule='zb' is unknown"),
+        ({"recompute": "all"}, "recompute='all' is unknown"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown"),
+    ],
+)
+def test_fields_that_are_none(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Plan(**fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (Plan(dp=3), "dp=3 x tp=1 x pp=1 x cp=1 makes 3 ranks, and there are 4"),
+        (Plan(dp=4, micro_batch=3), "batch=8 is no multiple of dp=4 x micro_batch=3"),
+        (Plan(dp=4, ep=3), "ep=3 must divide dp x cp = 4 x 1"),
+        (Plan(dp=4, ep=2), "ep=2 shares out experts, and the model has none (experts=1)"),
+        (Plan(pp=4), "layers=2 are too few for 4 stages (pp=4 x interleave=1)"),
+        (Plan(pp=2, dp=2, schedule="interleaved", interleave=2), "layers=2 are too few for 4 stages (pp=2 x interleave=2)"),
+        (Plan(dp=4, interleave=2), "interleave=2, schedule='one_f_one_b'"),
+        (Plan(dp=4, schedule="interleaved"), "interleave=1, schedule='interleaved'"),
+        (Plan(dp=4, sequence_parallel=True), "sequence_parallel=True shares out along tp, and tp=1"),
+        (Plan(dp=4, zero_group=2), "zero_group=2 says where zero shards, and zero=0"),
+        (Plan(dp=4, zero=1, zero_group=3), "zero_group=3 must divide dp x cp = 4 x 1"),
+        (Plan(dp=4, ep=2, zero=1, zero_group=2), "zero_group=2 is not carried out with ep=2"),
+    ],
+    ids=str,
+)
+def test_plans_that_do_not_fit(plan: Plan, told: str) -> None:
+    sizes = MIXED if "carried out" in told else FLAT
+    with pytest.raises(ValueError, match=re.escape(told)):
+        d2lps.simulate(under, star(4, 1e9, 1e-6), sizes, plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan", "batch", "told"),
+    [
+        ({"heads": 6, "hidden": 24, "kv_heads": None}, Plan(tp=4), 8, "heads=6 can't be shared out evenly to tp=4"),
+        ({"heads": 12, "hidden": 24, "kv_heads": 6}, Plan(tp=4), 8, "kv_heads=6 can't be shared out evenly to tp=4"),
+        ({"vocab": 97}, Plan(tp=2), 8, "vocab=97 can't be shared out evenly to tp=2"),
+        ({"ffn": 25}, Plan(tp=2), 8, "ffn=25 can't be shared out evenly to tp=2"),
+        ({"sequence": 10}, Plan(cp=2), 8, "sequence=10 can't be shared out evenly to 2 cp=4"),
+        (
+            {"sequence": 12},
+            Plan(cp=2, tp=4, sequence_parallel=True),
+            8,
+            "sequence=12 can't be shared out evenly to tp x cp = 4 x 2",
+        ),
+        ({"experts": 6}, Plan(dp=4, ep=4), 8, "experts=6 can't be shared out evenly to ep=4"),
+        ({}, Plan(pp=2, dp=4, micro_batch=2), 12, "batch=12 is no multiple of dp=4 x micro_batch=2"),
+        ({"layers": 8}, Plan(pp=4, schedule="interleaved", interleave=2), 6, "micro_batches=6 is no multiple of ranks=4"),
+    ],
+)
+def test_models_and_batches_that_do_not_fit(sizes: dict[str, Any], plan: Plan, batch: int, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        plan.check(replace(FLAT, **sizes), batch)
+
+
+def test_fewer_micro_batches_than_stages_where_the_schedule_can() -> None:
+    plan = exact(pp=4, micro_batch=4)
+    assert plan.micro_batches(BATCH) == 2
+    agrees(simulated(under, plan, DEEP, plan), plan, 1e-12, 1e-12)
+
+
+# ---- a rank that dies -----------------------------------------------------------------------------------------------------
+
+
+def die_on_the_way(comm: Communicator, sizes: Transformer, plan: Plan) -> None:
+    trainer = Trainer(comm, sizes, plan, Uneven(), BATCH, adam)
+    trainer.step()
+    if comm.rank == 1:
+        next(trainer.module.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    trainer.step()
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(dp=2), Plan(dp=2, zero=3), Plan(tp=2), Plan(pp=2), Plan(cp=2, zero=2), Plan(dp=2, ep=2)], ids=str
+)
+def test_a_rank_that_dies_in_its_backward_pass_is_named(plan: Plan, nothing_left: Callable[[float], bool]) -> None:
+    with pytest.raises(d2lps.RankDied, match=r"^rank 1 of 2 was killed by SIGKILL"):
+        d2lps.run(die_on_the_way, 2, sizes_for(plan), plan)
+    assert nothing_left(3)
+
+
+# ---- dropout --------------------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_of_a_place() -> None:
+    like = torch.zeros(32, 64, 16)
+    numbers = [Place(seed, step).uniform(layer, like) for seed, step, layer in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]]
+    for one in numbers:
+        assert one.mean() == pytest.approx(0.5, abs=0.01) and one.std() == pytest.approx(12**-0.5, rel=0.01)
+        for along in range(3):
+            means = (one < 0.25).double().mean([dim for dim in range(3) if dim != along])
+            assert means == pytest.approx(torch.full_like(means, 0.25).numpy(), abs=0.08)
+    alike = torch.corrcoef(torch.stack([one.flatten() for one in numbers])) - torch.eye(4)
+    assert alike.abs().max() < 0.02
+    part = Place(rows=torch.tensor([3, 5]), positions=torch.tensor([0, 7, 8])).uniform(0, torch.zeros(2, 3, 16))
+    assert torch.equal(part, numbers[0][[3, 5]][:, [0, 7, 8]])
+    with pytest.raises(ValueError, match="2 rows of 3 positions"):
+        Place(rows=torch.tensor([3, 5]), positions=torch.tensor([0, 7, 8])).uniform(0, torch.zeros(2, 4, 16))
+
+
+def test_a_callback_sees_every_step() -> None:
+    def work(comm: Communicator) -> Any:
+        seen: list[Any] = []
+        done = train(comm, FLAT, Plan(), Uneven(), 2, 4, adam, callback=lambda *step: seen.append(step))
+        return seen, done.done, list(zip(range(2), done.losses, done.norms, strict=True))
+
+    seen, done, given = simulated(work, Plan())[0]
+    assert seen == given and done == 2
