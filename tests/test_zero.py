@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import d2lps
 from d2lps import Communicator
@@ -205,7 +205,8 @@ class Odd(nn.Module):
         self.double()
 
     def block(self, part: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(part, x, use_reentrant=self.recompute == "reentrant") if self.recompute else part(x)
+        with set_checkpoint_early_stop(self.recompute == "early"):  # else a recomputation goes on to the forward hook
+            return checkpoint(part, x, use_reentrant=self.recompute == "reentrant") if self.recompute else part(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.twice(self.twice(x * self.scale))
@@ -214,7 +215,7 @@ class Odd(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recompute", ["", "reentrant", "other"])
+@pytest.mark.parametrize("recompute", ["", "reentrant", "early", "late"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_odd_models(recompute: str, overlap: bool) -> None:
     def work(comm: Communicator, stage: int) -> Tensor:

@@ -1,0 +1,232 @@
+"""The checks of *Sharding the state*: solutions pass, wrong answers are refused in words."""
+
+import pytest
+import torch
+from solutions import refused, solution
+
+from d2lps import ReduceOp
+from d2lps.check import sharding_the_state as check
+from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+
+SOLUTIONS = {
+    "owned": "ex-sharding-owned", "sharded_step": "ex-sharding-step", "clip": "ex-sharding-clip", "lend": "ex-sharding-lend",
+}  # fmt: skip
+ANSWERS = {"memory": "ex-sharding-memory", "accumulation": "ex-sharding-accumulation", "hidden": "ex-sharding-hidden"}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_solution_passes(name):
+    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answer_passes(name):
+    verdict = getattr(check, name)(solution(ANSWERS[name])["answer"])
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "word"),
+    [
+        ("memory", (16 * 13, 56.875, 31.6875, 16 * 13, 13), "stage 3"),
+        ("memory", (208, 12 / 32 * 13, 31.6875, 6.5, 13), "stage 1"),
+        ("memory", (208, 56.875, 31.6875, 6.5, 12), "2 + 14/N"),
+        ("memory", (208, 56.875, 31.6875, 6.5), "5 numbers are wanted"),
+        ("memory", (18 * 13, 56.875, 31.6875, 6.5, 13), "2 + 2 + 12"),
+        ("accumulation", (2, 16, 24, 17, 2), "stage 2"),
+        ("accumulation", (2, 9, 3, 17, 2), "Two all-gathers"),
+        ("accumulation", (2, 9, 24, 10, 2), "no_sync"),
+        ("accumulation", (2, 9, 24, 17, 3), "weights kept"),
+        ("hidden", (12000, 1000), "2 FLOP"),
+        ("hidden", (6000, 6000), "NVLink"),
+        ("hidden", 6000, "2 numbers are wanted"),
+    ],
+)
+def test_answer_refused(name, wrong, word):
+    refused(getattr(check, name)(wrong), word)
+
+
+# ---- owned --------------------------------------------------------------------------------------------------------------
+
+
+def rounded_down(sizes, ranks, rank):
+    return window(sizes, rank * (sum(sizes) // ranks), (rank + 1) * (sum(sizes) // ranks))
+
+
+def with_empty_runs(sizes, ranks, rank):
+    length = -(-sum(sizes) // ranks)
+    return window(sizes, rank * length, rank * length + length, keep=True)
+
+
+def with_padding(sizes, ranks, rank):
+    length = -(-sum(sizes) // ranks)
+    return window([*sizes[:-1], length * ranks - sum(sizes[:-1])], rank * length, rank * length + length)
+
+
+def each_tensor_cut(sizes, ranks, rank):
+    lengths = [-(-size // ranks) for size in sizes]
+    runs = [
+        (tensor, rank * length, min(size, rank * length + length))
+        for tensor, (size, length) in enumerate(zip(sizes, lengths, strict=True))
+    ]
+    return [run for run in runs if run[1] < run[2]]
+
+
+def window(sizes, first, last, keep=False):
+    runs, begin = [], 0
+    for tensor, size in enumerate(sizes):
+        start, stop = min(max(first - begin, 0), size), min(max(last - begin, 0), size)
+        runs += [(tensor, start, stop)] if keep or start < stop else []
+        begin += size
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (rounded_down, "in one line those from 0"),
+        (with_empty_runs, "holds nothing"),
+        (with_padding, "are padding"),
+        (each_tensor_cut, "in one line"),
+        (lambda sizes, ranks, rank: [(tensor, 0, size) for tensor, size in enumerate(sizes)], "has 7 elements; of a shard's 4"),
+    ],
+)
+def test_owned_refuses(wrong, word):
+    refused(check.owned(wrong), word)
+
+
+# ---- sharded_step -------------------------------------------------------------------------------------------------------
+
+
+def a_step(op=ReduceOp.AVG, gather=True, moves=True, remembers=True, all_of_it=False):
+    def sharded_step(comm, weights, gradient, velocity, rate, momentum):
+        n, length = len(weights), len(velocity)
+        padding = weights.new_zeros(length * comm.size - n)
+        mean, whole = torch.empty_like(velocity), torch.cat([weights, padding])
+        if all_of_it:
+            all_reduce(comm, padded := torch.cat([gradient, padding]), op)
+            mean.copy_(padded.view(comm.size, -1)[comm.rank])
+        else:
+            reduce_scatter_tensor(comm, mean, torch.cat([gradient, padding]), op)
+        new = (momentum * velocity if remembers else 0) + mean
+        velocity.copy_(new)
+        mine = whole.view(comm.size, -1)[comm.rank]
+        mine -= rate * velocity
+        if gather:
+            all_gather_into_tensor(comm, whole, mine)
+        if moves:
+            weights.copy_(whole[:n])
+
+    return sharded_step
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (a_step(op=ReduceOp.SUM), "mean gradient"),
+        (a_step(gather=False), "every shard"),
+        (a_step(moves=False), "have not moved"),
+        (a_step(remembers=False), "velocity"),
+        (a_step(all_of_it=True), "send"),
+        (lambda comm, weights, gradient, velocity, rate, momentum: weights.sub_(rate * gradient), "velocity"),
+    ],
+)
+def test_sharded_step_refuses(wrong, word):
+    refused(check.sharded_step(wrong), word)
+
+
+# ---- clip ---------------------------------------------------------------------------------------------------------------
+
+
+def clipper(power=2, average=False, always=False, gathers=False, local=False):
+    def clip(comm, shard, max_norm):
+        total = shard.abs().pow(power).sum()
+        if gathers:
+            everything = shard.new_empty(comm.size * len(shard))
+            all_gather_into_tensor(comm, everything, shard)
+            total = everything.square().sum()
+        elif not local:
+            all_reduce(comm, total, ReduceOp.AVG if average else ReduceOp.SUM)
+        norm = total ** (1 / power)
+        shard *= max_norm / norm.item() if always else min(1, max_norm / norm.item())
+        return norm
+
+    return clip
+
+
+def sums_norms(comm, shard, max_norm):
+    norm = shard.norm()
+    all_reduce(comm, norm)
+    shard *= min(1, max_norm / norm.item())
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (clipper(local=True), "its own shard"),
+        (sums_norms, "norm or square"),
+        (clipper(average=True), "norm or square"),
+        (clipper(power=1), "says the norm was"),
+        (clipper(always=True), "have been scaled"),
+        (clipper(gathers=True), "one number"),
+        (lambda comm, shard, max_norm: str(max_norm), "says the norm was '1.0'"),
+    ],
+)
+def test_clip_refuses(wrong, word):
+    refused(check.clip(wrong), word)
+
+
+# ---- lend ---------------------------------------------------------------------------------------------------------------
+
+
+def lender(shrinks=True, returns=True, pays_back=True, ends=True):
+    def lend(comm, layer):
+        kept = [layer.weight.data.flatten()]
+        shape, mine = layer.weight.shape, kept[0].chunk(comm.size)[comm.rank].clone()
+
+        def gather():
+            if shrinks:
+                kept[0].untyped_storage().resize_(kept[0].nbytes)
+            else:
+                kept[0] = kept[0].new_empty(comm.size * len(mine))
+            all_gather_into_tensor(comm, kept[0], mine)
+            layer.weight.data = kept[0].view(shape)
+
+        def free():
+            layer.weight.data = mine.new_empty(0)
+            if shrinks:
+                kept[0].untyped_storage().resize_(0)
+
+        def left(layer, inputs, output):
+            if returns:
+                output.register_hook(lambda _: gather())
+            if pays_back:
+                free()
+
+        free()
+        layer.register_forward_pre_hook(lambda *_: gather())
+        layer.register_forward_hook(left)
+        if ends:
+            layer.weight.register_post_accumulate_grad_hook(lambda _: free())
+
+    return lend
+
+
+def quarter_only(comm, layer):
+    layer.weight.data = layer.weight.data * (comm.rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (lender(shrinks=False), "autograd's included"),
+        (lender(returns=False), "Error"),
+        (lender(pays_back=False), "in the forward pass rank 0 holds the weights of 3"),
+        (lender(ends=False), "in the backward pass rank 0 holds the weights of 3"),
+        (quarter_only, "holds the weights of 3 layers"),
+    ],
+)
+def test_lend_refuses(wrong, word):
+    refused(check.lend(wrong), word)
