@@ -1,16 +1,27 @@
 """Checkpoints of many ranks: what is loaded is what was saved, to the bit, however either is cut and wherever a writer stops."""
 
+import os
+import random
+import shutil
+import signal
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
 import d2lps
-from d2lps.parallel import Mesh, Piece
-from d2lps.parallel.checkpoint import load, save, share_out
-from d2lps.parallel.pieces import copy_common, flaw, overlap
-from d2lps.parallel.saved import look
+from d2lps.collectives import all_reduce
+from d2lps.comm import Event
+from d2lps.disk import CheckpointDamaged, CheckpointMissing
+from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Zero, generator_pieces, module_pieces, optimizer_pieces, saved
+from d2lps.parallel.checkpoint import keep_going, load, save, share_out
+from d2lps.parallel.pieces import copy_common, flaw, overlap, set_generators
+from d2lps.parallel.saved import fill, look
 from d2lps.topology import star
 
 WORLDS = {"processes": d2lps.run, "simulated": lambda fn, p, *args: d2lps.simulate(fn, star(p, 1e9, 1e-6), *args)}
@@ -143,12 +154,12 @@ def loading(comm, folder, plan):
     return manifest.extra, all(torch.equal(piece.tensor, right[name]) for name, piece in pieces.items()), len(pieces)
 
 
-@pytest.mark.parametrize("saved", PLANS, ids=str)
-def test_what_one_plan_saves_any_other_loads(saved, tmp_path):
-    d2lps.simulate(saving, star(ranks_of(saved), 1e9, 1e-6), tmp_path, saved)
+@pytest.mark.parametrize("first", PLANS, ids=str)
+def test_what_one_plan_saves_any_other_loads(first, tmp_path):
+    d2lps.simulate(saving, star(ranks_of(first), 1e9, 1e-6), tmp_path, first)
     for plan in PLANS:
         run = d2lps.simulate(loading, star(ranks_of(plan), 1e9, 1e-6), tmp_path, plan)
-        assert all(extra == {"plan": saved} and right for extra, right, _ in run)
+        assert all(extra == {"plan": first} and right for extra, right, _ in run)
         assert sum(count for *_, count in run) >= len(SHAPES)
     stored = sum(load_file(path)[name].nbytes for path in tmp_path.rglob("*.safetensors") for name in load_file(path))
     assert stored == sum(whole.nbytes for whole in wholes().values()), "replicas are written once"
@@ -161,3 +172,389 @@ def test_on_processes_too_and_a_whole_is_a_file_that_any_program_reads(tmp_path)
     d2lps.run(saving, 1, tmp_path, {}, 2)
     [path] = look(tmp_path).folder.glob("*.safetensors")
     assert all(torch.equal(tensor, wholes()[name]) for name, tensor in load_file(path).items())
+
+
+# ---- what a run is, beside its weights ----------------------------------------------------------------------------------
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3))
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def stepped(zero, net, numbers):
+    net(torch.randn(4, 5, generator=numbers)).square().sum().backward()
+    zero.step()
+
+
+def zero_saving(comm, folder, stage, group):
+    zero = Zero(comm, net := model().eval(), adam, stage, group)
+    for _ in range(3):
+        stepped(zero, net, torch.Generator().manual_seed(1))
+    save(comm, folder, 3, zero.pieces())
+    stepped(zero, net, torch.Generator().manual_seed(2))
+    with zero.gathered():
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def zero_loading(comm, folder, stage, group):
+    zero = Zero(comm, net := model().eval(), adam, stage, group)
+    assert load(comm, folder, zero.pieces).step == 3
+    zero.refresh()
+    kept = {name: piece.tensor.clone() for name, piece in zero.pieces().items()}
+    save(comm, folder, 4, zero.pieces())
+    assert all(torch.equal(piece.tensor, kept[name]) for name, piece in zero.pieces().items())
+    stepped(zero, net, torch.Generator().manual_seed(2))
+    with zero.gathered():
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def whole_state(folder, step):
+    """All of a checkpoint, by one rank."""
+    wholes = {name: torch.zeros(about["shape"], dtype=getattr(torch, about["dtype"]))
+              for name, about in look(folder, step).tensors.items()}  # fmt: skip
+    pieces = {name: Piece(whole, tuple(whole.shape)) for name, whole in wholes.items()}
+    fill(look(folder, step), pieces)
+    return wholes
+
+
+ZEROS = [(1, 1, None), (2, 2, None), (3, 4, None), (3, 4, 2), (1, 4, 1), (2, 3, None)]  # stage, ranks, group
+
+
+@pytest.mark.parametrize("first", ZEROS, ids=str)
+def test_weights_and_optimizer_go_from_any_stage_and_ranks_to_any(first, tmp_path):
+    stage, ranks, group = first
+    [after, *_] = d2lps.simulate(zero_saving, star(ranks, 1e9, 1e-6), tmp_path, stage, group)
+    for stage, ranks, group in ZEROS:
+        run = d2lps.simulate(zero_loading, star(ranks, 1e9, 1e-6), tmp_path, stage, group)
+        assert all(torch.allclose(weights, after, atol=1e-6) for weights in run)
+        before, again = whole_state(tmp_path, 3), whole_state(tmp_path, 4)
+        assert before.keys() == again.keys() and len(before) == 4 * 4
+        assert all(torch.equal(whole, again[name]) for name, whole in before.items())
+        shutil.rmtree(look(tmp_path, 4).folder)
+
+
+class Run:
+    """Training by hand in which much matters: what is dropped, random data, momentum, a loss scale, how far it has come."""
+
+    def __init__(self, comm):
+        self.comm, self.net, self.done = comm, model().half().float(), 0
+        self.optimizer, self.scaler = adam(self.net.parameters()), LossScaler(2.0**10, growth_interval=2)
+        self.dice = torch.Generator().manual_seed(5)
+        torch.manual_seed(comm.rank)  # each rank drops others
+
+    def step(self):
+        x = torch.randn(4, 5, generator=self.comm.generator) + torch.rand((), generator=self.dice) + self.done
+        loss = self.net(x).square().mean()
+        (loss * self.scaler.scale).backward()
+        overflow = self.scaler.scale > 4000
+        for parameter in self.net.parameters():
+            all_reduce(self.comm, parameter.grad)
+            parameter.grad /= self.scaler.scale * self.comm.size
+        if not overflow:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scaler.update(overflow)
+        self.done += 1
+        return loss.item()
+
+    def pieces(self, manifest=None):
+        weights = module_pieces(self.net)
+        held = {parameter: {name: weights[name]} for name, parameter in self.net.named_parameters()}
+        state = optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
+        self.random = generator_pieces(self.comm, dice=self.dice)
+        return weights | state | self.random
+
+    def resume(self, folder):
+        manifest = load(self.comm, folder, self.pieces)
+        set_generators(self.comm, self.random, dice=self.dice)
+        self.done, self.scaler = manifest.extra["done"], LossScaler(**manifest.extra["scaler"])
+
+
+def resumed_or_not(comm, folder, again):
+    run = Run(comm)
+    if again:
+        run.resume(folder)
+    else:
+        for _ in range(3):
+            run.step()
+        save(comm, folder, run.done, run.pieces(), {"done": run.done, "scaler": vars(run.scaler)})
+    return [run.step() for _ in range(5)], run.scaler.scale
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
+    uninterrupted = d2lps.run(resumed_or_not, 2, tmp_path, False)
+    assert d2lps.run(resumed_or_not, 2, tmp_path, True)[:] == uninterrupted[:]
+    losses = [loss for loss, _ in uninterrupted]
+    assert losses[0] != losses[1] and uninterrupted[0][1] != 2.0**10
+
+
+# ---- in the background --------------------------------------------------------------------------------------------------
+
+
+def numbers(comm, value, size=1000):
+    """A tensor that the ranks share out, every number of it the same."""
+    ends = [size * k // comm.size for k in range(comm.size + 1)]
+    start, stop = ends[comm.rank : comm.rank + 2]
+    return {"w": Piece(torch.full((stop - start,), float(value)), (size,), None, start, stop)}
+
+
+def is_whole(folder, step=None):
+    """The step of a checkpoint all of whose numbers are its step's."""
+    manifest = look(folder, step)
+    fill(manifest, {"w": (piece := Piece(torch.zeros(1000), (1000,)))})
+    assert (piece.tensor == manifest.step).all()
+    return manifest.step
+
+
+def test_what_is_changed_after_a_save_is_not_in_it_and_a_second_save_waits(tmp_path):
+    def work(comm):
+        checkpoints, order = Checkpoints(comm, tmp_path), []
+        held, real = Event(), saved.write
+        saved.write = lambda *args: (comm_wait(held), order.append("written"), real(*args))[2]
+        pieces = numbers(comm, 1)
+        work = checkpoints.save(1, pieces, extra := {"done": 1})
+        pieces["w"].tensor.fill_(2.0)
+        extra["done"] = 2
+        order.append(f"done: {work.is_done()}")
+        held.set()
+        checkpoints.save(2, pieces)
+        order.append("saved")
+        checkpoints.wait()
+        saved.write = real
+        return order[:3], checkpoints.stall > 0, checkpoints.written
+
+    def comm_wait(event):
+        event.exception()
+
+    assert d2lps.run(work, 2)[:] == [(["done: False", "written", "saved"], True, 2000)] * 2
+    assert [is_whole(tmp_path, step) for step in (1, 2)] == [1, 2] and look(tmp_path, 1).extra == {"done": 1}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_where_one_rank_cannot_write_all_hear_of_it_and_go_on(world, tmp_path):
+    def work(comm):
+        checkpoints, real = Checkpoints(comm, tmp_path), saved.save_file
+
+        def full(tensors, path):
+            if path.name == "rank-1.safetensors" and "step-2." in str(path):
+                path.write_bytes(b"half")
+                raise OSError(28, "No space left on device")
+            real(tensors, path)
+
+        saved.save_file = full
+        checkpoints.save(1, numbers(comm, 1))
+        checkpoints.save(2, numbers(comm, 2))
+        try:
+            checkpoints.save(3, numbers(comm, 3))
+        except OSError as error:
+            told = str(error)
+        finally:
+            comm.barrier()
+            saved.save_file = real
+        before = look(tmp_path).step
+        checkpoints.save(4, numbers(comm, 4)).wait()
+        return told, before
+
+    for told, before in WORLDS[world](work, 3):
+        assert told.startswith("rank 1: cannot write") and "No space left" in told and before == 1
+    assert is_whole(tmp_path) == 4 and not list(tmp_path.glob("step-2.*"))
+
+
+def test_only_the_last_ones_stay_and_one_that_went_back_is_the_newest(tmp_path):
+    for step in (5, 100, 20):
+        d2lps.simulate(lambda comm, step: save(comm, tmp_path, step, numbers(comm, step)), star(2, 1e9, 1e-6), step)
+    assert is_whole(tmp_path) == 20 and is_whole(tmp_path, 100) == 100 and len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(CheckpointMissing, match=r"no checkpoint of step 5 in .*: it has steps \[100, 20\]"):
+        look(tmp_path, 5)
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpoints(None, tmp_path, keep=0)
+
+
+@pytest.mark.parametrize(("step", "extra"), [(lambda rank: rank, None), (lambda rank: 1, "rank")])
+def test_ranks_must_mean_the_same_moment(step, extra, tmp_path):
+    with pytest.raises(d2lps.Mismatch, match="save"):
+        d2lps.simulate(lambda comm: save(comm, tmp_path, step(comm.rank), {}, extra and comm.rank), star(2, 1e9, 1e-6))
+    assert not list(tmp_path.iterdir())
+
+
+# ---- wherever a writer stops --------------------------------------------------------------------------------------------
+
+
+class Stopped(BaseException):
+    pass
+
+
+def stop_at(count, die):
+    """Let what touches the disk count, and `die` at the count-th time: before it is done, or when half of it is."""
+    done = [0]
+
+    def wrapped(call, half=None):
+        def counted(*args, **options):
+            done[0] += 1
+            if done[0] == count:
+                if half:
+                    half(*args)
+                die()
+            return call(*args, **options)
+
+        return counted
+
+    places = [(os, name) for name in ("mkdir", "fsync", "rename", "unlink", "rmdir")]
+    real = [(owner, name, getattr(owner, name)) for owner, name in (*places, (saved, "save_file"), (Path, "write_text"))]
+    halves = {"save_file": lambda _, path: path.write_bytes(b"half"), "write_text": lambda path, _: path.write_bytes(b"half")}
+    for owner, name, call in real:
+        setattr(owner, name, wrapped(call, halves.get(name)))
+    return done, lambda: [setattr(*put_back) for put_back in real]
+
+
+def test_wherever_all_stop_the_last_one_is_whole(tmp_path):
+    def die():
+        raise Stopped
+
+    def saves(folder, step):
+        d2lps.simulate(lambda comm: save(comm, folder, step, numbers(comm, step)), star(3, 1e9, 1e-6))
+
+    count, renamed = 0, 0
+    while True:
+        count, folder = count + 1, tmp_path / str(count)
+        saves(folder, 1)
+        saves(folder, 2)
+        done, put_back = stop_at(count, die)
+        try:
+            saves(folder, 3)
+        except Stopped:
+            pass
+        finally:
+            put_back()
+        if done[0] < count:
+            break
+        newest = is_whole(folder)
+        renamed += newest == 3
+        assert is_whole(folder, newest - 1) == newest - 1 or newest == 3, "the one before goes when there is another"
+        saves(folder, 4)
+        assert is_whole(folder) == 4 and len(list(folder.iterdir())) == 2, "what was never finished is swept away"
+    assert count > 15 and 3 < renamed < count - 5
+
+
+def test_ranks_that_are_killed_while_they_save_leave_the_last_one_whole(tmp_path):
+    def work(comm, life):
+        dice = random.Random(life)
+        victim, at = dice.randrange(comm.size), [dice.randrange(1, 30) for _ in range(comm.size)]
+        if life > 1 or comm.rank == victim:  # in the first two lives one dies, then all
+            stop_at(at[comm.rank], lambda: os.kill(os.getpid(), signal.SIGKILL))
+        checkpoints, begin = Checkpoints(comm, tmp_path), is_whole(tmp_path) if life else 0
+        for step in range(begin + 1, begin + 8):
+            checkpoints.save(step, numbers(comm, step))
+
+    newest = []
+    for life in range(5):
+        with suppress(d2lps.RankDied):
+            d2lps.run(work, 3, life)
+        newest.append(is_whole(tmp_path))
+    assert newest == sorted(newest) and newest[-1] > newest[0] > 0, newest
+
+
+def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path):
+    def work(comm, folder, dies):
+        run, checkpoints, losses = Run(comm), Checkpoints(comm, folder), {}
+        if folder.exists():
+            run.resume(folder)
+        while run.done < 6:
+            if run.done == 4 and comm.rank == 1 and dies and not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            losses[run.done] = run.step()
+            if run.done % 2 == 0:
+                checkpoints.save(run.done, run.pieces(), {"done": run.done, "scaler": vars(run.scaler)})
+        return losses
+
+    whole = d2lps.run(work, 2, tmp_path / "whole", False)
+    again = keep_going(work, 2, tmp_path / "again", True)
+    assert (tmp_path / "died").exists() and min(again[0]) > 0
+    assert all(again[rank][step] == whole[rank][step] for rank in (0, 1) for step in again[rank])
+    with pytest.raises(d2lps.RankDied):
+        keep_going(lambda comm: os.kill(os.getpid(), signal.SIGKILL), 1, times=1)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_there_or_another_is_refused_with_its_name_before_anything_changes(tmp_path):
+    def work(comm):
+        save(comm, tmp_path, 1, {"w": Piece(torch.ones(4, 2), (4, 2)), "b": Piece(torch.ones(3), (3,))})
+        pieces = {"b": Piece(torch.zeros(3), (3,)), "w": Piece(torch.zeros(4, 2), (4, 2))}
+        for name, wrong, told in [
+            ("w", Piece(torch.zeros(2, 4), (2, 4)), "'w' is float32[4, 2] in it, and float32[2, 4] here"),
+            ("w", Piece(torch.zeros(4, 2).half(), (4, 2)), "'w' is float32[4, 2] in it, and float16[4, 2] here"),
+            ("w", Piece(torch.zeros(2, 4).t(), (4, 2)), "'w' does not lie in one run"), ("v", pieces["w"], "'v' is not in it"),
+        ]:  # fmt: skip
+            with pytest.raises(ValueError) as caught:
+                load(comm, tmp_path, pieces | ({name: wrong} if comm.rank else {}))
+            assert f"rank 1: {tmp_path}" in str(caught.value) and told in str(caught.value)
+        with pytest.raises(CheckpointMissing, match="rank 0: no checkpoint in"):
+            load(comm, tmp_path / "elsewhere", pieces)
+        return pieces["b"].tensor.sum().item()
+
+    assert d2lps.simulate(work, star(2, 1e9, 1e-6))[:] == [0.0, 0.0]
+
+
+def test_damage_is_found_and_named(tmp_path):
+    def work(comm, into=None):
+        if into is None:
+            return save(comm, tmp_path, 1, numbers(comm, 1))
+        with pytest.raises(CheckpointDamaged, match=into):
+            load(comm, tmp_path, numbers(comm, 0))
+
+    d2lps.simulate(work, star(2, 1e9, 1e-6))
+    folder = look(tmp_path).folder
+    for name in ("rank-0.safetensors", "rank-1.safetensors", "manifest.json"):
+        path, told = folder / name, name.replace(".", r"\.")
+        right = path.read_bytes()
+        for wrong in (right[:-70], right[:-9] + b"x" + right[-8:], right[: len(right) // 2], b"", None):
+            path.unlink() if wrong is None else path.write_bytes(wrong)
+            if wrong is None and name == "manifest.json":
+                continue  # then it is no checkpoint
+            d2lps.simulate(work, star(3, 1e9, 1e-6), told)
+        path.write_bytes(right)
+    assert is_whole(tmp_path) == 1
+
+
+# ---- beside torch's -----------------------------------------------------------------------------------------------------
+
+
+def test_what_torchs_distributed_checkpoint_saves_and_loads_is_the_same(tmp_path):
+    """DCP is the oracle: a tensor sharded by rows over two ranks, and a replicated one, saved by both and loaded by both."""
+
+    def work(comm):
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (comm.size,))
+        whole = torch.randn(7, 3, generator=torch.Generator().manual_seed(3))
+        theirs = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "b": distribute_tensor(whole[0], mesh, [Replicate()])}
+        first = comm.rank * 4  # torch.chunk's 4 and 3 rows
+        local = theirs["w"].to_local()
+        ours = {"w": Piece(local.clone(), (7, 3), ((first, first + len(local)), (0, 3))), "b": Piece(whole[0].clone(), (3,))}
+        save(comm, tmp_path / "ours", 1, ours)
+        dcp.save(theirs, checkpoint_id=tmp_path / "theirs")
+        columns = {"w": distribute_tensor(torch.zeros(7, 3), mesh, [Shard(1)]), "b": torch.zeros(3)}
+        dcp.load(columns, checkpoint_id=tmp_path / "theirs")
+        first = comm.rank * 2
+        local = columns["w"].to_local()
+        again = {"w": Piece(torch.zeros_like(local).contiguous(), (7, 3), ((0, 7), (first, first + local.shape[1]))),
+                 "b": Piece(torch.zeros(3), (3,))}  # fmt: skip
+        load(comm, tmp_path / "ours", again)
+        dist.barrier()
+        return torch.equal(again["w"].tensor, local) and torch.equal(again["b"].tensor, columns["b"])
+
+    assert d2lps.run(work, 2, backend="gloo")[:] == [True, True]
+    theirs = sum(path.stat().st_size for path in (tmp_path / "theirs").glob("*.distcp"))
+    ours = sum(path.stat().st_size for path in (tmp_path / "ours").rglob("*.safetensors"))
+    assert 4 * 24 < ours < theirs, "replicas are written once by both; each of DCP's tensors is a zip file of its own"

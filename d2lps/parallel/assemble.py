@@ -48,7 +48,7 @@ def tie(mesh: Mesh, model: nn.Sequential) -> list[nn.Parameter]:
     if weight is not parts.head.linear.weight or mesh.pp.size == 1:
         return []
     ends = mesh.pp.split(0 if mesh.pp.rank in (0, mesh.pp.size - 1) else None)
-    weight.partial, weight.duplicate = ends, mesh.pp.rank > 0
+    weight.partial, weight.duplicate, weight.known_as = ends, mesh.pp.rank > 0, "embed.tokens.weight"
     return [weight] if ends else []
 
 

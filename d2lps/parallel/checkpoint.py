@@ -58,13 +58,14 @@ class Checkpoints:
         """
         began = self.comm.now()
         self.wait()
-        self.comm.agree(f"save(step={step}, extra={json.dumps(extra, sort_keys=True)})")
+        said = json.dumps(extra, sort_keys=True)  # now: it may change while the rest is written
+        self.comm.agree(f"save(step={step}, extra={said})")
         table = [[name, dtype_of(piece.tensor), list(piece.shape), *piece.cut] for name, piece in pieces.items()]
         if any(tell(self.comm, table != self._table)):
             self._plan(table, pieces)
         for name, copy in self._copies.items():
             copy.copy_(pieces[name].tensor.detach().view_as(copy))
-        self._work = self.comm.start(self._write, step, extra)
+        self._work = self.comm.start(self._write, step, said)
         self.stall = self.comm.now() - began
         return self._work
 
@@ -81,7 +82,7 @@ class Checkpoints:
         self.written = sum(copy.nbytes for copy in self._copies.values())
         self._table = table
 
-    def _write(self, comm: Communicator, step: int, extra: Any) -> None:
+    def _write(self, comm: Communicator, step: int, extra: str) -> None:
         """In a lane of its own: three rounds, each over when all ranks have done their part of it, or one has failed."""
         first = comm.rank == 0
         folder = Path(together(comm, lambda: str(saved.begin(self.directory, step)) if first else "")[0])
@@ -90,7 +91,7 @@ class Checkpoints:
             name: about | {"pieces": [[rank, *cut, sums[rank][name]] for rank, *cut in about["pieces"]]}
             for name, about in self._tensors.items()
         }
-        manifest = Manifest(folder, step, comm.size, extra, tensors)
+        manifest = Manifest(folder, step, comm.size, json.loads(extra), tensors)
         together(comm, lambda: saved.finish(manifest, self.keep) if first else None)
 
 

@@ -53,6 +53,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         plan.check(transformer, batch, comm.size)
         self.comm, self.plan, self.data, self.batch, self.max_norm = comm, plan, data, batch, max_norm
+        self.transformer = transformer
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.done = 0

@@ -87,7 +87,7 @@ class Unit:
         rows = zip(self.names, self.parameters, self.shapes, self.held(), strict=True)
         flat = self.shard.detach()
         return {
-            name: Piece(flat[at : at + stop - start], *whole_of(parameter, shape), start, stop)
+            getattr(parameter, "known_as", name): Piece(flat[at : at + stop - start], *whole_of(parameter, shape), start, stop)
             for name, parameter, shape, (start, stop, at) in rows
             if start < stop
         }

@@ -1,0 +1,129 @@
+"""Runs that go on from a checkpoint: to the bit under the plan that has saved it, with the same state under any other."""
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import d2lps
+from d2lps.disk import CheckpointMissing
+from d2lps.parallel import Checkpoints, Piece, Plan, Trainer, Transformer, keep_going, text
+from d2lps.parallel.resume import resume, save_run
+from d2lps.parallel.saved import fill, look
+from d2lps.topology import star
+
+FLAT = Transformer(layers=2, hidden=16, heads=4, vocab=96, sequence=16, ffn=24, kv_heads=2, gated=True, tied=True, dropout=0.1)
+DEEP = replace(FLAT, layers=4)
+MIXED = replace(DEEP, gated=False, experts=4, top_k=2, capacity=float("inf"))
+BATCH, SAVED, STEPS = 8, 2, 4
+adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-5)
+exact = partial(Plan, precision="fp64")
+
+
+def trainer_of(comm, sizes, plan, **other):
+    return Trainer(comm, sizes, plan, text(sequence=16), **{"batch": BATCH, "optimizer": adam, "max_norm": 0.5} | other)
+
+
+def uninterrupted(comm, sizes, plan, folder):
+    trainer = trainer_of(comm, sizes, plan)
+    for step in range(STEPS):
+        trainer.step()
+        if step + 1 == SAVED:
+            checkpoints = Checkpoints(comm, folder)
+            save_run(trainer, checkpoints)
+    return trainer.losses, trainer.norms
+
+
+def resumed(comm, sizes, plan, folder, again):
+    """Go on, after saving what has been loaded once more."""
+    trainer = trainer_of(comm, sizes, plan, optimizer=partial(torch.optim.AdamW, lr=1.0, eps=1e-5))  # which is not what counts
+    resume(trainer, folder)
+    save_run(trainer, Checkpoints(comm, again)).wait()
+    while trainer.done < STEPS:
+        trainer.step()
+    return trainer.losses, trainer.norms
+
+
+def state(folder):
+    wholes = {name: torch.zeros(about["shape"], dtype=getattr(torch, about["dtype"]))
+              for name, about in look(folder).tensors.items()}  # fmt: skip
+    fill(look(folder), {name: Piece(whole, tuple(whole.shape)) for name, whole in wholes.items()})
+    return wholes
+
+
+def simulated(fn, plan, *args):
+    return d2lps.simulate(fn, star(plan.ranks, 1e9, 1e-6), *args, trace=False)
+
+
+DENSE = [
+    exact(), exact(dp=2, tp=2, micro_batch=2, zero=3, sequence_parallel=True), exact(tp=4, micro_batch=4, recompute="full"),
+    exact(pp=2, tp=2, micro_batch=4, schedule="interleaved", interleave=2), exact(dp=4, zero=2, zero_group=2, overlap=False),
+    exact(cp=2, pp=2, micro_batch=4, zero=3, schedule="zero_bubble"),
+]  # fmt: skip
+EXPERTS = [exact(dp=4, ep=2, zero=3), exact(dp=2, pp=2, ep=2, micro_batch=2)]
+CASES = [(DEEP, k, DENSE) for k in range(len(DENSE))] + [(MIXED, k, EXPERTS) for k in range(len(EXPERTS))]
+
+
+@pytest.mark.parametrize(("sizes", "k", "plans"), CASES, ids=[f"{plans[k]} experts={sizes.experts}" for sizes, k, plans in CASES])
+def test_resumed_is_uninterrupted(sizes, k, plans, tmp_path):
+    plan, other = plans[k], plans[(k + 1) % len(plans)]
+    whole = simulated(uninterrupted, plan, sizes, plan, tmp_path)
+    assert simulated(resumed, plan, sizes, plan, tmp_path, tmp_path / "same")[:] == whole[:], "to the bit"
+    for losses, norms in simulated(resumed, other, sizes, other, tmp_path, tmp_path / "other"):
+        assert losses == pytest.approx(whole[0][0], rel=1e-11) and norms == pytest.approx(whole[0][1], rel=1e-11)
+    saved, same, again = (state(folder) for folder in (tmp_path, tmp_path / "same", tmp_path / "other"))
+    assert len(saved) == 4 * len(dict(sizes.module().named_parameters())), "weights, two moments, a count of steps"
+    assert saved.keys() == same.keys() == again.keys()
+    assert all(torch.equal(whole, same[name]) and torch.equal(whole, again[name]) for name, whole in saved.items())
+    stored = sum(path.stat().st_size for path in look(tmp_path).folder.glob("*.safetensors"))
+    assert stored < 1.3 * sum(whole.nbytes for whole in saved.values()), "replicas are written once"
+
+
+def test_bf16_goes_on_from_its_fp32_masters(tmp_path):
+    plan = Plan(dp=2, tp=2, micro_batch=2, zero=2)
+    whole = d2lps.run(uninterrupted, 4, FLAT, plan, tmp_path)
+    assert d2lps.run(resumed, 4, FLAT, plan, tmp_path, tmp_path / "again")[:] == whole[:]
+    assert {tensor.dtype for tensor in state(tmp_path).values()} == {torch.float32}
+
+
+def test_another_run_is_refused_before_anything_changes(tmp_path):
+    simulated(uninterrupted, exact(), FLAT, exact(), tmp_path)
+
+    def refused(comm, sizes, told, plan=exact(dp=2), **other):  # noqa: B008 - a plan is frozen
+        trainer = trainer_of(comm, sizes, plan, **other)
+        before = [zero.shards[0].clone() for zero in trainer.zeros]
+        with pytest.raises(ValueError, match=told):
+            resume(trainer, tmp_path)
+        assert trainer.done == 0
+        assert all(torch.equal(zero.shards[0], old) for zero, old in zip(trainer.zeros, before, strict=True))
+
+    plan = exact(dp=2)
+    simulated(refused, plan, DEEP, "model was .*'layers': 2.* and is .*'layers': 4")
+    simulated(partial(refused, batch=4), plan, FLAT, "batch was 8, and is 4 here")
+    simulated(partial(refused, seed=1), plan, FLAT, "seed was 0, and is 1 here")
+    narrow = partial(refused, plan=replace(plan, precision="fp32"))
+    simulated(narrow, plan, FLAT, r"is float64\[96, 16\] in it, and float32\[96, 16\]")
+
+
+def test_a_killed_run_goes_on_under_keep_going(tmp_path):
+    plan = Plan(pp=2, dp=2, micro_batch=2, zero=1, precision="fp32")
+
+    def train(comm, folder, dies):
+        trainer, checkpoints = trainer_of(comm, FLAT, plan), Checkpoints(comm, folder)
+        try:
+            begun = resume(trainer, folder).step
+        except CheckpointMissing:
+            begun = 0
+        while trainer.done < STEPS:
+            if trainer.done == 3 and comm.rank == 2 and begun == 0 and dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.step()
+            save_run(trainer, checkpoints)
+        return begun, trainer.losses
+
+    whole = d2lps.run(train, 4, tmp_path / "whole", False)
+    again = keep_going(train, 4, tmp_path / "again", True)
+    assert again[0][0] in (2, 3) and [losses for _, losses in again] == [losses for _, losses in whole]
