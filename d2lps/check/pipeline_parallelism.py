@@ -61,7 +61,7 @@ def finish(function: Function) -> str:
             told, got = replay(_schedule(rows), forward, backward).time, function(rows, forward, backward)
             case = f"{len(rows)} ranks, {rows if rows is ODD else ''}, {forward}, {backward}: "
             refuse((got is None, f"{case}it does end; what do the first and the last stage wait for?"),
-                   (not math.isclose(got or 0, told), f"{case}it ends at {told:g}, not {got!r}: who waits for what?"))  # fmt: skip
+                   (not math.isclose(got or 0, told), f"{case}it ends at {told:g}, not {got!r}: who waits?"))  # fmt: skip
     refuse(
         (function(STUCK, [1, 1], [1, 1]) is not None, f"{STUCK}: rank 1 waits for rank 0's F1, which waits for B0: it never ends")
     )
