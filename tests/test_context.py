@@ -144,7 +144,7 @@ SIZES = Transformer(2, hidden=12, heads=4, vocab=11, sequence=16, kv_heads=2, **
 
 
 def gradients(comm: Communicator | None, sizes: Transformer, recompute: bool = False) -> list[Tensor]:
-    """Of the mean loss of two sequences. recompute: blocks' forward passes, with their messages, once more in the backward pass."""
+    """Of the mean loss of two sequences. recompute: blocks' forward passes happen again, messages too, in the backward pass."""
     model = sizes.module(seed=0, dtype=torch.float64)
     for block in (model.block0, model.block1) if recompute else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

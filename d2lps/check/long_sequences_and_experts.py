@@ -52,7 +52,7 @@ def ring_causal(function: Function) -> str:
     for p, n in ((1, 5), (2, 4), (3, 3), (5, 2)):
         torch.manual_seed(p)
         given = torch.randn(3, 2, 2, p * n, 4).double() * torch.tensor([9.0, 1, 1]).view(3, 1, 1, 1, 1)
-        right = scaled_dot_product_attention(*given, is_causal=True)
+        right = scaled_dot_product_attention(given[0], given[1], given[2], is_causal=True)
         run = simulate(lambda comm, given=given, n=n: own(function)(comm, *given.split(n, -2)[comm.rank]), star(p, 1e9, 1e-6))
         case, block = f"{p} rank{'s' * (p > 1)}, {n} tokens each: ", 2 * 2 * 2 * n * 4 * 8
         for rank, (got, wanted) in enumerate(zip(run, right.split(n, -2), strict=True)):
