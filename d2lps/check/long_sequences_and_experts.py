@@ -29,7 +29,7 @@ def merge(function: Function) -> str:
             nan, share = any(not tensor.isfinite().all() for tensor in got), "how large is each side's share of the sum?"
             refuse((nan, f"{case}: there is a nan or an inf; which exponentials overflow, which differences are no numbers?"),
                    (not torch.allclose(got[1], logsum), f"{case}: logsum is not the logarithm of the sum over all keys"),
-                   (not torch.allclose(got[0], out), f"{case}: off by up to {(got[0] - out).abs().max():.2g}; {share}"))  # fmt: skip
+                   (not torch.allclose(got[0], out), f"{case}: off by {(got[0] - out).abs().max():.2g}; {share}"))  # fmt: skip
     return "two finished parts make the whole, also in the thousands, and where one has seen nothing"
 
 
