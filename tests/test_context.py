@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import d2lps
 from d2lps import Communicator
 from d2lps.parallel import Transformer, context_parallel, ring_attention, zigzag
-from d2lps.parallel.context import folded, in_turn, local
+from d2lps.parallel.context import _span, folded, in_turn, local
 from d2lps.parallel.transformer import causal
 from d2lps.topology import Device, star
 
@@ -96,17 +98,14 @@ def test_bytes_by_the_formula() -> None:
 
 
 def test_all_have_the_same_work_only_where_it_is_folded() -> None:
-    def scores(comm: Communicator, place: str) -> float:
-        """How many a rank computes, by torch's own count of FLOP."""
-        from torch.utils.flop_counter import FlopCounterMode
+    """In blocks, of which a rank's own one is computed as a whole; that this is what takes the time, the next test sees."""
 
-        mine = [local(comm, tensor, 2, PLACES[place]) for tensor in given()[:3]]
-        with FlopCounterMode(display=False) as counter:
-            ring_attention(comm, *mine, place=PLACES[place])
-        return counter.get_total_flops() / (2 * 2 * BATCH * HEADS * SIZE * (SEQUENCE // comm.size) ** 2)
+    def blocks(place: Any) -> list[float]:
+        spans = [[_span(place, 4, rank, source, SEQUENCE) for source in range(4)] for rank in range(4)]
+        return [sum((12 - first) * last for first, last, _ in row) / 12**2 for row in spans]
 
-    assert d2lps.run(scores, 4, "folded") == [1 + 3 / 2] * 4
-    assert d2lps.run(scores, 4, "in_turn") == [1, 2, 3, 4]
+    assert blocks(folded) == [1 + 3 / 2] * 4
+    assert blocks(in_turn) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("flops", "seconds"), [(1e12, 0.04 + 3 * 0.02), (1e18, 3 * 0.01)])
@@ -144,9 +143,11 @@ MIXED = {"experts": 3, "top_k": 2, "capacity": float("inf"), "balance": 0.5}
 SIZES = Transformer(2, hidden=12, heads=4, vocab=11, sequence=16, kv_heads=2, **MIXED)  # type: ignore[arg-type]
 
 
-def gradients(comm: Communicator | None, sizes: Transformer) -> list[Tensor]:
-    """Of the mean loss of two sequences."""
+def gradients(comm: Communicator | None, sizes: Transformer, recompute: bool = False) -> list[Tensor]:
+    """Of the mean loss of two sequences. recompute: blocks' forward passes happen again, messages too, in the backward pass."""
     model = sizes.module(seed=0, dtype=torch.float64)
+    for block in (model.block0, model.block1) if recompute else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     torch.manual_seed(2)
     text = torch.randint(sizes.vocab, (2, sizes.sequence + 1))
     tokens, targets = text[:, :-1], text[:, 1:]
@@ -162,6 +163,6 @@ def gradients(comm: Communicator | None, sizes: Transformer) -> list[Tensor]:
 
 def test_a_transformer_with_experts() -> None:
     right = gradients(None, SIZES)
-    for ranks in (2, 4):
-        for found in d2lps.simulate(gradients, star(ranks, 1e9), SIZES):
+    for ranks, recompute in ((2, False), (4, False), (4, True)):
+        for found in d2lps.simulate(gradients, star(ranks, 1e9), SIZES, recompute):
             assert off(found, right) < 1e-12

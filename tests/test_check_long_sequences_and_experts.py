@@ -1,0 +1,219 @@
+"""The checks of *Long sequences and experts*: solutions pass, wrong answers are refused in words."""
+
+from functools import partial
+
+import pytest
+import torch
+from solutions import refused, solution
+
+from d2lps.check import long_sequences_and_experts as check
+from d2lps.collectives import all_gather, all_reduce, all_to_all
+from d2lps.parallel import ring_attention
+from d2lps.parallel.context import in_turn
+
+SOLUTIONS = {
+    "merge": "ex-long-merge", "ring_causal": "ex-long-ring", "slots": "ex-long-slots",
+    "dispatch": "ex-long-counts", "average": "ex-long-gradients",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_solution_passes(name):
+    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
+    assert verdict, verdict
+
+
+def test_answer_passes():
+    assert check.llama(solution("ex-long-llama")["answer"])
+
+
+# ---- merge --------------------------------------------------------------------------------------------------------------
+
+
+def their_mean(out, logsum, more, more_logsum):
+    return (out + more) / 2, torch.logaddexp(logsum, more_logsum)
+
+
+def by_plain_exponentials(out, logsum, more, more_logsum):
+    one, other = logsum.exp(), more_logsum.exp()
+    return (out * one + more * other) / (one + other), (one + other).log()
+
+
+def by_a_maximum_of_nothing(out, logsum, more, more_logsum):
+    total = logsum + (1 + (more_logsum - logsum).exp()).log()
+    return (logsum - total).exp() * out + (more_logsum - total).exp() * more, total
+
+
+def logsums_added(out, logsum, more, more_logsum):
+    return solution("ex-long-merge")["merge"](out, logsum, more, more_logsum)[0], logsum + more_logsum
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(their_mean, "how large is each side's share"), (by_plain_exponentials, "scores in the thousands: there is a nan"),
+     (by_a_maximum_of_nothing, "there is a nan"), (logsums_added, "not the logarithm of the sum"),
+     (lambda *given: given[0], "is not two tensors")],
+)  # fmt: skip
+def test_merge_refuses(wrong, word):
+    refused(check.merge(wrong), word)
+
+
+# ---- llama --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [((67.1, 2.749, 1024), "one head on each device"), ((8.389, 21.99, 1024), "the 16 heads"),
+     ((8.389, 2.749, 1048.6), "power of two"), ((8.389, 2.749, 64), "power of two"), (8.389, "3 numbers are wanted")],
+)  # fmt: skip
+def test_llama_refuses(answer, word):
+    refused(check.llama(answer), word)
+
+
+# ---- ring_causal --------------------------------------------------------------------------------------------------------
+
+
+def ring(comm, query, key, value, local=False, scaled=True, early=True):
+    """The solution, and what is wrong with it in several ways."""
+    n, block = query.shape[2], torch.stack([key, value])
+    start = 0 if local else comm.rank * n
+    mine = start + torch.arange(n)
+    top = torch.full_like(query[..., :1], -torch.inf)
+    total, out = torch.zeros_like(top), torch.zeros_like(query)
+    for step in range(comm.size):
+        owner, coming = (comm.rank - step) % comm.size, torch.empty_like(block)
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        last = step + 1 == comm.size
+        work = [comm.irecv(coming, left), comm.isend(block, right)] if early and not last else []
+        theirs = (0 if local else owner * n) + torch.arange(n)
+        scores = (query @ block[0].mT / query.shape[3] ** 0.5).masked_fill(theirs > mine[:, None], -torch.inf)
+        highest = torch.maximum(top, scores.amax(-1, keepdim=True))
+        scale = (top - highest).exp() if scaled else 1
+        weights = (scores - highest).exp()
+        total, out, top = total * scale + weights.sum(-1, keepdim=True), out * scale + weights @ block[1], highest
+        if not early and not last:
+            comm.sendrecv(block, right, coming, left)
+        for message in work:
+            message.wait()
+        block = coming
+    return out / total
+
+
+def of_all_that_are_gathered(comm, query, key, value):
+    parts = [torch.empty_like(key) for _ in range(comm.size)]
+    all_gather(comm, parts, key)
+    return query
+
+
+def the_librarys(comm, query, key, value):
+    return ring_attention(comm, query, key, value, place=in_turn)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(partial(ring, local=True), "which position"), (partial(ring, scaled=False), "when the maximum changes"),
+     (partial(ring, early=False), "could be on its way"), (of_all_that_are_gathered, "is the library's"),
+     (the_librarys, "it uses ring_attention")],
+)  # fmt: skip
+def test_ring_causal_refuses(wrong, word):
+    assert check.ring_causal(ring)
+    refused(check.ring_causal(wrong), word)
+
+
+# ---- slots --------------------------------------------------------------------------------------------------------------
+
+
+def by_token(choices, experts, size):
+    return check._queued(choices, size, False)
+
+
+def never_dropped(choices, experts, size):
+    return check._queued(choices, len(choices), True)
+
+
+def one_too_few(choices, experts, size):
+    return check._queued(choices, size - 1, True)
+
+
+def by_expert_and_slot(choices, experts, size):
+    right = check._queued(choices, size, True)
+    return torch.where(right < 0, right, right + choices * size)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(by_token, "before a later token's first"), (never_dropped, "drop it, by -1"), (one_too_few, "is right"),
+     (by_expert_and_slot, "beyond the last one"), (lambda *given: [1], "no tensor of their shape")],
+)  # fmt: skip
+def test_slots_refuses(wrong, word):
+    refused(check.slots(wrong), word)
+
+
+# ---- dispatch -----------------------------------------------------------------------------------------------------------
+
+
+def padded(comm, tokens, owner):
+    size = 9
+    parts = [
+        torch.cat([tokens[owner == rank], tokens.new_zeros(size - int((owner == rank).sum()), 3)]) for rank in range(comm.size)
+    ]
+    received = [torch.empty_like(part) for part in parts]
+    all_to_all(comm, received, parts)
+    counts = torch.tensor([int((owner == rank).sum()) for rank in range(comm.size)])
+    coming = torch.empty_like(counts)
+    all_to_all(comm, list(coming.chunk(comm.size)), list(counts.chunk(comm.size)))
+    return torch.cat([part[:n] for part, n in zip(received, coming.tolist(), strict=True)])
+
+
+def backwards(comm, tokens, owner):
+    return solution("ex-long-counts")["dispatch"](comm, tokens.flip(0), owner.flip(0))
+
+
+def only_its_own(comm, tokens, owner):
+    return tokens[owner == comm.rank]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(padded, "bytes sent"), (backwards, "each sender's in their order"), (only_its_own, "were sent to it")],
+)
+def test_dispatch_refuses(wrong, word):
+    refused(check.dispatch(wrong), word)
+
+
+# ---- average ------------------------------------------------------------------------------------------------------------
+
+
+def all_by_data(mesh, shared, experts):
+    for gradient in shared + experts:
+        all_reduce(mesh.data, gradient)
+        gradient /= mesh.data.size
+
+
+def over_edp_alone(mesh, shared, experts):
+    for gradients, group in ((shared, mesh.data), (experts, mesh.edp)):
+        for gradient in gradients:
+            all_reduce(group, gradient)
+            gradient /= group.size
+
+
+def experts_left_out(mesh, shared, experts):
+    all_by_data(mesh, shared, [])
+
+
+def over_ep(mesh, shared, experts):
+    all_by_data(mesh, shared, [])
+    for gradient in experts:
+        all_reduce(mesh.ep, gradient)
+        gradient /= mesh.data.size
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(all_by_data, "dp=2, ep=2: the gradient of an expert on rank 0 is not of the right ranks' losses"),
+     (over_edp_alone, "dp=2, ep=2: the gradient of an expert on rank 0 is 2 times"),
+     (experts_left_out, "dp=2, ep=1: the gradient of an expert"), (over_ep, "dp=2, ep=1: the gradient of an expert"),
+     (lambda mesh, shared, experts: shared.clear(), "the gradient of a shared weight")],
+)  # fmt: skip
+def test_average_refuses(wrong, word):
+    refused(check.average(wrong), word)
