@@ -37,19 +37,19 @@ def _tokens(comm: Any, function: Function, counts: list[int], slopes: list[float
 @judged
 def indices(function: Function) -> str:
     """Check `indices(count, epoch, rank, ranks)`: a rank's examples: equal shares, none twice, another order each epoch."""
-    for count, ranks in (12, 1), (12, 3), (100, 4), (101, 8), (37, 5):
+    for count, ranks in (12, 3), (100, 4), (101, 8), (37, 5), (12, 1):
         epochs = []
         for epoch in range(3):
             shares = [[int(index) for index in function(count, epoch, rank, ranks)] for rank in range(ranks)]
             every = [index for share in shares for index in share]
-            case, long = f"{count} examples, {ranks} ranks, epoch {epoch}", {*map(len, shares)}
+            case, long = f"{count} examples, ranks: {ranks}, epoch {epoch}", {*map(len, shares)}
             twice = sorted({index for index in every if every.count(index) > 1})
             refuse((len(long) > 1, f"{case}: ranks get {sorted(long)} examples; who has one more waits forever"),
                    (twice, f"{case}: example {twice[:1]} comes more than once"),
                    (not {*every} <= {*range(count)}, f"{case}: {max(every, default=0)} is no example"),
                    (len(every) != (most := count // ranks * ranks), f"{case}: {len(every)} of {most} examples come"))  # fmt: skip
             epochs.append(shares)
-        case, plain = f"{count} examples, {ranks} ranks", [sorted(share) for share in epochs[0]]
+        case, plain = f"{count} examples, ranks: {ranks}", [sorted(share) for share in epochs[0]]
         refuse((epochs[0] == epochs[1] or epochs[1] == epochs[2], f"{case}: two epochs have the same order"),
                (epochs[0] == plain, f"{case}: nothing is shuffled"))  # fmt: skip
         again = [[*map(int, function(count, 0, rank, ranks))] for rank in range(ranks)]
