@@ -5,8 +5,8 @@ import torch
 from solutions import refused, solution
 
 from d2lps.check import pipeline_parallelism as check
-from d2lps.parallel.balance import cut
-from d2lps.parallel.schedules import one_f_one_b
+from d2lps.parallel.pipeline.balance import cut
+from d2lps.parallel.pipeline.schedules import one_f_one_b
 
 SOLUTIONS = {
     "one_each": "ex-pipeline-schedule", "finish": "ex-pipeline-replay", "carry": "ex-pipeline-send",

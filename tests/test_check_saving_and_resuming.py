@@ -9,8 +9,8 @@ from solutions import refused, solution
 
 from d2lps.check import sharding_the_state as check
 from d2lps.parallel import Piece, generator_pieces
-from d2lps.parallel.checkpoint import load, save
-from d2lps.parallel.pieces import set_generators
+from d2lps.parallel.saving.checkpoint import load, save
+from d2lps.parallel.saving.pieces import set_generators
 
 SOLUTIONS = {
     "moments": ("ex-sharding-moments", "save_run", "resume_run"), "batches": ("ex-sharding-place", "batches"),

@@ -8,7 +8,7 @@ from torch.nn.functional import gelu
 from d2lps.check import tensor_parallelism as check
 from d2lps.collectives import all_gather_into_tensor, all_reduce
 from d2lps.comm import ReduceOp
-from d2lps.parallel.tensor import copy, reduce
+from d2lps.parallel.tensor.parallelize import copy, reduce
 
 SOLUTIONS = {
     "row": "ex-tensor-row", "cross_entropy": "ex-tensor-entropy", "gradients": "ex-tensor-groups",

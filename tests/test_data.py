@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from d2lps.parallel.data import LETTERS, NOTHING, decode, text
+from d2lps.parallel.training.text import LETTERS, NOTHING, decode, text
 
 
 def test_every_cut_of_a_batch_gives_the_same_sequences() -> None:

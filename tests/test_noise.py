@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import d2lps
 from d2lps import Communicator
 from d2lps.parallel import DataParallel, NoiseScale
-from d2lps.parallel.noise import estimate, squares
+from d2lps.parallel.data.noise import estimate, squares
 from d2lps.topology import star
 
 

@@ -20,10 +20,20 @@ from torch.distributed.pipelining import schedules as S
 import d2lps
 from d2lps import Communicator
 from d2lps.parallel import Transformer
-from d2lps.parallel.balance import cut, move, rebalance, slowness
-from d2lps.parallel.pipeline import execute
-from d2lps.parallel.schedules import Action, gpipe, interleaved, one_f_one_b, picture, placed, replay, traffic, zero_bubble
-from d2lps.parallel.stand_in import StandIn
+from d2lps.parallel.pipeline.balance import cut, move, rebalance, slowness
+from d2lps.parallel.pipeline.execute import execute
+from d2lps.parallel.pipeline.schedules import (
+    Action,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    picture,
+    placed,
+    replay,
+    traffic,
+    zero_bubble,
+)
+from d2lps.parallel.pipeline.stand_in import StandIn
 from d2lps.topology import Device, spine_leaf, star
 
 SCHEDULES = [

@@ -15,7 +15,7 @@ import d2lps
 from d2lps import Communicator
 from d2lps.comm import Mismatch
 from d2lps.parallel import DataParallel, Replicas
-from d2lps.parallel.replicas import Difference, differences, fingerprint
+from d2lps.parallel.data.replicas import Difference, differences, fingerprint
 from d2lps.topology import star
 
 

@@ -11,8 +11,8 @@ import torch
 import d2lps
 from d2lps.disk import CheckpointMissing
 from d2lps.parallel import Checkpoints, Piece, Plan, Trainer, Transformer, keep_going, text
-from d2lps.parallel.resume import resume, save_run
-from d2lps.parallel.saved import fill, look
+from d2lps.parallel.saving.saved import fill, look
+from d2lps.parallel.training.resume import resume, save_run
 from d2lps.topology import star
 
 FLAT = Transformer(layers=2, hidden=16, heads=4, vocab=96, sequence=16, ffn=24, kv_heads=2, gated=True, tied=True, dropout=0.1)

@@ -20,7 +20,7 @@ import d2lps.backend
 from d2lps import Communicator
 from d2lps.parallel import ColumnLinear, RowLinear, Transformer, sum_partial, tensor_parallel, vocab_cross_entropy
 from d2lps.parallel.shard import cut, shard_of
-from d2lps.parallel.sharded_product import collectives_of, layer_collectives
+from d2lps.parallel.tensor.sharded_product import collectives_of, layer_collectives
 from d2lps.topology import star
 
 SMALL = Transformer(layers=2, hidden=48, heads=24, vocab=96, sequence=24)

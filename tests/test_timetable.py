@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from widget_page import needs_chromium, picture, shown, until
 
-from d2lps.parallel.arrange import arranged, assignment
-from d2lps.parallel.schedules import gpipe, one_f_one_b, replay, zero_bubble
+from d2lps.parallel.pipeline.arrange import arranged, assignment
+from d2lps.parallel.pipeline.schedules import gpipe, one_f_one_b, replay, zero_bubble
 from d2lps.widgets import Timetable, schedule_explorer
 
 

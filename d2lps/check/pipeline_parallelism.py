@@ -8,7 +8,7 @@ import torch
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.tools import parts, refuse, without
-from d2lps.parallel.schedules import Action, Schedule, gpipe, one_f_one_b, picture, replay
+from d2lps.parallel.pipeline.schedules import Action, Schedule, gpipe, one_f_one_b, picture, replay
 from d2lps.simulator import simulate
 from d2lps.topology import star
 

@@ -1,34 +1,41 @@
-"""How a model is trained on many devices: one mechanism a file, each a few calls on a communicator."""
+"""How a model is trained on many devices: one mechanism a file, each a few calls on a communicator.
 
-from d2lps.parallel.activations import activations
-from d2lps.parallel.balance import cut, rebalance
-from d2lps.parallel.buckets import buckets, flatten
-from d2lps.parallel.checkpoint import Checkpoints, keep_going
-from d2lps.parallel.clip import clip_by_global_norm
+A folder for each thing that ranks can share: a batch (`data`), the state of training (`sharded`), a layer (`tensor`), the layers
+(`pipeline`); a sequence (`context.py`) and experts (`experts.py`) fit into a file. `transformer.py` is the model that all of them
+work on, `mesh.py` the groups that they are given, `training` all of them together, `saving` what outlives a run.
+"""
+
 from d2lps.parallel.context import context_parallel, ring_attention, zigzag
-from d2lps.parallel.data import text
-from d2lps.parallel.data_parallel import DataParallel
+from d2lps.parallel.data.buckets import buckets, flatten
+from d2lps.parallel.data.data_parallel import DataParallel
+from d2lps.parallel.data.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
+from d2lps.parallel.data.mixed_precision import LossScaler, MixedPrecision, wide_all_reduce
+from d2lps.parallel.data.noise import NoiseScale
+from d2lps.parallel.data.priority import Scheduler
+from d2lps.parallel.data.replicas import Replicas
 from d2lps.parallel.experts import Experts, expert_parallel
-from d2lps.parallel.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
 from d2lps.parallel.mesh import Mesh
-from d2lps.parallel.mixed_precision import LossScaler, MixedPrecision, wide_all_reduce
-from d2lps.parallel.noise import NoiseScale
-from d2lps.parallel.pieces import Piece, generator_pieces, module_pieces, optimizer_pieces
-from d2lps.parallel.pipeline import execute
-from d2lps.parallel.plan import Plan
-from d2lps.parallel.priority import Scheduler
-from d2lps.parallel.replicas import Replicas
-from d2lps.parallel.schedules import Action, gpipe, interleaved, one_f_one_b, picture, replay, zero_bubble
-from d2lps.parallel.stand_in import StandIn
-from d2lps.parallel.tensor import ColumnLinear, RowLinear, VocabEmbedding, sum_partial, tensor_parallel, vocab_cross_entropy
-from d2lps.parallel.train import Trainer, train
+from d2lps.parallel.pipeline.balance import cut, rebalance
+from d2lps.parallel.pipeline.execute import execute
+from d2lps.parallel.pipeline.schedules import Action, gpipe, interleaved, one_f_one_b, picture, replay, zero_bubble
+from d2lps.parallel.pipeline.stand_in import StandIn
+from d2lps.parallel.saving.checkpoint import Checkpoints, keep_going
+from d2lps.parallel.saving.pieces import Piece, generator_pieces, module_pieces, optimizer_pieces
+from d2lps.parallel.sharded.clip import clip_by_global_norm
+from d2lps.parallel.sharded.zero import Zero
+from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, vocab_cross_entropy
+from d2lps.parallel.tensor.parallelize import sum_partial, tensor_parallel
+from d2lps.parallel.training.activations import activations
+from d2lps.parallel.training.plan import Plan
+from d2lps.parallel.training.resume import resume, save_run
+from d2lps.parallel.training.text import text
+from d2lps.parallel.training.train import Trainer, train
 from d2lps.parallel.transformer import Transformer
-from d2lps.parallel.zero import Zero
 
 __all__ = ["Action", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts", "LocalSGD"]
 __all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Replicas", "RowLinear", "Scheduler"]
 __all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "clip_by_global_norm"]
 __all__ += ["context_parallel", "cut", "execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved"]
 __all__ += ["keep_going", "local_steps", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "rebalance", "replay"]
-__all__ += ["ring_attention", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy", "wide_all_reduce"]
+__all__ += ["resume", "ring_attention", "save_run", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy", "wide_all_reduce"]
 __all__ += ["zero_bubble", "zigzag"]

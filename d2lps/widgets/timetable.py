@@ -5,8 +5,8 @@ from typing import Any
 import traitlets
 from matplotlib.figure import Figure
 
-from d2lps.parallel.arrange import arranged, assignment
-from d2lps.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b, placed, replay, zero_bubble
+from d2lps.parallel.pipeline.arrange import arranged, assignment
+from d2lps.parallel.pipeline.schedules import Schedule, gpipe, interleaved, one_f_one_b, placed, replay, zero_bubble
 from d2lps.widgets import still
 from d2lps.widgets.choices import Choices, Options
 from d2lps.widgets.texts import TIMETABLE

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator
 from d2lps.cost.numbers import whole
-from d2lps.parallel.pieces import Piece, optimizer_pieces
-from d2lps.parallel.saved import Manifest
-from d2lps.parallel.units import Unit
+from d2lps.parallel.saving.pieces import Piece, optimizer_pieces
+from d2lps.parallel.saving.saved import Manifest
+from d2lps.parallel.sharded.units import Unit
 
 
 class Zero:
@@ -37,7 +37,7 @@ class Zero:
     their own, and are there for all of them. Frozen parameters stay whole. `shards` are flat parameters, one for each unit,
     that `optimizer(shards)` steps on: so an optimizer that looks at each tensor by itself (LAMB, Adafactor) is not for them.
     Gradients are in the `shards`' once `reduce` has returned, the means over all ranks; a parameter's own `.grad` stays None.
-    A parameter with an attribute `partial` has its gradient summed over that group first (see tensor.py).
+    A parameter with an attribute `partial` has its gradient summed over that group first (see tensor/layers.py).
 
     group: so many consecutive ranks share the state, and such groups hold copies: FSDP2's two-dimensional mesh, or hybrid
     sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from d2lps.cost.numbers import named, whole
-from d2lps.parallel.schedules import Action, Schedule, needs, replay  # noqa: F401  (replay: for the example)
+from d2lps.parallel.pipeline.schedules import Action, Schedule, needs, replay  # noqa: F401  (replay: for the example)
 
 
 def assignment(ranks: int, way: str) -> list[int]:

@@ -14,9 +14,9 @@ from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator, ReduceOp
 from d2lps.compress import Codec, ErrorFeedback
 from d2lps.compress.feedback import counting
-from d2lps.parallel.buckets import MIB, buckets, flatten
-from d2lps.parallel.priority import Scheduler
-from d2lps.parallel.replicas import Replicas
+from d2lps.parallel.data.buckets import MIB, buckets, flatten
+from d2lps.parallel.data.priority import Scheduler
+from d2lps.parallel.data.replicas import Replicas
 
 
 class DataParallel(nn.Module):

@@ -27,7 +27,7 @@ from torch import Tensor
 from d2lps import disk
 from d2lps.comm.staging import stage
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
-from d2lps.parallel.pieces import Piece, copy_common, dtype_of, overlap, tuples
+from d2lps.parallel.saving.pieces import Piece, copy_common, dtype_of, overlap, tuples
 
 _NAME = "manifest.json"
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.parallel.assemble import Optimizer, look_after, shared_out, tie
-from d2lps.parallel.clip import clip_by_global_norm
 from d2lps.parallel.context import local
-from d2lps.parallel.data import NOTHING
 from d2lps.parallel.dropout import Place
 from d2lps.parallel.mesh import Mesh
-from d2lps.parallel.pipeline import execute
-from d2lps.parallel.plan import Plan
-from d2lps.parallel.tensor import vocab_cross_entropy
+from d2lps.parallel.pipeline.execute import execute
+from d2lps.parallel.sharded.clip import clip_by_global_norm
+from d2lps.parallel.tensor.parallelize import vocab_cross_entropy
+from d2lps.parallel.training.assemble import Optimizer, look_after, shared_out, tie
+from d2lps.parallel.training.plan import Plan
+from d2lps.parallel.training.text import NOTHING
 from d2lps.parallel.transformer import Transformer
 
 

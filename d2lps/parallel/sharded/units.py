@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from d2lps.comm import Communicator, ReduceOp, Work
-from d2lps.parallel.pieces import Piece, whole_of
+from d2lps.parallel.saving.pieces import Piece, whole_of
 from d2lps.parallel.shard import Shard
 
 

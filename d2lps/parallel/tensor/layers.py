@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.parallel.f_and_g import copy, gather, gather_sequence, reduce, reduce_scatter_sequence, scatter
 from d2lps.parallel.shard import sharded
+from d2lps.parallel.tensor.f_and_g import copy, gather, gather_sequence, reduce, reduce_scatter_sequence, scatter
 
 Function = Callable[[Tensor], Tensor]
 

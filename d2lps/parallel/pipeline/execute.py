@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from d2lps.comm import Communicator
-from d2lps.parallel.mail import Mail
-from d2lps.parallel.schedules import Action, Schedule, after, needs, placed, traffic
+from d2lps.parallel.pipeline.mail import Mail
+from d2lps.parallel.pipeline.schedules import Action, Schedule, after, needs, placed, traffic
 
 
 def execute(

@@ -10,11 +10,11 @@ from d2lps.parallel.context import context_parallel
 from d2lps.parallel.dropout import Place, placed
 from d2lps.parallel.experts import expert_parallel, set_share
 from d2lps.parallel.mesh import Mesh
-from d2lps.parallel.plan import PRECISIONS, Plan
-from d2lps.parallel.recompute import recompute
 from d2lps.parallel.shard import shard_of
-from d2lps.parallel.tensor import tensor_parallel
-from d2lps.parallel.zero import Zero
+from d2lps.parallel.sharded.zero import Zero
+from d2lps.parallel.tensor.parallelize import tensor_parallel
+from d2lps.parallel.training.plan import PRECISIONS, Plan
+from d2lps.parallel.training.recompute import recompute
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

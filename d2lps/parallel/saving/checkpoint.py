@@ -15,9 +15,9 @@ from d2lps.collectives import all_gather
 from d2lps.comm import Communicator, RankDied, RankHung, Work
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
 from d2lps.launch import run
-from d2lps.parallel import saved
-from d2lps.parallel.pieces import Piece, dtype_of, flaw, tuples
-from d2lps.parallel.saved import Manifest
+from d2lps.parallel.saving import saved
+from d2lps.parallel.saving.pieces import Piece, dtype_of, flaw, tuples
+from d2lps.parallel.saving.saved import Manifest
 from d2lps.result import Run
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointMissing, CheckpointDamaged, OSError, ValueError)}

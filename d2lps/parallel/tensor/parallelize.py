@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank multiplies by its piece of every matrix; here, of all those of a Transformer.
 
-What a piece is, says tensor_layers.py; what is sent for it, forward and backward, f_and_g.py.
+What a piece is, says layers.py; what is sent for it, forward and backward, f_and_g.py.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
-from d2lps.parallel.f_and_g import SEQUENCE, copy, gather, gather_sequence, reduce, reduce_scatter_sequence, scatter
 from d2lps.parallel.shard import cut
-from d2lps.parallel.tensor_layers import ColumnLinear, RowLinear, VocabEmbedding, enter, mark, vocab_cross_entropy
+from d2lps.parallel.tensor.f_and_g import SEQUENCE, copy, gather, gather_sequence, reduce, reduce_scatter_sequence, scatter
+from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, enter, mark, vocab_cross_entropy
 from d2lps.parallel.transformer import MLP, Attention, Block, Dropout, Embed, Head
 
 __all__ = ["ColumnLinear", "RowLinear", "VocabEmbedding", "copy", "gather", "gather_sequence", "reduce"]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from d2lps.comm import Work
-from d2lps.parallel.checkpoint import Checkpoints, load
-from d2lps.parallel.pieces import Piece
-from d2lps.parallel.saved import Manifest
-from d2lps.parallel.train import Trainer
+from d2lps.parallel.saving.checkpoint import Checkpoints, load
+from d2lps.parallel.saving.pieces import Piece
+from d2lps.parallel.saving.saved import Manifest
+from d2lps.parallel.training.train import Trainer
 
 
 def save_run(trainer: Trainer, checkpoints: Checkpoints) -> Work:

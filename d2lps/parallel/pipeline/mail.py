@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from d2lps.comm import Communicator, Work
-from d2lps.parallel.schedules import Action
+from d2lps.parallel.pipeline.schedules import Action
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NOTE = 10  # whole numbers that tell what will follow: the dtype, how many dimensions, the shape
