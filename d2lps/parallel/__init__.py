@@ -37,5 +37,5 @@ __all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan
 __all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "clip_by_global_norm"]
 __all__ += ["context_parallel", "cut", "execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved"]
 __all__ += ["keep_going", "local_steps", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "rebalance", "replay"]
-__all__ += ["resume", "ring_attention", "save_run", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy", "wide_all_reduce"]
-__all__ += ["zero_bubble", "zigzag"]
+__all__ += ["resume", "ring_attention", "save_run", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy"]
+__all__ += ["wide_all_reduce", "zero_bubble", "zigzag"]
