@@ -93,7 +93,7 @@ class Trainer:
     def model(self) -> nn.Sequential:
         """The whole model with the weights of now (in BF16 training the FP32 masters), on every rank; all ranks must ask for it.
 
-        >>> model = d2lps.run(lambda comm: train(comm, small, plan, data, 100, 8, adam).model(), plan.ranks)[0]     # doctest: +SKIP
+        >>> model = d2lps.run(lambda comm: train(comm, small, plan, data, 9, 8, adam).model(), plan.ranks)[0]   # doctest: +SKIP
         >>> model(tokens).argmax(-1)                                            # as any module         # doctest: +SKIP
 
         Of a checkpoint, `resume` first, under any plan, that of one rank, too.
