@@ -18,7 +18,8 @@ import d2lps
 from d2lps.collectives import all_reduce
 from d2lps.comm import Event
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
-from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Zero, generator_pieces, module_pieces, optimizer_pieces, saved
+from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Zero, generator_pieces, module_pieces, optimizer_pieces
+from d2lps.parallel.saving import saved
 from d2lps.parallel.saving.checkpoint import keep_going, load, save, share_out
 from d2lps.parallel.saving.pieces import copy_common, flaw, overlap, set_generators
 from d2lps.parallel.saving.saved import fill, look
