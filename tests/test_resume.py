@@ -63,7 +63,7 @@ DENSE = [
     exact(pp=2, tp=2, micro_batch=4, schedule="interleaved", interleave=2), exact(dp=4, zero=2, zero_group=2, overlap=False),
     exact(cp=2, pp=2, micro_batch=4, zero=3, schedule="zero_bubble"),
 ]  # fmt: skip
-EXPERTS = [exact(dp=4, ep=2, zero=3), exact(dp=2, pp=2, ep=2, micro_batch=2)]
+EXPERTS = [exact(dp=4, ep=2, zero=3), exact(dp=2, tp=2, pp=2, ep=2, micro_batch=2)]
 CASES = [(DEEP, k, DENSE) for k in range(len(DENSE))] + [(MIXED, k, EXPERTS) for k in range(len(EXPERTS))]
 
 

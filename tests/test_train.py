@@ -24,7 +24,7 @@ from d2lps import Communicator
 from d2lps.parallel import Plan, Trainer, Transformer, text, train
 from d2lps.parallel.dropout import Place, placed
 from d2lps.parallel.training.plan import PRECISIONS
-from d2lps.parallel.training.text import NOTHING
+from d2lps.parallel.training.text import NOTHING, decode
 from d2lps.topology import Device, star
 
 FLAT = Transformer(layers=2, hidden=16, heads=4, vocab=96, sequence=16, ffn=24, kv_heads=2, gated=True, tied=True, dropout=0.1)
@@ -249,6 +249,7 @@ def test_plans_that_do_not_fit(plan: Plan, told: str) -> None:
             8,
             "sequence=12 can't be shared out evenly to tp x cp = 4 x 2",
         ),
+        ({"experts": 4}, Plan(cp=2), 8, "capacity=1.25 with cp=2: each part of a sequence would be sorted into slots by itself"),
         ({"experts": 6}, Plan(dp=4, ep=4), 8, "experts=6 can't be shared out evenly to ep=4"),
         ({}, Plan(pp=2, dp=4, micro_batch=2), 12, "batch=12 is no multiple of dp=4 x micro_batch=2"),
         ({"layers": 8}, Plan(pp=4, schedule="interleaved", interleave=2), 6, "micro_batches=6 is no multiple of ranks=4"),
@@ -263,6 +264,74 @@ def test_fewer_micro_batches_than_stages_where_the_schedule_can() -> None:
     plan = exact(pp=4, micro_batch=4)
     assert plan.micro_batches(BATCH) == 2
     agrees(simulated(under, plan, DEEP, plan), plan, 1e-12, 1e-12)
+
+
+class Strange(Uneven):
+    """Data that is not what was asked for, or of which nothing counts."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.change = change
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        return self.change(*super().batch(first, count))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda tokens, targets: (tokens[1:], targets[1:]), "tokens of shape [3, 16], and [4, 16] was asked for"),
+        (lambda tokens, targets: (tokens, targets[:, 1:]), "targets of shape [4, 15], and [4, 16] was asked for"),
+        (lambda tokens, targets: (tokens + 96, targets), "are not all among the model's vocab=96"),
+        (lambda tokens, targets: (tokens, targets.masked_fill(targets == NOTHING, -1)), "targets from -1 to"),
+    ],
+)
+def test_data_that_is_not_what_was_asked_for(change: Any, told: str) -> None:
+    plan = exact(dp=2, tp=2)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        simulated(lambda comm: train(comm, FLAT, plan, Strange(change), 1, BATCH, adam).losses, plan)
+
+
+def test_a_batch_of_which_nothing_counts_changes_nothing() -> None:
+    nothing, plan = Strange(lambda tokens, targets: (tokens, torch.full_like(targets, NOTHING))), exact(dp=2, tp=2, zero=3)
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    (losses, norms, same), *_ = simulated(
+        lambda comm: (
+            (done := train(comm, FLAT, plan, nothing, 1, BATCH, sgd, MAX_NORM)).losses, done.norms,
+            all(map(torch.equal, done.model().parameters(), FLAT.module(dtype=torch.float64).parameters())),
+        ),
+        plan,
+    )  # fmt: skip
+    assert (losses, norms, same) == ([0.0], [0.0], True)
+
+
+def test_ranks_that_were_told_different_plans() -> None:
+    with pytest.raises(d2lps.Mismatch, match=r"Plan\(dp=2.*Plan\(dp=1, tp=2"):
+        d2lps.simulate(lambda comm: under(comm, FLAT, [Plan(dp=2), Plan(tp=2)][comm.rank]), star(2, 1e9, 1e-6), trace=False)
+
+
+# ---- what has been trained ------------------------------------------------------------------------------------------------
+
+
+def trained(comm: Communicator, plan: Plan) -> list[Tensor]:
+    model = train(comm, sizes_for(plan), plan, Uneven(), STEPS, BATCH, adam, MAX_NORM).model()
+    assert (model.head.linear.weight is model.embed.tokens.weight) == sizes_for(plan).tied
+    return [weight.detach() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("plan", [exact(dp=2, tp=2, zero=3), exact(dp=2, pp=2, ep=2, micro_batch=2, zero=1)], ids=shown)
+def test_the_whole_model_is_put_together_on_every_rank(plan: Plan) -> None:
+    one = exact(micro_batch=8)
+    (alone,) = simulated(lambda comm: train(comm, sizes_for(plan), one, Uneven(), STEPS, BATCH, adam, MAX_NORM).model(), one)
+    for weights in simulated(trained, plan, plan):
+        torch.testing.assert_close(weights, [weight.detach() for weight in alone.parameters()], rtol=1e-9, atol=1e-11)
+
+
+def test_what_is_returned_is_a_module_that_writes_text() -> None:
+    model = d2lps.run(lambda comm: train(comm, FLAT, Plan(tp=2), text(16), 1, BATCH, adam).model(), 2)[0]
+    tokens = text(16).batch(0, 1)[0]
+    for _ in range(3):
+        tokens = torch.cat([tokens[:, 1:], model(tokens)[:, -1:].argmax(-1)], 1)
+    assert len(decode(tokens[0])) == 16
 
 
 # ---- a rank that dies -----------------------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ from d2lps.result import Run
 from d2lps.signatures import store_at
 from d2lps.trace import Recorder, Trace
 
-# What torch imports when it is first needed (by an optimizer, DDP, a DTensor): a second of work, in every rank of every run.
-_LATE = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+# What torch imports when it is first needed (by a backward pass that is given gradients, an optimizer, DDP, a DTensor): a second
+# of work, in every rank of every run.
+_LATE = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
 @dataclass

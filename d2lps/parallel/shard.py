@@ -1,9 +1,12 @@
 """What a parameter is of the whole model's: a piece of it, or all."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 
 
@@ -39,3 +42,17 @@ def sharded(comm: Communicator, whole: Tensor, dim: int) -> nn.Parameter:
 def shard_of(parameter: Tensor) -> Shard | None:
     """How it was cut, or None for a parameter that is whole."""
     return getattr(parameter, "shard", None)
+
+
+def add_up_partial(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Of (parameter, gradient), in place: what is a part of a sum over a group, `parameter.partial`, becomes that sum."""
+    together: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
+    for parameter, gradient in gradients:
+        if (comm := getattr(parameter, "partial", None)) is not None:
+            together.setdefault((comm, gradient.dtype), []).append(gradient)
+    for (comm, _), parts in together.items():
+        flat = torch.cat([part.flatten() for part in parts])
+        with comm.about("grads[P]{*} → grads[P]"):
+            all_reduce(comm, flat)
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))

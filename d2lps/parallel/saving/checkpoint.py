@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2lps.collectives import all_gather
+from d2lps.collectives import all_gather, all_reduce
 from d2lps.comm import Communicator, RankDied, RankHung, Work
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
 from d2lps.launch import run
 from d2lps.parallel.saving import saved
-from d2lps.parallel.saving.pieces import Piece, dtype_of, flaw, tuples
+from d2lps.parallel.saving.pieces import Piece, copy_common, dtype_of, flaw, tuples
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.result import Run
 
@@ -60,7 +60,7 @@ class Checkpoints:
         self.wait()
         said = json.dumps(extra, sort_keys=True)  # now: it may change while the rest is written
         self.comm.agree(f"save(step={step}, extra={said})")
-        table = [[name, dtype_of(piece.tensor), list(piece.shape), *piece.cut] for name, piece in pieces.items()]
+        table = _table_of(pieces)
         if any(tell(self.comm, table != self._table)):
             self._plan(table, pieces)
         for name, copy in self._copies.items():
@@ -77,8 +77,7 @@ class Checkpoints:
 
     def _plan(self, table: list[Any], pieces: Mapping[str, Piece]) -> None:
         self._table, self._tensors = None, share_out(tell(self.comm, table))
-        mine = [name for name, about in self._tensors.items() if any(self.comm.rank == rank for rank, *_ in about["pieces"])]
-        self._copies = {name: pieces[name].empty() for name in mine}
+        self._copies = {name: pieces[name].empty() for name in _of_rank(self.comm.rank, self._tensors)}
         self.written = sum(copy.nbytes for copy in self._copies.values())
         self._table = table
 
@@ -142,6 +141,30 @@ def keep_going(function: Callable[..., Any], ranks: int, *args: Any, times: int 
         except (RankDied, RankHung):
             continue
     return run(function, ranks, *args, **options)
+
+
+def gathered(comm: Communicator, pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
+    """The whole tensors that the ranks have pieces of, on every rank, without a disk in between; by name.
+
+    ValueError, with the name, where the pieces do not make up whole tensors. Cost: a table, and an all-reduce of each tensor.
+    """
+    tensors = share_out(tell(comm, _table_of(pieces)))
+    mine, wholes = _of_rank(comm.rank, tensors), {}
+    for name, about in tensors.items():
+        wholes[name] = torch.zeros(about["shape"], dtype=getattr(torch, about["dtype"]), device=comm.device)
+        if name in mine:
+            copy_common(Piece(wholes[name], tuple(about["shape"])), pieces[name])
+        all_reduce(comm, wholes[name])  # of one rank's number and zeros
+    return wholes
+
+
+def _table_of(pieces: Mapping[str, Piece]) -> list[Any]:
+    return [[name, dtype_of(piece.tensor), list(piece.shape), *piece.cut] for name, piece in pieces.items()]
+
+
+def _of_rank(rank: int, tensors: dict[str, dict[str, Any]]) -> set[str]:
+    """Those of which this rank gives a piece."""
+    return {name for name, about in tensors.items() if any(rank == giver for giver, *_ in about["pieces"])}
 
 
 # ---- what ranks tell one another ------------------------------------------------------------------------------------------

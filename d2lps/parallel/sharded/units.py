@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from d2lps.comm import Communicator, ReduceOp, Work
 from d2lps.parallel.saving.pieces import Piece, whole_of
-from d2lps.parallel.shard import Shard
+from d2lps.parallel.shard import Shard, add_up_partial
 
 
 class Unit:
@@ -166,7 +166,7 @@ class Unit:
         self.settle()
         assert self.gradient is not None
         whole, self.gradient = self.gradient, None
-        self._sum_partial(self.cut(whole))
+        add_up_partial(zip(self.parameters, self.cut(whole), strict=True))
         alone, room = self.comm.size == 1, self._rooms.pop("whole")
         mean = whole if alone else whole.new_empty(self.length)
         if alone:  # with all of the state: the reduction is the replicas'
@@ -200,17 +200,6 @@ class Unit:
             self.shard.grad = mean if self.shard.grad is None else self.shard.grad.add_(mean)
             self._release("mean")
             self._hold("grad", mean.nbytes, "gradients")
-
-    def _sum_partial(self, gradients: list[Tensor]) -> None:
-        """Of parameters whose gradients are parts of a sum over a group of their own (`parameter.partial`): the sums."""
-        groups: dict[Communicator, list[Tensor]] = {}
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if (group := getattr(parameter, "partial", None)) is not None:
-                groups.setdefault(group, []).append(gradient)
-        for group, parts in groups.items():
-            all_reduce(group, flat := torch.cat([part.flatten() for part in parts]))
-            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(total.view_as(part))
 
     # ---- glue -----------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
-from d2lps.parallel.shard import cut
+from d2lps.parallel.shard import add_up_partial, cut
 from d2lps.parallel.tensor.f_and_g import SEQUENCE, copy, gather, gather_sequence, reduce, reduce_scatter_sequence, scatter
 from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, enter, mark, vocab_cross_entropy
 from d2lps.parallel.transformer import MLP, Attention, Block, Dropout, Embed, Head
@@ -27,16 +26,7 @@ def sum_partial(module: nn.Module) -> None:
 
     Cost: one all-reduce for each group and dtype.
     """
-    together: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
-    for parameter in module.parameters():
-        if hasattr(parameter, "partial") and parameter.grad is not None:
-            together.setdefault((parameter.partial, parameter.grad.dtype), []).append(parameter.grad)
-    for (comm, _), gradients in together.items():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        with comm.about("grads[P]{*} → grads[P]"):
-            all_reduce(comm, flat)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    add_up_partial((parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None)
 
 
 def tensor_parallel(

@@ -102,7 +102,6 @@ class Plan:
             yield f"sequence={model.sequence} can't be shared out evenly to {told}"
         if batch < 1 or batch % (self.dp * self.micro_batch):
             yield f"batch={batch} is no multiple of dp={self.dp} x micro_batch={self.micro_batch}"
-
         if self.tp % (heads := model.kv_heads or model.heads) and heads % self.tp:
             yield f"kv_heads={heads} can't be shared out evenly to tp={self.tp}, nor each by as many ranks as the next"
 
@@ -129,6 +128,9 @@ class Plan:
             yield f"interleave={self.interleave}, schedule={self.schedule!r}: one asks for several stages a rank, one for one"
         if self.ep > 1 and model.experts == 1:
             yield f"ep={self.ep} shares out experts, and the model has none (experts=1)"
+        if self.cp > 1 and model.capacity * model.top_k < model.experts:  # a whole sequence may not find slots
+            told = "each part of a sequence would be sorted into slots by itself, and others dropped than without cp"
+            yield f"capacity={model.capacity} with cp={self.cp}: {told}; capacity=float('inf') drops none"
 
     def __str__(self) -> str:
         """`str(Plan(dp=2, zero=3)) == "dp=2 zero=3"`: what is not as by default."""

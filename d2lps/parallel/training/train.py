@@ -20,6 +20,7 @@ from d2lps.parallel.context import local
 from d2lps.parallel.dropout import Place
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.execute import execute
+from d2lps.parallel.saving.checkpoint import gathered
 from d2lps.parallel.sharded.clip import clip_by_global_norm
 from d2lps.parallel.tensor.parallelize import vocab_cross_entropy
 from d2lps.parallel.training.assemble import Optimizer, look_after, shared_out, tie
@@ -32,7 +33,10 @@ class Data(Protocol):
     """What there is to learn, such as `text(sequence=64)`: who asks for sequences by number gets them, whoever that is."""
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, [count, sequence] each; a target that does not count is NOTHING."""
+        """Tokens and targets, [count, sequence] each; a target that does not count is NOTHING (-100).
+
+        Every rank must be told the same of the same number: the ranks that share a layer ask for the same sequences.
+        """
 
 
 class Trainer:
@@ -42,15 +46,17 @@ class Trainer:
     >>> trainer.step()                      # loss, and norm of the gradient, the same on every rank    # doctest: +SKIP
     (4.58, 1.27)
 
-    A loss is the mean over all tokens of the batch that count, whatever ranks, micro-batches and parts of sequences they are in.
-    `losses` and `norms`: of the steps so far. `done`: how many; with the seed, the data and what `zeros` hold, all that is to
-    come follows from it.
+    A loss is the mean over all tokens of the batch that count, whatever ranks, micro-batches and parts of sequences they are in;
+    0 if none counts. `losses` and `norms`: of the steps so far. `done`: how many; with the seed, the data and what `zeros` hold,
+    all that is to come follows from it. ValueError as of `Plan.check`, and for tokens that the model does not have; Mismatch
+    where ranks were told different things.
     """
 
     def __init__(
         self, comm: Communicator, transformer: Transformer, plan: Plan, data: Data, batch: int, optimizer: Optimizer,
         max_norm: float | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
+        comm.agree(f"Trainer({transformer}, {plan!r}, {batch=}, {max_norm=}, {seed=})")
         plan.check(transformer, batch, comm.size)
         self.comm, self.plan, self.data, self.batch, self.max_norm = comm, plan, data, batch, max_norm
         self.transformer = transformer
@@ -84,6 +90,23 @@ class Trainer:
         self.norms.append(norm.item())
         return self.losses[-1], self.norms[-1]
 
+    def model(self) -> nn.Sequential:
+        """The whole model with the weights of now (in BF16 training the FP32 masters), on every rank; all ranks must ask for it.
+
+        >>> model = d2lps.run(lambda comm: train(comm, small, plan, data, 9, 8, adam).model(), plan.ranks)[0]   # doctest: +SKIP
+        >>> model(tokens).argmax(-1)                                            # as any module         # doctest: +SKIP
+
+        Of a checkpoint, `resume` first, under any plan, that of one rank, too.
+        """
+        model = self.transformer.module(self.place.seed, self.zeros[0].shards[0].dtype).to(self.comm.device)
+        pieces = {name: piece for zero in self.zeros for name, piece in zero.pieces().items()}
+        weights = dict(model.named_parameters())
+        found = gathered(self.comm, {name: piece for name, piece in pieces.items() if name in weights})
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(found[name])
+        return model
+
     # ---- micro-batches --------------------------------------------------------------------------------------------
 
     def _fetch(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -91,14 +114,24 @@ class Trainer:
         mesh, share, device = self.mesh, self.batch // self.plan.dp, self.comm.device
         first = mesh.dp.rank * share
         tokens, targets = self.data.batch(self.done * self.batch + first, share)
+        self._check(share, tokens, targets)
         if self.plan.cp > 1:
             tokens, targets = local(mesh.cp, tokens), local(mesh.cp, targets)
         self.counted = (targets != NOTHING).sum().to(device)
         with mesh.data.about("number of tokens[]{*} → tokens[]"):
             all_reduce(mesh.data, self.counted)
+        self.counted.clamp_(min=1)
         self.place.step, rows = self.done, first + torch.arange(share)
         self.rows, tokens, targets = (part.to(device).split(self.plan.micro_batch) for part in (rows, tokens, targets))
         return tokens, targets
+
+    def _check(self, count: int, tokens: Tensor, targets: Tensor) -> None:
+        wanted, vocab = [count, self.transformer.sequence], self.transformer.vocab
+        for name, part in (("tokens", tokens), ("targets", targets)):
+            if list(part.shape) != wanted:
+                raise ValueError(f"the data gave {name} of shape {list(part.shape)}, and {wanted} was asked for")
+        if not tokens.is_meta and not 0 <= tokens.min() <= tokens.max() < vocab:  # a piece of an embedding would give zeros
+            raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} are not all among the model's vocab={vocab}")
 
     def _enter(self, passes: Iterator[int], part: nn.Module, inputs: object) -> None:
         """Every schedule takes a stage's micro-batches in order, forward and backward: so which one it is, is counted."""
