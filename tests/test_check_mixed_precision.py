@@ -135,6 +135,14 @@ def leaves_before_the_sum(comm, micro_batches, scale, max_norm):
     return step()(comm, micro_batches, scale, max_norm)
 
 
+def sends_every_micro_batch(comm, micro_batches, scale, max_norm):
+    whole = [micro.float() for micro in micro_batches]
+    for gradient in whole:
+        all_reduce(comm, gradient)
+    total = sum(whole) / scale / comm.size
+    return total * min(1.0, max_norm / total.norm()) if total.isfinite().all() else None
+
+
 def clips_before_the_sum(comm, micro_batches, scale, max_norm):
     mine = sum(micro.float() for micro in micro_batches) / scale
     mine = torch.full_like(mine, torch.inf) if not mine.isfinite().all() else mine * min(1.0, max_norm / mine.norm())
@@ -148,6 +156,7 @@ def clips_before_the_sum(comm, micro_batches, scale, max_norm):
      (step(unscale_first=False), "norm that you clipped"), (step(mean=False), "mean one over the ranks"),
      (step(False, False, False), "added up"), (leaves_before_the_sum, "wait"), (clips_before_the_sum, "norm that you clipped"),
      (lambda comm, micro, scale, norm: sum(micro).float() / scale, "added up"),
+     (sends_every_micro_batch, "one all-reduce"),
      (nothing, "nothing has overflowed")],
 )  # fmt: skip
 def test_gradient_of_step_refuses(wrong, words):

@@ -77,12 +77,15 @@ def gradient_of_step(function: Function) -> str:
             mean = torch.stack([micro.double() for mine in given for micro in mine]).sum(0) / scale / p
             mean = mean * min(1.0, max_norm / mean.norm().item())
             case = f"{p} ranks, {many} micro-batches, scale {scale:g}, max_norm {max_norm:g}"
-            for rank, got in enumerate(_stepped(function, given, scale, max_norm)):
+            run = _stepped(function, given, scale, max_norm)
+            sent, most = int(run.trace.bytes_sent().sum()), 2 * (p - 1) * 4 * 50
+            for rank, got in enumerate(run):
                 refuse((not isinstance(got, Tensor), f"{case}: rank {rank} returns {got!r}, though nothing has overflowed"))
                 length, off = got.double().norm().item() / mean.norm().item(), (got.double() - mean).norm() / mean.norm()
                 hint = {1: "is the mean one over the ranks?", 300: "in which dtype are micro-batches added up?"}
                 said = f"{case}: rank {rank}'s gradient is {length:.3g} times as long as it should be, off by {float(off):.1%}: "
                 refuse((not off < 0.02, said + hint.get(many, "what was in the norm that you clipped?")))
+            refuse((sent > most, f"{case}: {sent:,} bytes are sent; one all-reduce in FP32, of the sum, does with {most:,}"))
         for who in {0, p - 1}:
             given = [[torch.full((4,), torch.inf if rank == who else 1.0).bfloat16()] for rank in range(p)]
             for rank, got in enumerate(_stepped(function, given, 2.0, 1e9)):
