@@ -48,6 +48,17 @@ def sends_the_losses(comm, total, count):
     return total * comm.size / room[0].item()
 
 
+def nothing_to_tell(comm, total, count):
+    if not count:
+        return total
+    all_reduce(comm, everybody := torch.tensor([float(count)]))
+    return total * comm.size / everybody.item()
+
+
+def not_a_number(comm, total, count):
+    return total * float("nan")
+
+
 def detached(comm, total, count):
     return total.detach()
 
@@ -55,6 +66,7 @@ def detached(comm, total, count):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(own_mean, "of all tokens alike"), (without_the_ranks, "of all tokens alike"), (sends_the_losses, "more than one number"),
+     (nothing_to_tell, "all_reduce"), (not_a_number, "of all tokens alike"),
      (detached, "cannot call backward"), (lambda comm, total, count: 3.0, "cannot call backward")],
 )  # fmt: skip
 def test_token_loss_refuses(wrong, word):
@@ -76,6 +88,7 @@ def shuffled(count, seed):
     ("wrong", "word"),
     [(lambda count, epoch, rank, ranks: shuffled(count, rank)[rank::ranks].tolist(), "comes more than once"),
      (lambda count, epoch, rank, ranks: shuffled(count, 0)[: count // ranks * ranks][rank::ranks], "same order"),
+     (lambda count, epoch, rank, ranks: rightly(count, epoch % 2, rank, ranks), "same order"),
      (lambda count, epoch, rank, ranks: shuffled(count, epoch)[rank::ranks], "waits forever"),
      (lambda count, epoch, rank, ranks: shuffled(count, epoch)[: count // ranks], "comes more than once"),
      (lambda count, epoch, rank, ranks: [], "of 12 examples come"),
@@ -141,6 +154,11 @@ def by_the_sum(comm, tensor):
     return [rank for rank, mark in enumerate(prints) if mark != usual] if 2 * prints.count(usual) > comm.size else None
 
 
+def by_the_exact_sum(comm, tensor):
+    prints, usual = voted(comm, int(tensor.double().sum() * 2**24))
+    return [rank for rank, mark in enumerate(prints) if mark != usual] if 2 * prints.count(usual) > comm.size else None
+
+
 def the_most_frequent(comm, tensor):
     prints, usual = voted(comm, bits(tensor))
     return [rank for rank, mark in enumerate(prints) if mark != usual]
@@ -159,7 +177,7 @@ def whole_tensors(comm, tensor):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(by_the_sum, "says []"), (the_most_frequent, "not None"), (rank_0_is_right, "not None"),
+    [(by_the_sum, "says []"), (by_the_exact_sum, "says []"), (the_most_frequent, "not None"), (rank_0_is_right, "not None"),
      (whole_tensors, "fingerprints are enough"), (lambda comm, tensor: [], "says []")],
 )  # fmt: skip
 def test_odd_ranks_refuses(wrong, word):
