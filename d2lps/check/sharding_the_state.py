@@ -12,7 +12,7 @@ from d2lps.check.tools import parts, refuse
 from d2lps.simulator import simulate
 from d2lps.topology import star
 
-__all__ = ["accumulation", "batches", "clip", "dice", "hidden", "lend", "memory", "moments", "owned", "sharded_step"]
+__all__ = ["accumulation", "batches", "clip", "dice", "lend", "memory", "moments", "sharded_step"]
 
 
 @answered
@@ -24,24 +24,6 @@ def memory(answer: Any) -> str:
     parts("memory", answer, ("data parallel", 208, whole), ("stage 1", 56.875, shares), ("stage 2", 31.6875, shares),
           ("stage 3", 6.5, shares), ("GPUs", 13, least))  # fmt: skip
     return "208, 56.9, 31.7 and 6.5 GB; stage 2 fits into 40 GB from 13 GPUs on"
-
-
-@judged
-def owned(function: Function) -> str:
-    """Check `function(sizes, ranks, rank)`: [(tensor, start, stop), ...], what a rank's shard holds."""
-    for sizes in ([3, 4], [7], [5, 1, 9, 2], [1, 1], [4, 4, 4, 4], [2, 30, 1]):
-        line = [(tensor, place) for tensor, size in enumerate(sizes) for place in range(size)]
-        for p in (1, 2, 3, 5, 8):
-            length = -(-len(line) // p)
-            for rank in range(p):
-                got, mine = list(function(sizes, p, rank)), line[rank * length : (rank + 1) * length]
-                places = {tensor: [place for owner, place in mine if owner == tensor] for tensor, _ in mine}
-                wanted, many = [(tensor, run[0], run[-1] + 1) for tensor, run in places.items()], sum(b - a for _, a, b in got)
-                said = f"tensors of {sizes} elements, {p} rank{'s' * (p > 1)}, rank {rank}: {got} "
-                refuse((any(a == b for _, a, b in got), f"{said}has a run that holds nothing; leave it out"),
-                       (many > len(mine), f"{said}has {many} elements; of a shard's {length} {length - len(mine)} are padding"),
-                       (sorted(got) != wanted, f"{said}is not it: of all in one line those from {rank * length} on"))  # fmt: skip
-    return "in 114 shards every element has one owner"
 
 
 @judged
@@ -109,11 +91,14 @@ def lend(function: Function) -> str:
     """Check `function(comm, layer)`: the layer's weight is whole while it is needed, and takes no memory else."""
     for p in (1, 2, 3, 4):
         case = f"{p} rank{'s' * (p > 1)}: "
-        for rank, (held, right) in enumerate(simulate(_lent, star(p, 1e9, 1e-6), function)):
+        run = simulate(_lent, star(p, 1e9, 1e-6), function)
+        for rank, (held, right) in enumerate(run):
             for moment, layers in held.items():
                 most = int(moment.startswith("in"))
                 refuse((layers > most, f"{case}{moment} rank {rank} holds the weights of {layers} layers, autograd's included"))
             refuse((not right, f"{case}rank {rank}'s gradient of the input is not that of whole weights"))
+        sent, least = run.trace.messages["nbytes"].sum() if p > 1 else 0, 6 * (p - 1) * 12 * 12 * 8
+        refuse((sent < least, f"{case}{sent} bytes are sent; six gathers are {least}: does a rank keep more than its shard?"))
     return "at most one layer's weight is there at a time, and none in between"
 
 
@@ -149,11 +134,3 @@ def accumulation(answer: Any) -> str:
           ("stage 3", 24, "Two all-gathers and a reduce-scatter, each time."), ("stage 3, no_sync", 17, keep),
           ("stage 3, weights kept", 2, "One all-gather, one reduce-scatter."))  # fmt: skip
     return "2, 9, 24, 17 and 2: memory and traffic are exchanged for each other"
-
-
-@answered
-def hidden(answer: Any) -> str:
-    """Check two numbers of tokens: from how many on a unit's all-gather hides behind the unit before it."""
-    hint = "A token takes 2 FLOP for each parameter, a parameter 2 bytes: when is 2 T / F as long as 2 / B?"
-    parts("tokens", answer, ("port", 6000, hint), ("NVLink", 500, hint), within=0.01)
-    return "6,000 tokens behind a port, 500 behind NVLink: and the parameters cancel"
