@@ -8,7 +8,8 @@ from torch.nn.functional import gelu
 from d2lps.check import tensor_parallelism as check
 from d2lps.collectives import all_gather_into_tensor, all_reduce
 from d2lps.comm import ReduceOp
-from d2lps.parallel.tensor.parallelize import copy, reduce
+from d2lps.parallel import vocab_cross_entropy
+from d2lps.parallel.tensor.f_and_g import copy, reduce
 
 SOLUTIONS = {
     "row": "ex-tensor-row", "cross_entropy": "ex-tensor-entropy", "gradients": "ex-tensor-groups",
@@ -119,6 +120,10 @@ def test_cross_entropy_refuses(wrong, word):
     refused(check.cross_entropy(wrong), word)
 
 
+def test_cross_entropy_refuses_the_librarys_own():
+    refused(check.cross_entropy(lambda *given: vocab_cross_entropy(*given)), "vocab_cross_entropy")
+
+
 # ---- gradients ----------------------------------------------------------------------------------------------------------
 
 
@@ -160,8 +165,10 @@ def seeded(number):
      (lambda seed, dp, tp, size, sequence: seed * 1000 + dp + tp * sequence, "drop the same places; do they hold"),
      (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp, "drop different places; do they hold"),
      (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp * (not sequence), "drop different places"),
-     (lambda seed, dp, tp, size, sequence: dp * size + tp * sequence, "another seed drops the same places")],
-    ids=["one for all", "dp + tp", "never alike", "the other way round", "no seed"],
+     (lambda seed, dp, tp, size, sequence: dp * size + tp * sequence, "with another seed, 1"),
+     (lambda seed, dp, tp, size, sequence: seed + dp * size + tp * sequence, "with another seed, 1"),
+     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * 4 + tp * sequence, "8 along tp, sequence=True: the ranks")],
+    ids=["one for all", "dp + tp", "never alike", "the other way round", "no seed", "seed beside place", "always four"],
 )  # fmt: skip
 def test_generator_refuses(number, word):
     refused(check.generator(seeded(number)), word)
