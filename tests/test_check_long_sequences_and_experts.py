@@ -12,7 +12,7 @@ from d2lps.parallel import ring_attention
 from d2lps.parallel.context import in_turn
 
 SOLUTIONS = {
-    "merge": "ex-long-merge", "ring_causal": "ex-long-ring", "slots": "ex-long-slots",
+    "merge": "ex-long-merge", "ring_causal": "ex-long-ring", "mixture": "ex-long-dropped",
     "dispatch": "ex-long-counts", "average": "ex-long-gradients",
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_llama_refuses(answer, word):
 # ---- ring_causal --------------------------------------------------------------------------------------------------------
 
 
-def ring(comm, query, key, value, local=False, scaled=True, early=True):
+def ring(comm, query, key, value, local=False, scaled=True, early=True, size=None):
     """The solution, and what is wrong with it in several ways."""
     n, block = query.shape[2], torch.stack([key, value])
     start = 0 if local else comm.rank * n
@@ -86,7 +86,7 @@ def ring(comm, query, key, value, local=False, scaled=True, early=True):
         last = step + 1 == comm.size
         work = [comm.irecv(coming, left), comm.isend(block, right)] if early and not last else []
         theirs = (0 if local else owner * n) + torch.arange(n)
-        scores = (query @ block[0].mT / query.shape[3] ** 0.5).masked_fill(theirs > mine[:, None], -torch.inf)
+        scores = (query @ block[0].mT / (size or query.shape[3]) ** 0.5).masked_fill(theirs > mine[:, None], -torch.inf)
         highest = torch.maximum(top, scores.amax(-1, keepdim=True))
         scale = (top - highest).exp() if scaled else 1
         weights = (scores - highest).exp()
@@ -112,7 +112,8 @@ def the_librarys(comm, query, key, value):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(partial(ring, local=True), "which position"), (partial(ring, scaled=False), "when the maximum changes"),
-     (partial(ring, early=False), "could be on its way"), (of_all_that_are_gathered, "is the library's"),
+     (partial(ring, early=False), "could be on its way"), (partial(ring, size=4), "attention to the whole sequence"),
+     (of_all_that_are_gathered, "is the library's"),
      (the_librarys, "it uses ring_attention")],
 )  # fmt: skip
 def test_ring_causal_refuses(wrong, word):
@@ -120,43 +121,57 @@ def test_ring_causal_refuses(wrong, word):
     refused(check.ring_causal(wrong), word)
 
 
-# ---- slots --------------------------------------------------------------------------------------------------------------
+# ---- mixture ------------------------------------------------------------------------------------------------------------
 
 
-def by_token(choices, experts, size):
-    return check._queued(choices, size, False)
+def mixed(x, choices, weights, experts, size, first=True, residual=True, adds=True, scaled=True):
+    """Right, and wrong in several ways."""
+    out, taken, dropped = x.clone() if residual else torch.zeros_like(x), [0] * len(experts), 0
+    pairs = [(token, j) for token in range(len(x)) for j in range(choices.shape[1])]
+    for token, j in sorted(pairs, key=lambda pair: pair[::-1]) if first else pairs:
+        i = int(choices[token, j])
+        taken[i] += 1
+        if taken[i] > size:
+            dropped += 1
+            continue
+        new = (weights[token, j] if scaled else 1) * experts[i](x[token])
+        out[token] = out[token] + new if adds else x[token] + new
+    return out, dropped
 
 
-def never_dropped(choices, experts, size):
-    return check._queued(choices, len(choices), True)
+def never_dropped(x, choices, weights, experts, size):
+    return mixed(x, choices, weights, experts, len(x) * choices.shape[1])
 
 
-def one_too_few(choices, experts, size):
-    return check._queued(choices, size - 1, True)
+def of_the_first_alone(x, choices, weights, experts, size):
+    return mixed(x, choices[:, :1], weights, experts, size)
 
 
-def by_expert_and_slot(choices, experts, size):
-    right = check._queued(choices, size, True)
-    return torch.where(right < 0, right, right + choices * size)
+def drops_not_counted(*given):
+    return mixed(*given)[0], 0
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(by_token, "before a later token's first"), (never_dropped, "drop it, by -1"), (one_too_few, "is right"),
-     (by_expert_and_slot, "beyond the last one"), (lambda *given: [1], "no tensor of their shape")],
+    [(partial(mixed, residual=False), "have become zero, for good"),
+     (partial(mixed, first=False), "before a later token's first"),
+     (partial(mixed, adds=False), "what is added to what"), (partial(mixed, scaled=False), "what is added to what"),
+     (never_dropped, "off by up to"), (of_the_first_alone, "off by up to"), (drops_not_counted, "choices found no slot"),
+     (lambda *given: mixed(*given)[0], "is not the output"), (lambda x, *given: (x[:, :2], 0), "is not the output"),
+     (lambda x, *given: (x, 0), "off by up to")],
 )  # fmt: skip
-def test_slots_refuses(wrong, word):
-    refused(check.slots(wrong), word)
+def test_mixture_refuses(wrong, word):
+    assert check.mixture(mixed)
+    refused(check.mixture(wrong), word)
 
 
 # ---- dispatch -----------------------------------------------------------------------------------------------------------
 
 
 def padded(comm, tokens, owner):
-    size = 9
-    parts = [
-        torch.cat([tokens[owner == rank], tokens.new_zeros(size - int((owner == rank).sum()), 3)]) for rank in range(comm.size)
-    ]
+    size, width = 9, tokens.shape[1]
+    rows = [tokens[owner == rank] for rank in range(comm.size)]
+    parts = [torch.cat([some, tokens.new_zeros(size - len(some), width)]) for some in rows]
     received = [torch.empty_like(part) for part in parts]
     all_to_all(comm, received, parts)
     counts = torch.tensor([int((owner == rank).sum()) for rank in range(comm.size)])
@@ -169,14 +184,25 @@ def backwards(comm, tokens, owner):
     return solution("ex-long-counts")["dispatch"](comm, tokens.flip(0), owner.flip(0))
 
 
+def of_three_numbers_each(comm, tokens, owner):
+    parts = [tokens[owner == rank][:, :3] for rank in range(comm.size)]
+    sizes = [torch.tensor([len(part)]) for part in parts]
+    coming = [torch.empty_like(size) for size in sizes]
+    all_to_all(comm, coming, sizes)
+    received = [tokens.new_empty(int(n), parts[0].shape[1]) for n in coming]
+    all_to_all(comm, received, parts)
+    return torch.cat(received)
+
+
 def only_its_own(comm, tokens, owner):
     return tokens[owner == comm.rank]
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(padded, "bytes sent"), (backwards, "each sender's in their order"), (only_its_own, "were sent to it")],
-)
+    [(padded, "bytes sent"), (backwards, "each sender's in their order"), (only_its_own, "were sent to it"),
+     (of_three_numbers_each, "were sent to it")],
+)  # fmt: skip
 def test_dispatch_refuses(wrong, word):
     refused(check.dispatch(wrong), word)
 
@@ -201,6 +227,10 @@ def experts_left_out(mesh, shared, experts):
     all_by_data(mesh, shared, [])
 
 
+def only_the_first(mesh, shared, experts):
+    solution("ex-long-gradients")["average"](mesh, shared[:1], experts[:1])
+
+
 def over_ep(mesh, shared, experts):
     all_by_data(mesh, shared, [])
     for gradient in experts:
@@ -213,6 +243,7 @@ def over_ep(mesh, shared, experts):
     [(all_by_data, "dp=2, ep=2: the gradient of an expert on rank 0 is not of the right ranks' losses"),
      (over_edp_alone, "dp=2, ep=2: the gradient of an expert on rank 0 is 2 times"),
      (experts_left_out, "dp=2, ep=1: the gradient of an expert"), (over_ep, "dp=2, ep=1: the gradient of an expert"),
+     (only_the_first, "dp=2, ep=1: the gradient of a shared weight"),
      (lambda mesh, shared, experts: shared.clear(), "the gradient of a shared weight")],
 )  # fmt: skip
 def test_average_refuses(wrong, word):

@@ -121,6 +121,46 @@ def test_the_next_block_is_on_its_way_while_this_one_is_computed(flops: float, s
     assert d2lps.simulate(work, machine, device="meta").time == pytest.approx(seconds, rel=5e-3)
 
 
+def backwards(ranks: int, rank: int, sequence: int) -> Tensor:
+    return in_turn(ranks, ranks - 1 - rank, sequence).flip(0)
+
+
+def test_dealt_out_like_cards_and_not_contiguous() -> None:
+    """A placement of a reader's own; rows of which the memory is in another order."""
+
+    def striped(ranks: int, rank: int, sequence: int) -> Tensor:
+        return torch.arange(rank, sequence, ranks)
+
+    def work(comm: Communicator) -> Tensor:
+        mine = [local(comm, tensor, 2, striped).mT.contiguous().mT for tensor in given()[:3]]
+        return ring_attention(comm, *mine, place=striped)
+
+    found = torch.stack(list(d2lps.simulate(work, star(4, 1e9))), 3).flatten(2, 3)
+    assert off([found], [causal(*given()[:3])]) < 1e-13
+
+
+def test_autocast_does_not_round_scores() -> None:
+    """Or the backward pass, which nothing casts, would compute others again."""
+
+    def work(comm: Communicator, cast: bool) -> list[Tensor]:
+        mine = [local(comm, tensor, 2) for tensor in given(torch.bfloat16)]
+        return attend(torch.autocast("cpu", torch.bfloat16, enabled=cast)(partial(ring_attention, comm)), mine)
+
+    cast, plain = (d2lps.simulate(work, star(2, 1e9), cast)[0] for cast in (True, False))
+    assert all(map(torch.equal, cast, plain))
+
+
+def test_a_gradient_of_the_gradient_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        d2lps.simulate(twice, star(2, 1e9))
+
+
+def twice(comm: Communicator) -> None:
+    query, key, value = (tensor.requires_grad_() for tensor in torch.ones(3, 1, 1, 4, 2))
+    slope = torch.autograd.grad(ring_attention(comm, query, key, value).sum(), key, create_graph=True)[0]
+    slope.square().sum().backward()
+
+
 def test_positions() -> None:
     assert d2lps.simulate(lambda comm: zigzag(comm, 8).tolist(), star(2, 1e9)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
@@ -132,6 +172,11 @@ def test_positions() -> None:
         (lambda comm: in_turn(comm.size, comm.rank, 6), "a sequence of 6 can't be cut into 4"),
         (lambda comm: ring_attention(comm, *(torch.ones(1, heads, 4, 2) for heads in (4, 3, 3))), r"\[1, 3, 4, 2\]"),
         (lambda comm: ring_attention(comm, *(torch.ones(1, 2, 3, 2) for _ in range(3))), "of 12 can't be cut into 2 x 4"),
+        (lambda comm: ring_attention(comm, *(torch.ones(batch, 1, 8, 2) for batch in (2, 1, 1))), r"\[2, 1, 8, 2\]"),
+        (lambda comm: ring_attention(comm, *torch.ones(3, 1, 1, 0, 2)), "none of them 0"),
+        (lambda comm: ring_attention(comm, *torch.ones(3, 1, 2, 2)), "batch, heads, positions, size"),
+        (lambda comm: ring_attention(comm, *torch.ones(3, 1, 1, 2, 2), place=backwards), r"\[7, 6\]: they must be in rising"),
+        (lambda comm: context_parallel(comm, SIZES.module())(torch.zeros(1, 1, dtype=torch.long)), "1 tokens .* has 4 positions"),
     ],
 )
 def test_what_does_not_fit(work: Any, told: str) -> None:

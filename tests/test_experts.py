@@ -159,3 +159,23 @@ def test_what_does_not_fit() -> None:
         d2lps.simulate(lambda comm: expert_parallel(comm, made()), star(3, 1e9))
     with pytest.raises(ValueError, match="top_k=9 must be from 1 to experts=8"):
         sizes(top_k=9)
+    for capacity in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"capacity={capacity} must be above 0"):
+            sizes(capacity=capacity)
+
+
+def test_all_experts_chosen_is_their_weighted_mean() -> None:
+    experts, x = made(top_k=8, capacity=1.0), examples(0).mT.contiguous().mT
+    weights = torch.softmax(experts.router(x), -1)
+    each = gelu(torch.einsum("bth,ehf->btef", x, experts.up) + experts.up_bias)
+    each = torch.einsum("btef,efh->bteh", each, experts.down) + experts.down_bias
+    assert torch.allclose(experts(x), (weights.unsqueeze(-1) * each).sum(2), rtol=1e-10) and experts.dropped == 0
+
+
+def test_what_is_frozen_stays_so() -> None:
+    def work(comm: Communicator) -> list[bool]:
+        model = made()
+        model.up.requires_grad_(False)
+        return [parameter.requires_grad for parameter in expert_parallel(comm, model).parameters()]
+
+    assert d2lps.simulate(work, star(2, 1e9)) == [[name != "up" for name, _ in made().named_parameters()]] * 2

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from d2lps.comm import Communicator
 from d2lps.parallel.experts import Experts
@@ -75,10 +76,13 @@ def ring_attention(comm: Communicator, query: Tensor, key: Tensor, value: Tensor
     place of p^2 as many. ValueError for shapes that do not fit. Source: Liu et al. 2023 (Ring Attention); the folded placement as
     in Megatron-LM and ring-flash-attention.
     """
-    if query.shape[1] % key.shape[1] or key.shape != value.shape or query.shape[2:] != key.shape[2:]:
-        shapes = [list(tensor.shape) for tensor in (query, key, value)]
+    shapes = [list(tensor.shape) for tensor in (query, key, value)]
+    if any(len(shape) != 4 or 0 in shape for shape in shapes):
+        raise ValueError(f"query, key, value of shapes {shapes}: [batch, heads, positions, size] is needed, none of them 0")
+    if query.shape[1] % key.shape[1] or key.shape != value.shape or query[:, 0].shape != key[:, 0].shape:
         raise ValueError(f"query, key, value of shapes {shapes}: equal ones are needed, or a divisor of the queries' heads")
-    return _Ring.apply(query, key, value, comm, place)
+    with torch.autocast("cpu", enabled=False):  # or the forward pass would round scores that the backward pass does not
+        return _Ring.apply(query, key, value, comm, place)
 
 
 class _Ring(Function):
@@ -105,6 +109,7 @@ class _Ring(Function):
         return out.to(query.dtype).flatten(1, 2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, pair, out, logsum = ctx.saved_tensors
         grad = grad.unflatten(1, query.shape[1:3]).to(out.dtype)
@@ -160,6 +165,8 @@ def _pass_on(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
 def _span(place: Placement, ranks: int, rank: int, source: int, sequence: int) -> tuple[int, int, bool]:
     """The first of a rank's queries that sees any of a source's keys, how many keys are seen, and whether not all by all."""
     mine, theirs = place(ranks, rank, sequence), place(ranks, source, sequence)
+    if bool((mine.diff() <= 0).any()):
+        raise ValueError(f"rank {rank} of {ranks} has the positions {mine.tolist()}: they must be in rising order")
     first, last = int((mine < theirs[0]).sum()), int((theirs <= mine[-1]).sum())
     return first, last, last > 0 and first < len(mine) and bool(theirs[last - 1] > mine[first])
 

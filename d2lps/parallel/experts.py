@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
 from d2lps.collectives import all_reduce, all_to_all
@@ -132,6 +133,7 @@ class _AllToAll(Function):
         return _exchanged(comm, parts, "tokens", there)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _exchanged(ctx.comm, grad, "grad tokens", not ctx.there), None, None
 

@@ -33,8 +33,8 @@ def cut(comm: Communicator, whole: Tensor, dim: int) -> Tensor:
 
 
 def sharded(comm: Communicator, whole: Tensor, dim: int) -> nn.Parameter:
-    """This rank's piece as a parameter that knows what it is: `shard_of` tells."""
-    parameter = nn.Parameter(cut(comm, whole, dim))
+    """This rank's piece as a parameter that knows what it is: `shard_of` tells. A frozen one stays frozen."""
+    parameter = nn.Parameter(cut(comm, whole, dim), not isinstance(whole, nn.Parameter) or whole.requires_grad)
     parameter.shard = Shard(comm, dim)  # type: ignore[attr-defined]
     return parameter
 

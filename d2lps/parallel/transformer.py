@@ -56,6 +56,8 @@ class Transformer:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is not from 0 up and below 1")
+        if not self.capacity > 0:
+            raise ValueError(f"capacity={self.capacity} must be above 0")
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"top_k={self.top_k} must be from 1 to experts={self.experts}")
 
@@ -83,6 +85,8 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device) if self.positions is None else self.positions
+        if self.positions is not None and tokens.shape[1] != len(positions):  # one token would be taken for all
+            raise ValueError(f"{tokens.shape[1]} tokens of each sequence were given; this rank has {len(positions)} positions")
         return self.dropout(self.tokens(tokens) + self.places(positions))
 
 
