@@ -34,8 +34,8 @@ class StepPlayer(still.Still):
     filled is what the rank has, hatched where that is only a summand (see `Communicator.about`; B is cut along dp and T along
     cp where there are such). A bar is what the rank holds of its memory (`allocate`, `hold`). Below, each rank over time: the
     blocks that it computes, by their labels ("F3", "1F3" or "forward 3 stage 1": micro-batch 3), its messages, its memory.
-    title: shown above. names, sentences, at: as in `Player`. A step leads to where something has begun or ended. since: what was
-    before this second is left out; by then a rank has made its model, say.
+    title: shown above. names, sentences, at: as in `Player`; it opens where a tensor, not a number, is first sent. A step leads
+    to where something has begun or ended. since: what was before this second is left out; by then a rank has made its model, say.
     ValueError for a trace in which nothing is computed and nothing sent.
     """
 
@@ -54,7 +54,8 @@ class StepPlayer(still.Still):
         for rank, called in zip(told["ranks"], names or [], strict=False):
             rank["name"] = called
         _tell(told["stops"], sentences, None)
-        opening = {"stops": told["stops"], "messages": [{"start": m[2], "end": m[3]} for m in told["messages"]]}
+        tensors = [episode for episode in told["episodes"] if any("[]" not in shape["text"] for shape in episode["shapes"])]
+        opening = {"stops": told["stops"], "messages": tensors or [{"start": m[2], "end": m[3]} for m in told["messages"]]}
         super().__init__(scene=told, t=_opening(opening, at))
 
     def __repr__(self) -> str:
