@@ -93,11 +93,36 @@ def that_takes_what_never_ends_for_zero(schedule, forward, backward):
     return solution("ex-pipeline-replay")["finish"](schedule, forward, backward) or 0.0
 
 
+def that_never_ends_where_micro_batches_are_not_in_order(schedule, forward, backward):
+    if any(row != sorted(row, key=lambda action: action[1]) for kind in "FB" for row in
+           [[action for action in row if action[0] == kind] for row in schedule]):  # fmt: skip
+        return None
+    return solution("ex-pipeline-replay")["finish"](schedule, forward, backward)
+
+
+def that_never_ends_for_one_list_only(schedule, forward, backward):
+    found = solution("ex-pipeline-replay")["finish"](schedule, forward, backward)
+    return 0.0 if found is None and schedule[1][0] == ("F", 0) else found
+
+
+def taken_off_the_lists(schedule, forward, backward):
+    found = solution("ex-pipeline-replay")["finish"](schedule, forward, backward)
+    for row in schedule:
+        row.clear()
+    return found
+
+
+def test_finish_may_use_up_its_lists():
+    assert check.finish(taken_off_the_lists)
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(by_the_formula, "it ends at"), (with_all_ranks_as_slow_as_the_slowest, "it ends at"),
      (with_forward_and_backward_exchanged, "it ends at"), (that_takes_what_never_ends_for_zero, "it never ends"),
-     (lambda schedule, forward, backward: {}.get(0), "it does end")],
+     (lambda schedule, forward, backward: {}.get(0), "it does end"),
+     (lambda schedule, forward, backward: float("nan"), "it ends at"),
+     (that_never_ends_where_micro_batches_are_not_in_order, "it does end"), (that_never_ends_for_one_list_only, "it never ends")],
 )  # fmt: skip
 def test_finish_refuses(wrong, word):
     refused(check.finish(wrong), word)
@@ -147,11 +172,33 @@ def without_messages(comm, schedule, work):
     return [torch.full((4,), work(*action)) for action in schedule[comm.rank]]
 
 
+def that_reckons_what_it_should_receive(comm, schedule, work):
+    made = []
+    for kind, k in schedule[comm.rank]:
+        work(kind, k)
+        ranks = range(comm.rank + 1) if kind == "F" else range(comm.rank, comm.size)
+        made.append(torch.full((4,), sum(rank + 100.0 * k for rank in ranks)))
+    return made
+
+
+def that_sends_all_at_the_end(comm, schedule, work):
+    made = that_reckons_what_it_should_receive(comm, schedule, work)
+    messages = []
+    for (kind, _), x in zip(schedule[comm.rank], made, strict=True):
+        src, dst = ends(comm, kind)
+        messages += [comm.irecv(torch.zeros(4), src)] if 0 <= src < comm.size else []
+        messages += [comm.isend(x, dst)] if 0 <= dst < comm.size else []
+    for message in messages:
+        message.wait()
+    return made
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(carries(send="send"), "deadlock"), (carries(keep=torch.zeros(4)), "still under way"),
      (carries(last=False), "leaves before"),
-     (carries(wait=every_other_time), "deadlock"), (in_an_order_of_its_own, "in that order"), (without_messages, "what is sent")],
+     (carries(wait=every_other_time), "deadlock"), (in_an_order_of_its_own, "in that order"), (without_messages, "what is sent"),
+     (that_reckons_what_it_should_receive, "0 messages"), (that_sends_all_at_the_end, "sooner than can be")],
 )  # fmt: skip
 def test_carry_refuses(wrong, word):
     refused(check.carry(wrong), word)
@@ -164,7 +211,7 @@ def test_carry_refuses(wrong, word):
     ("wrong", "word"),
     [((160, 48, 50, 450, 48), "1F1B: not 160"), ((150, 38, 50, 450, 48), "go around together"),
      ((150, 48, 150, 450, 48), "ZB-H1: not 150"), ((150, 48, 50, 48, 48), "GPipe's GB"), ((150, 48, 50, 450, 450), "1F1B's GB"),
-     (150, "5 numbers are wanted")],
+     (150, "5 numbers are wanted"), ((150, 48, float("nan"), 450, 48), "ZB-H1")],
 )  # fmt: skip
 def test_count_refuses(wrong, word):
     refused(check.count(wrong), word)
@@ -192,9 +239,18 @@ def the_librarys_cut(costs, stages):
     return [len(part) for part in cut(costs, stages)]
 
 
+def good_for_few_layers_only(costs, stages):
+    return solution("ex-pipeline-cut")["best_cut"](costs, stages) if len(costs) < 20 else equal_numbers(costs, stages)
+
+
+def good_for_whole_numbers_only(costs, stages):
+    return solution("ex-pipeline-cut")["best_cut"]([int(cost) for cost in costs], stages)
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(equal_numbers, "is possible"), (filled_up_to_the_mean, "is possible"), (the_librarys_cut, "it uses cut"),
+    [(good_for_few_layers_only, "is possible"), (good_for_whole_numbers_only, "is possible"),
+     (equal_numbers, "is possible"), (filled_up_to_the_mean, "is possible"), (the_librarys_cut, "it uses cut"),
      (lambda costs, stages: [len(costs), *[0] * (stages - 1)], "at least one a stage"),
      (lambda costs, stages: 3, "numbers of layers")],
 )  # fmt: skip

@@ -186,6 +186,8 @@ def by_mouse(page: "playwright.Page", widget: "playwright.Locator") -> None:
         button.click()
     elif (plot := widget.locator("svg.plot")).count():
         plot.hover(position={"x": 70, "y": 50})
+    elif (block := widget.locator(".block")).count():
+        block.first.click()
     else:
         page.mouse.click(*middle(widget.locator(".cable .reach").first))
 
@@ -197,6 +199,9 @@ def by_keyboard(page: "playwright.Page", widget: "playwright.Locator") -> None:
         page.keyboard.press("ArrowLeft")
     elif (plot := widget.locator("svg.plot")).count():
         plot.focus()
+        page.keyboard.press("ArrowRight")
+    elif widget.locator(".block").count():
+        widget.focus()
         page.keyboard.press("ArrowRight")
     else:
         widget.locator('.cable[tabindex="0"]').focus()

@@ -8,13 +8,17 @@ import torch
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.tools import parts, refuse, without
+from d2lps.parallel.pipeline.balance import cut
 from d2lps.parallel.pipeline.schedules import Action, Schedule, gpipe, one_f_one_b, picture, replay
 from d2lps.simulator import simulate
 from d2lps.topology import star
 
 CASES = ((1, 1), (1, 3), (2, 4), (4, 8), (3, 7), (4, 2), (8, 3), (5, 5))
 ODD = [[("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)], [("F", 0), ("F", 1), ("B", 0), ("B", 1), ("F", 2), ("B", 2)]]
+TURNED = [[("F", 1), ("F", 0), ("B", 1), ("B", 0)]] * 2  # ends, though the micro-batches are not in their order
 STUCK = [[("F", 0), ("B", 0), ("F", 1), ("B", 1)], [("F", 1), ("F", 0), ("B", 0), ("B", 1)]]
+SORTED = [STUCK[0], [("F", 0), ("F", 1), ("B", 0), ("B", 1)]]  # never ends, though they are
+MANY = [k * 7 % 11 + 1 for k in range(40)]
 
 
 def _schedule(rows: Any) -> Schedule:
@@ -55,17 +59,17 @@ def _astray(got: list[Any], wanted: list[Any]) -> str:
 def finish(function: Function) -> str:
     """Check `finish(schedule, forward, backward)`: when the last action ends, or None."""
     without(function, "replay", "picture")
-    for rows in (ODD, *(_pairs(schedule(p, m)) for p, m in CASES for schedule in (gpipe, one_f_one_b))):
+    for rows in (ODD, TURNED, *(_pairs(schedule(p, m)) for p, m in CASES for schedule in (gpipe, one_f_one_b))):
         for costs in ((1.0, 1.0), (2.0, 2.0)), ((1.0, 2.5), (3.0, 0.5)):
             forward, backward = ([both[rank % 2] for rank in range(len(rows))] for both in costs)
-            told, got = replay(_schedule(rows), forward, backward).time, function(rows, forward, backward)
-            case = f"{len(rows)} ranks, {rows if rows is ODD else ''}, {forward}, {backward}: "
+            told, got = replay(_schedule(rows), forward, backward).time, function([[*row] for row in rows], forward, backward)
+            case = f"{len(rows)} ranks, {rows if rows in (ODD, TURNED) else ''}, {forward}, {backward}: "
             refuse((got is None, f"{case}it does end; what do the first and the last stage wait for?"),
                    (not math.isclose(got or 0, told), f"{case}it ends at {told:g}, not {got!r}: who waits?"))  # fmt: skip
-    refuse(
-        (function(STUCK, [1, 1], [1, 1]) is not None, f"{STUCK}: rank 1 waits for rank 0's F1, which waits for B0: it never ends")
-    )
-    return "the same times as the library's replay, 34 times, and None for a schedule that never ends"
+    for rows in (STUCK, SORTED):
+        refuse((function([[*row] for row in rows], [1, 1], [1, 1]) is not None,
+                f"{rows}: rank 1 waits for rank 0's F1, which waits for B0: it never ends"))  # fmt: skip
+    return "the same times as the library's replay, 36 times, and None for a schedule that never ends"
 
 
 @judged
@@ -82,6 +86,9 @@ def carry(function: Function) -> str:
                        (changed, f"{case}rank {rank} has written to a tensor that it sent: was it still under way?"),
                        (got != wanted, f"{case}rank {rank} returns {got}, and {wanted} is right; what is sent?"),
                        (left, f"{case}rank {rank} leaves before what it has sent is delivered"))  # fmt: skip
+            sent, right = len(run.trace), 2 * m * (p - 1)
+            refuse((sent != right, f"{case}{sent} messages, and {right} are wanted: does each action hand on what it makes?"),
+                   (run.time < told * 0.999, f"{case}{run.time:.1f} s, sooner than can be: who waits?"))  # fmt: skip
             late = f"{case}{run.time:.1f} s, and {told:.1f} would do: where does a rank wait for its sends?"
             refuse((run.time > told * 1.001, late))
     return "it ends with both schedules on 1 to 8 ranks, as soon as the replay says"
@@ -119,22 +126,23 @@ def best_cut(function: Function) -> str:
     """Check `best_cut(costs, stages)`: numbers of layers, the slowest stage as quick as can be."""
     without(function, "cut", "rebalance")
     for costs, stages in (([1] * 6, 3), ([1] * 12 + [3], 4), ([5, 1, 1, 1, 1, 5], 3), ([9, 1, 1, 1], 4), ([2, 3, 4, 5, 6], 2),
-                          ([4], 1), ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 4), ([1, 1, 1, 9], 2)):  # fmt: skip
+                          ([0.5, 0.25, 1.5, 0.75], 2),
+                          ([4], 1), ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 4), ([1, 1, 1, 9], 2), (MANY, 8)):  # fmt: skip
         got, case = function(list(costs), stages), f"{costs} in {stages} stage{'s' * (stages > 1)}: "
         fits = isinstance(got, list | tuple) and len(got) == stages and all(isinstance(n, int) for n in got)
         refuse(
             (not fits, f"{case}{stages} numbers of layers are wanted, not {got!r}"),
             (fits and (sum(got) != len(costs) or min(got) < 1), f"{case}{got} is not {len(costs)} layers, at least one a stage"),
         )
-        least, mine = (
-            min(_worst(costs, c) for c in combinations(range(1, len(costs)), stages - 1)),
-            _worst(costs, accumulate(got[:-1])),
-        )
+        bounds = combinations(range(1, len(costs)), stages - 1)
+        least = max(sum(costs[k] for k in part) for part in cut(costs, stages)) if costs is MANY \
+            else min(_worst(costs, c) for c in bounds)  # fmt: skip
+        mine = _worst(costs, accumulate(got[:-1]))
         refuse((mine > least, f"{case}with {list(got)} the slowest takes {mine}, and {least} is possible"))
-    return f"as good as the best of all cuts, 8 times; 40 layers in 8 stages: {function([k * 7 % 11 + 1 for k in range(40)], 8)}"
+    return f"as good as the best of all cuts, 10 times; 40 layers in 8 stages: {function(list(MANY), 8)}"
 
 
-def _worst(costs: list[int], inner: Any) -> int:
+def _worst(costs: list[Any], inner: Any) -> int:
     return max(sum(costs[low:high]) for low, high in pairwise([0, *inner, len(costs)]))
 
 

@@ -15,6 +15,7 @@ class Timetable extends Widget {
     this.drawing.addEventListener("click", ({ target }) => this.choose(+(target.closest("[data-number]")?.dataset.number ?? -1)));
     const legend = html("div", { class: "d2lps-legend" }, ...data.kinds.map((kind) => html("span", {}, html("i", { class: kind }), texts[kind])));
     this.mount("timetable", data.title, this.drawing, html("div", { class: "said", "aria-live": "polite" }, data.said), legend);
+    this.root.setAttribute("tabindex", 0);
   }
 
   resize() {
@@ -45,7 +46,12 @@ class Timetable extends Widget {
     this.model.save_changes();
   }
 
-  key() { return false; }
+  // The next micro-batch or the one before; none comes before the first and behind the last.
+  key(event) {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key], count = 2 + Math.max(...this.rows.flat().map(([, , number]) => +number));
+    if (by) this.choose((this.model.get("chosen") + 1 + by + count) % count - 1);
+    return Boolean(by);
+  }
 }
 
 export default shownBy(Timetable);
