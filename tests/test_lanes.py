@@ -308,7 +308,7 @@ def test_what_is_computed_slept_and_held_is_in_the_trace() -> None:
         with comm.allocate(1000, "weights"), comm.compute("forward", flops=1e9, bytes=4e8):
             pass  # 2 ms of arithmetic, 4 ms of memory, 1 ms to launch
 
-    told = [("sleep", "", 0.25), ("compute", "forward", 0.005), ("memory", "weights", 0.005)]
+    told = [("sleep", "", 0.25), ("memory", "weights", 0.005), ("compute", "forward", 0.005)]  # what is held, from its beginning
     assert spans(simulate(work, chips(1)).trace, 0) == told
     real = spans(d2lps.run(work, 1, trace=True).trace, 0)
     assert [span[:2] for span in real] == [span[:2] for span in told] and real[0][2] >= 0.25
