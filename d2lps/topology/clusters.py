@@ -9,6 +9,7 @@ from d2lps.topology.graph import Topology, connect
 from d2lps.topology.machines import GB, check_count, dgx_a100, hgx_h100, with_devices
 
 HDR_PORT, PORT = 25 * GB, 50 * GB  # an InfiniBand port: HDR has 200 Gb/s, NDR 400 Gb/s
+NETWORK_REACHED = 0.9  # such a share of a port collectives reach: calculon-ai/calculon, systems/a100_80g.json
 NETWORK_HOP = 14e-6  # seconds from GPU to GPU over the network: NCCL, src/graph/tuning.cc, Simple protocol
 
 
@@ -65,11 +66,11 @@ def fat_tree(k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 6, 
 
 
 def multi_node(
-    node: Topology, k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 2, ports: str = "device"
+    node: Topology, k: int, bandwidth: float = PORT, latency: float = NETWORK_HOP / 2, ports: str = "device", reached: float = 1.0
 ) -> Topology:
     """`k` copies of a machine on one non-blocking network. Nodes are renamed "node0/gpu0", ...
 
-    bandwidth, latency: of each network port. ports: "device", a port for every device (and host), as in machines built
+    bandwidth, latency, reached: of each network port (see `Topology.reached`). ports: "device", a port for every device (and host), as in machines built
     for training; or "node", one for the whole machine, which all share through a `nic` switch. Messages between nodes of
     one machine stay inside it.
     """
@@ -89,7 +90,7 @@ def multi_node(
                 connect(graph, leaf, f"{machine}/nic", max(node.bandwidth, default=PORT), 0.0)
             leaves = [f"{machine}/nic"]
         for leaf in leaves:
-            connect(graph, leaf, "network", bandwidth, latency)
+            connect(graph, leaf, "network", bandwidth, latency, reached=reached)
     return Topology(graph, f"{k} x {node.name}")
 
 
@@ -100,10 +101,10 @@ def dgx_a100_pod(nodes: int, device: Device | None = A100) -> Topology:
     <Topology 16 x DGX A100: 128 devices, 17 switches, 512 links>
     """
     check_count("nodes", nodes)
-    return multi_node(dgx_a100(device=device), nodes, HDR_PORT)
+    return multi_node(dgx_a100(device=device), nodes, HDR_PORT, reached=NETWORK_REACHED)
 
 
 def dgx_h100_pod(nodes: int, device: Device | None = H100) -> Topology:
     """`nodes` machines of eight H100, each device with a port of 400 Gb/s on a network that does not block."""
     check_count("nodes", nodes)
-    return multi_node(hgx_h100(device=device), nodes, PORT)
+    return multi_node(hgx_h100(device=device), nodes, PORT, reached=NETWORK_REACHED)

@@ -95,7 +95,7 @@ class Topology:
 
     def _walk(self, src: Hashable, dst: Hashable, machine: str | None) -> list[Hashable]:
         """The nodes from one to another, all of them in `machine` if it is given; empty if there is no way."""
-        rest, nodes, digits = self._distances_to(dst, machine), [src], self._number[dst]
+        rest, nodes, digits = self._distances_to(dst, machine), [src], self.graph.nodes[dst].get("number", self._number[dst])
         while nodes[-1] != dst:
             here = nodes[-1]
             ways = {node: rest[node] + self._length[here, node] for node in self.graph.successors(here) if node in rest}
@@ -134,6 +134,35 @@ class Topology:
                 graph.remove_node(what)
             else:
                 graph.remove_edges_from(self._both_ways(what))
+        return Topology(graph, self.name)
+
+    def only(self, devices: Iterable[Hashable]) -> "Topology":
+        """A copy without all other devices that pass nothing on: messages between these go the same ways as before.
+
+        >>> from d2lps.topology import dgx_a100_pod
+        >>> dgx_a100_pod(128).only(["node0/gpu0", "node77/gpu0"])
+        <Topology 128 x DGX A100: 2 devices, 3 switches, 8 links>
+        """
+        kept = {self._known(device) for device in devices}
+        machines = {self.graph.nodes[device].get("machine") for device in kept}
+        graph = nx.DiGraph(**self.graph.graph)
+        for node, data in self.graph.nodes(data=True):
+            mine = data.get("machine") is None or data["machine"] in machines
+            if node in kept or (mine and data["forwards"]):
+                graph.add_node(node, **{"number": self._number[node]} | data)
+        graph.add_edges_from(edge for edge in self.graph.edges(data=True) if edge[0] in graph and edge[1] in graph)
+        return Topology(graph, self.name)
+
+    def reached(self) -> "Topology":
+        """A copy whose links have what collectives reach of their bandwidth, where `reached`, a share of it, is known of a link.
+
+        >>> from d2lps.topology import dgx_a100
+        >>> dgx_a100().reached().route("gpu0", "gpu1").bandwidth / 1e9      # of 300
+        231.0
+        """
+        graph = self.graph.copy()
+        for *_, data in graph.edges(data=True):
+            data["bandwidth"] *= data.pop("reached", 1.0)
         return Topology(graph, self.name)
 
     def slowed(self, link: Link, factor: float) -> "Topology":

@@ -11,6 +11,9 @@ NVLINK2 = 25 * GB  # one link of a V100; it has six. NVIDIA V100 datasheet
 NVLINK3_GPU = 300 * GB  # all 12 links of an A100 together. NVIDIA A100 datasheet
 NVLINK4_GPU = 450 * GB  # all 18 links of an H100 together. NVIDIA H100 datasheet
 PCIE3_X16 = 16 * GB  # Zhang et al., Dive into Deep Learning, "Parameter Servers"
+# Of an NVSwitch machine's links NCCL's collectives reach such a share: 230.8 of 300 GB/s as bus bandwidth on eight A100, 1 GiB
+# (NVIDIA/nccl issue 527), 370 of 450 by rings on H100 (issue 1455).
+NVLINK3_REACHED, NVLINK4_REACHED = 0.77, 0.82
 # Latencies of one hop, in seconds: NCCL, src/graph/tuning.cc, Simple protocol.
 NVLINK_HOP = 3.4e-6
 PCIE_HOP = 5.7e-6
@@ -28,13 +31,15 @@ def with_devices(preset: str, count: int, device: Device | None, forwards: bool 
     return graph
 
 
-def _around(switch: str, n: int, bandwidth: float, latency: float, device: Device | None, name: str, *hosts: str) -> Topology:
+def _around(
+    switch: str, n: int, bandwidth: float, latency: float, device: Device | None, name: str, *hosts: str, reached: float = 1.0
+) -> Topology:
     """`n` devices and some hosts around a switch that is never the bottleneck."""
     check_count("n", n)
     graph = with_devices(switch, n, device)
     graph.add_nodes_from(hosts, kind="host", forwards=False)
     for leaf in list(graph):
-        connect(graph, leaf, switch, bandwidth, latency)
+        connect(graph, leaf, switch, bandwidth, latency, reached=reached)
     return Topology(graph, name)
 
 
@@ -100,9 +105,10 @@ def dgx2(bandwidth: float = 6 * NVLINK2, latency: float = NVLINK_HOP, device: De
 
 def dgx_a100(bandwidth: float = NVLINK3_GPU, latency: float = NVLINK_HOP, device: Device | None = A100) -> Topology:
     """NVIDIA's DGX A100: eight A100 on NVSwitches, 300 GB/s each way for each."""
-    return _around("nvswitch", 8, bandwidth, latency / 2, device, "DGX A100")
+    return _around("nvswitch", 8, bandwidth, latency / 2, device, "DGX A100", reached=NVLINK3_REACHED)
 
 
 def hgx_h100(n: int = 8, bandwidth: float = NVLINK4_GPU, latency: float = NVLINK_HOP, device: Device | None = H100) -> Topology:
     """NVIDIA's HGX H100: `n` H100 on NVSwitches, 450 GB/s each way for each."""
-    return _around("nvswitch", n, bandwidth, latency / 2, device, "HGX H100" if n == 8 else f"HGX H100 ({n} GPUs)")
+    name = "HGX H100" if n == 8 else f"HGX H100 ({n} GPUs)"
+    return _around("nvswitch", n, bandwidth, latency / 2, device, name, reached=NVLINK4_REACHED)
