@@ -180,7 +180,7 @@ def replay(
         apart = home[before.stage] != home[action.stage]
         return _of(message, min(before.stage, action.stage)) if apart else 0.0
 
-    starts, ends = _played(schedule, seconds, travel, ahead)
+    starts, ends = played(schedule, lambda action, start: start + seconds(action), travel, ahead)
     busy = tuple(sum(map(seconds, row)) for row in schedule)
     return Replay(starts, ends, max(ends.values()), busy, tuple(_peak(row, split) for row in schedule))
 
@@ -219,10 +219,10 @@ def placed(schedule: Schedule) -> tuple[dict[int, int], int]:
     return home, micro_batches
 
 
-def _played(
-    schedule: Schedule, seconds: Callable[[Action], float], travel: Callable[[Action, Action], float], ahead: bool = True
+def played(
+    schedule: Schedule, end: Callable[[Action, float], float], travel: Callable[[Action, Action], float], ahead: bool = True
 ) -> tuple[dict[Action, float], dict[Action, float]]:
-    """When each action starts and ends."""
+    """When each action starts and ends. end: when it would, of the time at which it starts; asked once, in each rank's order."""
     stages = 1 + max(action.stage for row in schedule for action in row)
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
@@ -241,7 +241,7 @@ def _played(
                 if before is not None:
                     sent = ends[before] if ahead else max(ends[before], start)
                     start = max(start, sent + travel(before, action))
-                starts[action], ends[action] = start, start + seconds(action)
+                starts[action], ends[action] = start, end(action, start)
                 free[rank], at[rank], moved = ends[action], at[rank] + 1, True
     stuck = [(rank, row[k]) for rank, (row, k) in enumerate(zip(schedule, at, strict=True)) if k < len(row)]
     if stuck:
@@ -260,7 +260,7 @@ def _peak(row: Sequence[Action], split: set[tuple[int, int]]) -> int:
 
 def picture(schedule: Schedule) -> str:
     """A row for each rank, a column for each turn: what is done if everything takes one turn. See `gpipe`."""
-    starts, _ = _played(schedule, lambda _: 1.0, lambda *_: 0.0)
+    starts, _ = played(schedule, lambda _, start: start + 1.0, lambda *_: 0.0)
     alone = len({action.stage for row in schedule for action in row}) == len(schedule)
     rows: list[dict[int, str]] = [{int(starts[action]): str(action) for action in row} for row in schedule]
     if alone:
@@ -279,7 +279,7 @@ def traffic(schedule: tuple[tuple[Action, ...], ...]) -> dict[tuple[int, int], l
     post in this order, and wait, have no send that waits for a send; nor have they where a link carries one at a time.
     """
     home, _ = placed(schedule)
-    _, ends = _played(schedule, lambda _: 1.0, lambda *_: 0.0)
+    _, ends = played(schedule, lambda _, start: start + 1.0, lambda *_: 0.0)
     pairs: defaultdict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
     for action in sorted(ends, key=lambda action: (ends[action], action)):
         src, dst = home[action.stage], home.get(after(action), -1)

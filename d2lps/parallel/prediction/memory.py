@@ -1,0 +1,45 @@
+"""Who holds how much of each device's memory in a step: arithmetic from the plan and the schedule."""
+
+from collections.abc import Iterator, Sequence
+
+from d2lps.parallel.pipeline.schedules import Action
+from d2lps.parallel.prediction.program import Job
+
+
+def held(job: Job) -> dict[str, float]:
+    """Bytes by holder, on the rank of the pipeline that holds most.
+
+    weights, gradients, optimizer: what ZeRO leaves of them with a rank, "gathered" what it fetches of weights meanwhile (its
+    largest two units with overlap). activations: kept for backward passes, of as many micro-batches as the schedule keeps at a
+    time; working: of the part that is being computed, besides.
+    """
+    return max(_by_rank(job), key=lambda holders: sum(holders.values()))
+
+
+def _by_rank(job: Job) -> Iterator[dict[str, float]]:
+    plan = job.plan
+    few = job.micro_batches if plan.schedule == "gpipe" else min(job.micro_batches, 2 * plan.pp)  # later ones keep no more
+    for place, row in enumerate(plan.order(few * plan.dp * plan.micro_batch)):
+        parts = [part for stage in range(place, len(job.stages), plan.pp) for part in job.stages[stage]]
+        weights = sum(part.weights for part in parts)
+        largest = sorted((part.weights for part in parts), reverse=True)[: 1 + plan.overlap]
+        some = few if plan.schedule != "gpipe" else job.micro_batches
+        yield {
+            "weights": weights * job.width / (job.shards if plan.zero == 3 else 1),
+            "gathered": sum(largest) * job.width if plan.zero == 3 else 0,
+            "gradients": weights * job.gradient_width / (job.shards if plan.zero > 1 else 1),
+            "optimizer": weights * job.state_width / job.shards,
+            "activations": _kept(job, row) if some else 0,
+            "working": max(part.working for part in parts),
+        }
+
+
+def _kept(job: Job, row: Sequence[Action]) -> float:
+    """Most that the row's stages keep at a time: from an F to its B, or to its W."""
+    stage_keeps = [sum(part.kept for part in parts) for parts in job.stages]
+    lets_go = "W" if any(action.kind == "W" for action in row) else "B"
+    now = most = 0.0
+    for action in row:
+        now += stage_keeps[action.stage] * ((action.kind == "F") - (action.kind == lets_go))
+        most = max(most, now)
+    return most

@@ -1,0 +1,89 @@
+"""The same program message by message: every rank of a plan in the simulator, nothing priced beforehand.
+
+It takes seconds for 16 ranks, and would take days for 3,072: it is what prices are held against where both can be had.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from d2lps.comm import Communicator
+from d2lps.parallel.mesh import Mesh
+from d2lps.parallel.pipeline.mail import Mail
+from d2lps.parallel.pipeline.schedules import Action, after, needs, placed, traffic
+from d2lps.parallel.prediction.prices import Prices
+from d2lps.parallel.prediction.program import Job, Rank
+from d2lps.result import Run
+from d2lps.simulator import simulate
+from d2lps.topology import Topology
+
+
+def by_messages(job: Job, cluster: Topology) -> Run:
+    """Every rank's step in the simulator; its `.time` is what a prediction's should be, and its trace shows each message."""
+    prices = Prices(job.plan, cluster)
+    nodes = cluster.devices[: job.plan.ranks]
+    return simulate(_live, prices.reached, job, prices, ranks=nodes, device="meta")
+
+
+class Groups:
+    """A `World` of messages: each axis is a communicator."""
+
+    def __init__(self, comm: Communicator, job: Job, prices: Prices) -> None:
+        plan, self.comm, self.prices = job.plan, comm, prices
+        mesh = Mesh(comm, plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
+        shards = (plan.zero_group or mesh.data.size) if plan.zero else mesh.data.size
+        sharing, replicas = mesh.data.split(mesh.data.rank // shards, axis="dp"), mesh.data.split(mesh.data.rank % shards, axis="dp")
+        ends = mesh.pp.split(0 if mesh.pp.rank in (0, mesh.pp.size - 1) else None)
+        self.groups = {"tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep, "edp": mesh.edp, "dp": sharing, "replicas": replicas, "ends": ends}
+        self.pp = mesh.pp
+
+    def compute(self, seconds: float, label: str = "compute") -> None:
+        self.comm.sleep(seconds, label)
+
+    def collective(self, axis: str, collective: str, nbytes: float) -> None:
+        self._send(self.groups[axis], axis, collective, nbytes)
+
+    def around(self, seconds: float, nbytes: float) -> None:
+        ring = self.groups["cp"]
+        for piece in range(ring.size):
+            coming = self.start("cp", "pass_on", nbytes) if piece < ring.size - 1 else None
+            self.comm.sleep(seconds / ring.size, "compute")
+            self.wait(coming)
+
+    def start(self, axis: str, collective: str, nbytes: float) -> Any:
+        return self.groups[axis].start(self._send, axis, collective, nbytes)
+
+    def wait(self, started: Any) -> None:
+        if started is not None:
+            started.wait()
+
+    def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:
+        if comm.size > 1:
+            self.prices.price(axis, collective).way(comm, round(nbytes))
+
+
+def _live(comm: Communicator, job: Job, prices: Prices) -> None:
+    """As `execute` does it: a receive is posted an action ahead, sends are waited for at the end."""
+    world = Groups(comm, job, prices)
+    rows = tuple(map(tuple, job.plan.order(job.batch)))
+    (home, _), pp = placed(rows), world.pp
+    rank, mail = Rank(job, world, pp.rank, {}), Mail(pp, traffic(rows))
+    made = torch.empty(round(job.message) // 4, dtype=torch.float32, device=comm.device)
+
+    def elsewhere(action: Action) -> Action | None:
+        need = needs(action, len(home))
+        return need if need is not None and need.stage != action.stage else None
+
+    for action, then in zip_longest(rows[pp.rank], rows[pp.rank][1:]):
+        if (need := elsewhere(action)) is not None:
+            mail.get(need, home[need.stage])
+        if then is not None and (soon := elsewhere(then)) is not None:
+            mail.expect(soon, home[soon.stage])
+        rank.act(action)
+        if after(action) in home:
+            mail.send(action, made, home[after(action)])
+    mail.finish()
+    rank.finish()

@@ -1,0 +1,230 @@
+"""What each part of a Transformer computes, keeps and sends on one rank of a plan, for one micro-batch: arithmetic only.
+
+The parts are those of `Transformer.module`: the embedding, blocks, the head. Of a kernel its operations and the bytes that it
+reads and writes are written down, as Megatron-LM's fused ones have them; of a message its axis, collective and bytes.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from d2lps.parallel.experts import Experts
+from d2lps.parallel.training.plan import PRECISIONS, Plan
+from d2lps.parallel.transformer import Transformer
+
+
+class Kernel(NamedTuple):
+    """One operation on a device. matrix: a matrix product, whose operations count for a model's."""
+
+    flops: float
+    nbytes: float
+    matrix: bool = True
+
+
+class Message(NamedTuple):
+    """A collective of so many bytes, those of the whole tensor, along an axis of the mesh."""
+
+    axis: str
+    collective: str
+    nbytes: float
+
+
+class Around(NamedTuple):
+    """Attention around a ring: the next keys and values, so many bytes, are on their way while these are used."""
+
+    kernels: tuple[Kernel, ...]
+    nbytes: float
+
+
+Step = Kernel | Message | Around
+
+
+@dataclass(frozen=True)
+class Part:
+    """forward, backward: what is done one after another. again: what a backward pass repeats of the forward pass first. late: of
+    a backward pass, what makes the weights' gradients, for which no other stage is waiting.
+
+    weights: how many on this rank; experts: how many of them are experts'. kept: bytes from the forward to the backward pass;
+    working: bytes while the part is at work, besides.
+    """
+
+    name: str
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    again: tuple[Step, ...] = ()
+    late: tuple[Kernel, ...] = ()
+    weights: float = 0
+    experts: float = 0
+    kept: float = 0
+    working: float = 0
+
+
+class Sizes:
+    """The sizes of a micro-batch on one rank: from them all else follows."""
+
+    def __init__(self, model: Transformer, plan: Plan, fused: bool = False) -> None:
+        self.model, self.plan, self.fused = model, plan, fused
+        self.width = PRECISIONS[plan.precision].itemsize  # bytes of a number
+        self.tp = plan.tp
+        self.tokens = plan.micro_batch * model.sequence // plan.cp
+        self.between = self.tokens // (plan.tp if plan.sequence_parallel else 1)  # tokens where each vector is for itself
+        self.hidden, self.ffn = model.hidden, model.ffn or 4 * model.hidden
+        self.kv_width = model.hidden // model.heads * (model.kv_heads or model.heads)
+        self.kv = self.kv_width / min(plan.tp, model.kv_heads or model.heads)  # of keys, or values, on this rank
+        self.masks = 1 if model.dropout else 0  # bytes of a number's mask
+        self.x = self.tokens * self.hidden * self.width  # bytes of a whole activation
+
+    def matrix(self, rows: float, inputs: float, outputs: float, count: float = 1) -> Kernel:
+        """[rows, inputs] times [inputs, outputs], so many of them at once."""
+        numbers = rows * inputs + inputs * outputs + rows * outputs
+        return Kernel(2 * rows * inputs * outputs * count, numbers * self.width * count)
+
+    def touch(self, numbers: float, bytes_each: float | None = None) -> Kernel:
+        """So many numbers read or written, with an operation each."""
+        return Kernel(numbers, numbers * (self.width if bytes_each is None else bytes_each), matrix=False)
+
+
+@cache
+def parts(model: Transformer, plan: Plan, fused: bool = False) -> tuple[Part, Part, Part]:
+    """The embedding, a block (all are alike), and the head.
+
+    >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> embed, block, head = parts(gpt3, Plan(tp=8, pp=8, dp=1))
+    >>> round(8 * block.weights / 1e9, 2), sum(step.nbytes for step in block.forward if isinstance(step, Message)) / 1e6
+    (1.81, 100.663296)
+
+    fused: attention's scores stay on the chip. Source: Korthikanti et al. 2022 for what is kept.
+    """
+    sizes = Sizes(model, plan, fused)
+    return _embed(sizes), _block(sizes), _head(sizes)
+
+
+# ---- between the pieces of a layer: f and g, or their sequence variants ------------------------------------------------
+
+
+def _enter(s: Sizes) -> tuple[Message, ...]:
+    return (Message("tp", "all_gather", s.x),) if s.plan.sequence_parallel else ()
+
+
+def _leave(s: Sizes) -> tuple[Message, ...]:
+    return (Message("tp", "reduce_scatter" if s.plan.sequence_parallel else "all_reduce", s.x),) if s.tp > 1 else ()
+
+
+# ---- the parts ----------------------------------------------------------------------------------------------------
+
+
+def _embed(s: Sizes) -> Part:
+    m, wide = s.model, s.between * s.hidden
+    look_up = s.touch((2 * s.tokens + 4 * s.between) * s.hidden)  # the rows, their sum with the positions', dropout
+    weights = (m.vocab / s.tp + m.sequence) * s.hidden
+    return Part(
+        "embed", (look_up, *_leave(s)), (*_enter(s), s.touch(3 * s.tokens * s.hidden)), weights=weights, kept=s.masks * wide
+    )
+
+
+def _head(s: Sizes) -> Part:
+    scores, wide = s.tokens * s.model.vocab / s.tp, s.between * s.hidden
+    norm, product = s.touch(2 * wide), s.matrix(s.tokens, s.hidden, s.model.vocab / s.tp)
+    loss = s.touch(3 * scores, 4)  # in 32 bits: the largest, the sum, the own
+    small = (Message("tp", "all_reduce", 4 * s.tokens), Message("tp", "all_reduce", 8 * s.tokens)) if s.tp > 1 else ()
+    back = s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide)
+    weights = s.hidden * (2 + (0 if s.model.tied and s.plan.pp == 1 else s.model.vocab / s.tp))
+    kept = 2 * wide * s.width + scores * (4 if s.width < 4 else s.width)
+    forward = norm, *_enter(s), product, loss, *small
+    return Part("head", forward, back, late=(product,), weights=weights, kept=kept, working=scores * s.width)
+
+
+def _block(s: Sizes) -> Part:
+    attention, mlp = _attention(s), (_mlp(s) if s.model.experts == 1 else _mixture(s))
+    forward = *attention.forward, *mlp.forward
+    kept, working, again = attention.kept + mlp.kept, 0.0, attention.again
+    if s.plan.recompute == "full":
+        again, working, kept = forward, kept, s.between * s.hidden * s.width
+    elif s.plan.recompute == "selective":
+        kept, working = kept - attention.working, attention.working
+    else:
+        again = ()
+    weights = attention.weights + mlp.weights
+    backward, late = (*mlp.backward, *attention.backward), (*mlp.late, *attention.late)
+    return Part("block", forward, backward, again, late, weights, mlp.experts, kept, working)
+
+
+def _attention(s: Sizes) -> Part:
+    """again, working: what "selective" repeats, and does not keep."""
+    h, inner, wide = s.hidden, s.hidden / s.tp, s.between * s.hidden
+    heads = s.model.heads / s.tp
+    norm, add = s.touch(2 * wide), s.touch(3 * wide + s.masks * wide / s.width)
+    project = s.matrix(s.tokens, h, inner), s.matrix(s.tokens, h, s.kv), s.matrix(s.tokens, h, s.kv)
+    out, arrange = s.matrix(s.tokens, inner, h), s.touch(2 * s.tokens * (2 * inner + 2 * s.kv))
+    attend, back = _attend(s, heads)
+    forward = norm, *_enter(s), *project, arrange, *attend, out, *_leave(s), add
+    backward = add, *_enter(s), out, *back, arrange, *project, *_leave(s), s.touch(3 * wide)
+    scores = 0 if s.fused else heads * s.tokens * s.model.sequence
+    inside = scores * (s.width + s.masks * (1 + s.width))  # softmax's output; its mask, and what dropout makes of it
+    kept = 2 * wide * s.width + s.tokens * (2 * inner + 2 * s.kv) * s.width + s.masks * wide + inside
+    weights = 2 * h * inner + inner + 3 * h + 2 * s.kv * (h + 1)
+    return Part("attention", forward, backward, attend, (out, *project), weights, 0, kept, inside)
+
+
+def _attend(s: Sizes, heads: float) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Queries to keys, softmax, values: forward and backward. Around a ring, keys and values come while others are used."""
+    size, rows = s.hidden / s.model.heads, s.tokens / s.plan.micro_batch
+    count, scores = heads * s.plan.micro_batch, heads * s.tokens * s.model.sequence
+    two = s.matrix(rows, size, s.model.sequence, count), s.matrix(rows, s.model.sequence, size, count)
+    soften = s.touch(2 * scores), *([s.touch((2 + 1 / s.width) * scores)] if s.masks else [])
+    forward, backward = (two[0], *soften, two[1]), (*two, *soften, *two)
+    if s.fused:
+        half = tuple(Kernel(product.flops / 2, 2 * s.tokens * size * heads * s.width) for product in two)  # what is not masked
+        forward, backward = half, (half[0], *half, *half)  # scores once more, then four products
+    if s.plan.cp == 1:
+        return forward, backward
+    block = 2 * s.tokens * s.kv  # keys and values; on the way back their gradients with them
+    return (Around(forward, block * s.width),), (Around(backward, block * (s.width + max(4, s.width))),)
+
+
+def _mlp(s: Sizes) -> Part:
+    h, inner, wide = s.hidden, s.ffn / s.tp, s.between * s.hidden
+    ups = 2 if s.model.gated else 1
+    up, down = s.matrix(s.tokens, h, inner), s.matrix(s.tokens, inner, h)
+    norm, add, bend = s.touch(2 * wide), s.touch(3 * wide + s.masks * wide / s.width), s.touch((1 + ups) * s.tokens * inner)
+    forward = norm, *_enter(s), *[up] * ups, bend, down, *_leave(s), add
+    backward = add, *_enter(s), down, s.touch((1 + 2 * ups) * s.tokens * inner), *[up] * ups, *_leave(s), s.touch(3 * wide)
+    kept = 2 * wide * s.width + (1 + ups) * s.tokens * inner * s.width + s.masks * wide
+    weights = ups * (h * inner + inner) + inner * h + 3 * h
+    return Part("mlp", forward, backward, (), (down, *[up] * ups), weights, 0, kept)
+
+
+def _mixture(s: Sizes) -> Part:
+    """Experts: every one of them has slots for each sequence, full or not; tp does not cut them."""
+    h, inner, wide = s.hidden, s.ffn, s.between * s.hidden
+    per_sequence, here = s.tokens // s.plan.micro_batch, s.model.experts // s.plan.ep
+    slots = Experts.slots(s.model, per_sequence) * s.plan.micro_batch * s.model.experts  # type: ignore[arg-type]
+    rows, ups = slots / here, 2 if s.model.gated else 1
+    up, down = s.matrix(rows, h, inner, here), s.matrix(rows, inner, h, here)
+    there = (Message("ep", "all_to_all", slots * h * s.width),) * 2 if s.plan.ep > 1 else ()
+    route, sort = s.matrix(s.tokens, h, s.model.experts), s.touch(4 * slots * h)
+    enter = (Message("tp", "all_gather", s.x),) if s.plan.sequence_parallel else ()
+    products, bend = [up] * ups, s.touch((1 + ups) * slots * inner)
+    forward = s.touch(2 * wide), *enter, route, sort, *there, *products, bend, down, s.touch(3 * wide)
+    backward = s.touch(3 * wide), *enter, sort, *there, down, bend, bend, *products, route, s.touch(3 * wide)
+    experts = here * (ups * (h * inner + inner) + inner * h + h)
+    kept = (2 * wide + 2 * slots * h + (1 + ups) * slots * inner) * s.width
+    return Part("experts", forward, backward, (), (down, *products, route), experts + h * s.model.experts + 2 * h, experts, kept)
+
+
+def stages(model: Transformer, plan: Plan, fused: bool = False) -> list[list[Part]]:
+    """The parts of each stage."""
+    embed, block, head = parts(model, plan, fused)
+    chain = [embed, *[block] * model.layers, head]
+    return [chain[first:last] for first, last in plan.stages(model.layers)]
+
+
+def matrix_flops(model: Transformer) -> float:
+    """Operations of a sequence's forward pass in matrix products, attention's square in full, as is usual for MFU.
+
+    >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> matrix_flops(gpt3) * 3 * 1536 / 1e18            # of a step with 1,536 sequences, forward and backward
+    3.386...
+    """
+    whole = (part for stage in stages(model, Plan()) for part in stage)
+    return sum(step.flops for part in whole for step in part.forward if isinstance(step, Kernel) and step.matrix)

@@ -1,0 +1,139 @@
+"""What a step of a plan would take on a described cluster, how much memory, and where the time would go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from typing import Any
+
+from d2lps.comm import OutOfMemory
+from d2lps.comm.memory import Memory
+from d2lps.parallel.prediction.calibration import Calibration
+from d2lps.parallel.prediction.memory import held
+from d2lps.parallel.prediction.parts import matrix_flops
+from d2lps.parallel.prediction.priced import Played, play
+from d2lps.parallel.prediction.prices import Prices
+from d2lps.parallel.prediction.program import Job
+from d2lps.parallel.training.plan import Plan
+from d2lps.parallel.transformer import Transformer
+from d2lps.simulator import simulate
+from d2lps.topology import Topology, star
+from d2lps.topology.device import Device
+from d2lps.trace import Trace
+
+ROUNDS = 1  # a pipeline with more micro-batches than this and one more times its ranks is played with so many, and continued
+
+
+class Prediction:
+    """time: seconds a step. memory: bytes on the fullest device; held: by holder. mfu: see below. notes: what was not simulated.
+
+    mfu, the model FLOP utilization: the operations of the model's matrix products, forward and twice that backward and nothing
+    that is computed again, beside what the devices could have done in that time. tokens: a second.
+    """
+
+    def __init__(self, job: Job, cluster: Topology) -> None:
+        self.job, self.cluster = job, cluster
+        self.prices = Prices(job.plan, cluster)
+        self.held = {holder: nbytes for holder, nbytes in held(job).items() if nbytes}
+        self.memory = sum(self.held.values())
+        self.time = self._steps(True)[0]
+        self.notes = [f"{axis}: alpha and beta continued from 32 and 64 ranks" for axis in sorted(self.prices.continued)]
+
+    def __repr__(self) -> str:
+        return f"<Prediction of {self.job.plan}: {self.time:.4g} s, MFU {self.mfu:.1%}, {self.memory / 1e9:.3g} GB>"
+
+    @property
+    def mfu(self) -> float:
+        could = self.time * self.job.plan.ranks * self.job.data_sheet.flops
+        return 3 * matrix_flops(self.job.model) * self.job.batch / could
+
+    @property
+    def tokens(self) -> float:
+        return self.job.batch * self.job.model.sequence / self.time
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by what they go to, on the rank of the pipeline that computes longest; they add up to `time`.
+
+        compute, optimizer; tp, cp, ep, dp: waiting for that axis's collectives, beside which nothing is computed; pp: what the
+        step would be faster if messages between stages took no time; bubble: waiting for other stages even so.
+        """
+        spent = self._steps(True)[1]
+        pp = self.time - self._steps(False)[0]
+        parts = {label: spent[label] for label in ("compute", "tp", "cp", "ep", "dp", "optimizer")}
+        parts["dp"] += spent["edp"] + spent["replicas"] + spent["ends"]
+        return parts | {"pp": pp, "bubble": self.time - pp - sum(parts.values())}
+
+    @cached_property
+    def trace(self) -> Trace:
+        """One replica's pipeline as a trace, a row for each of its ranks: what a schedule's actions take, and when."""
+        played = play(self.job, self.prices, self.job.micro_batches)
+        rows = self.job.plan.order(self.job.batch)
+        return _drawn(rows, played)
+
+    # ---- long steps -----------------------------------------------------------------------------------------------
+
+    def _steps(self, messages: bool) -> tuple[float, Counter[str]]:
+        """Seconds, and on what. When a pipeline is full, each further round of micro-batches takes as long as the one before."""
+        count, round_ = self.job.micro_batches, self.job.plan.pp
+        if count <= (ROUNDS + 1) * round_ or self.job.plan.schedule == "gpipe":
+            played = play(self.job, self.prices, count, messages)
+            return played.time, max(played.spent, key=lambda spent: spent["compute"])
+        short, long = (play(self.job, self.prices, rounds * round_, messages) for rounds in (ROUNDS, ROUNDS + 1))
+        place = max(range(len(long.spent)), key=lambda place: long.spent[place]["compute"])
+        more = (count - (ROUNDS + 1) * round_) / round_
+        before, after = short.spent[place], long.spent[place]
+        spent = Counter({label: after[label] + more * (after[label] - before[label]) for label in after})
+        return long.time + more * (long.time - short.time), spent
+
+
+def predict(
+    transformer: Transformer, plan: Plan, cluster: Topology, batch: int, calibration: Calibration | None = None
+) -> Prediction:
+    """The time, memory and MFU of a training step of `plan` on the first devices of a described cluster.
+
+    >>> from d2lps.topology import dgx_a100_pod
+    >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048, dropout=0.1)
+    >>> plan = Plan(dp=16, tp=8, pp=8, micro_batch=1, schedule="interleaved", interleave=3, recompute="full")
+    >>> predict(gpt3, plan, dgx_a100_pod(128), batch=1536)
+    <Prediction of TODO>
+
+    batch: of all ranks together, in sequences. calibration: how near the software comes to the machine; by default
+    `Calibration()`. What `train` would do step by step is played for one replica, all others do the same: computing priced by the
+    device's roofline, each distinct collective simulated once on the cluster, whose price then stands for it.
+    ValueError, with the numbers, for a plan that can't be, and a cluster without devices' speeds; OutOfMemory, with who holds
+    what, for one that needs more memory than a device has. Cost: less than a second.
+    """
+    job = described(transformer, plan, cluster, batch, calibration)
+    memory = Memory(str(cluster.devices[0]), job.data_sheet.memory)
+    for holder, nbytes in held(job).items():
+        memory.hold(nbytes, holder)
+    return Prediction(job, cluster)
+
+
+def described(
+    transformer: Transformer, plan: Plan, cluster: Topology, batch: int, calibration: Calibration | None = None
+) -> Job:
+    """The job, once everything fits together but memory."""
+    if plan.ranks > len(cluster.devices):
+        raise ValueError(f"a plan of {plan.ranks} ranks, and {cluster.name} has {len(cluster.devices)} devices")
+    plan.check(transformer, batch)
+    devices: set[Device | None] = {cluster.device(node) for node in cluster.devices[: plan.ranks]}
+    device = devices.pop()
+    if device is None or devices:
+        raise ValueError(f"{cluster.name}: all devices must be alike, and say how fast they are (device=Device(...))")
+    return Job(transformer, plan, batch, device, calibration or Calibration())
+
+
+def _drawn(rows: Any, played: Played) -> Trace:
+    """A trace is what ranks leave behind: so some live through these times."""
+
+    def live(comm: Any) -> None:
+        for action in rows[comm.rank]:
+            comm.sleep(max(0.0, played.starts[action] - comm.now()))
+            comm.sleep(played.ends[action] - played.starts[action], str(action))
+        comm.sleep(max(0.0, played.done[comm.rank] - comm.now()), "gradients and optimizer")
+
+    trace = simulate(live, star(len(rows), 1e9)).trace
+    assert trace is not None
+    return trace

@@ -1,0 +1,248 @@
+"""What a collective of a plan's mesh takes on a described cluster: simulated once, message by message, and remembered.
+
+All groups along an axis do the same at the same time; of those that are placed alike one is looked at, together with the groups
+that share a link with it. What a collective takes is a time and a time for each byte, so two sizes tell those of all sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from d2lps.collectives import all_gather_into_tensor, all_reduce, all_to_all, reduce_scatter_tensor
+from d2lps.collectives.all_reduce.placement import by_machine
+from d2lps.comm import Communicator
+from d2lps.parallel.training.plan import Plan
+from d2lps.simulator import simulate
+from d2lps.topology import Topology
+
+Group = tuple[int, ...]  # ranks
+Way = Callable[[Communicator, int], None]  # a collective of so many bytes
+MOST = 64  # ranks of a group that are simulated; what more of them take follows from two smaller groups
+TOGETHER = 256  # ranks in all groups that are simulated at once
+SMALL, LARGE = 1 << 20, 1 << 26  # bytes: the two sizes
+
+
+
+
+class Price(NamedTuple):
+    """Seconds, and seconds a byte of the whole tensor. simulated: of how many of the group's ranks. way: that was the cheapest."""
+
+    alpha: float
+    beta: float
+    simulated: int
+    way: Way
+
+    def __call__(self, nbytes: float) -> float:
+        return self.alpha + self.beta * nbytes
+
+
+class Prices:
+    """Of one plan's mesh on one cluster: `prices("tp", "all_reduce", 100e6)` in seconds.
+
+    Links have what collectives reach of them (`Topology.reached`). Of a collective that could go around one ring, or first within
+    and then across machines, the cheaper way is taken, as communication libraries do. Up to 64 ranks a group is simulated; for
+    more, alpha and beta are continued from those of its first 32 and 64 ranks, and `continued` names the axis.
+    ValueError if the cluster has too few devices.
+    """
+
+    def __init__(self, plan: Plan, cluster: Topology) -> None:
+        if plan.ranks > len(cluster.devices):
+            raise ValueError(f"a plan of {plan.ranks} ranks, and {cluster.name} has {len(cluster.devices)} devices")
+        self.plan, self.cluster = plan, cluster
+        self.known = _known.setdefault(cluster, {})
+        self.reached: Topology = self.known.setdefault("reached", cluster.reached())
+        self.continued: set[str] = set()
+        self._prices: dict[tuple[str, str], Price] = {}
+
+    def __call__(self, axis: str, collective: str, nbytes: float) -> float:
+        return self.price(axis, collective)(nbytes)
+
+    def price(self, axis: str, collective: str) -> Price:
+        if (axis, collective) not in self._prices:
+            groups = axis_groups(self.plan, axis)
+            self._prices[axis, collective] = self._slowest(groups, collective)
+            if len(groups[0]) > MOST:
+                self.continued.add(axis)
+        return self._prices[axis, collective]
+
+    def message(self, stage: int, nbytes: float) -> float:
+        """Seconds from a stage of the pipeline to the next one, all replicas at once; 0 if both are on one rank."""
+        plan = self.plan
+        here, there = stage % plan.pp, (stage + 1) % plan.pp
+        if here == there:
+            return 0.0
+        across = plan.ranks // plan.pp
+        pairs = [(here * across + rank, there * across + rank) for rank in range(across)]
+        if (key := (f"pp {here} {there}", "send")) not in self._prices:
+            self._prices[key] = self._slowest(pairs, "send")
+        return self._prices[key](nbytes)
+
+    def _slowest(self, groups: Sequence[Group], collective: str) -> Price:
+        """One of each kind of group, and of these the one that takes longest."""
+        kinds: dict[Hashable, Group] = {}
+        for group in groups:
+            kinds.setdefault(self._placed(group), group)
+        found = [self._priced(group, kind, groups, collective) for kind, group in kinds.items()]
+        return max(found, key=lambda price: price(LARGE))
+
+    def _placed(self, group: Group) -> Hashable:
+        """How a group lies: which members are at one place, and where in it. Groups that lie alike cost the same."""
+        places = self._places()
+        where = [places[rank] for rank in group]
+        order = {place: number for number, place in enumerate(dict.fromkeys(place for place, _ in where))}
+        return tuple((order[place], within) for place, within in where)
+
+    def _places(self) -> list[tuple[Hashable, int]]:
+        """For each device, its machine, or the switch that it hangs on; and its number there if not all devices are alike."""
+        if "places" not in self.known:
+            self.known["places"] = list(_places(self.cluster))
+        return self.known["places"]
+
+    def _priced(self, group: Group, kind: Hashable, groups: Sequence[Group], collective: str) -> Price:
+        ways = _ways(collective)
+        if len(group) == 1:
+            return Price(0.0, 0.0, 1, ways[0])
+        if (key := (kind, len(groups), collective)) not in self.known:
+            found = [self._continued(way, group, groups) for way in ways]
+            self.known[key] = min(found, key=lambda price: price(LARGE))
+        return self.known[key]
+
+    def _continued(self, way: Way, group: Group, groups: Sequence[Group]) -> Price:
+        """Of more ranks than are simulated: a latency more for each, and bytes as (p - 1)/p of the whole, as around a ring."""
+        if (size := len(group)) <= MOST:
+            return self._fitted(way, group, groups, size)
+        half, most = (self._fitted(way, group, groups, count) for count in (MOST // 2, MOST))
+        alpha, beta = ((size - MOST) / (MOST // 2), (MOST - 1 / (size / MOST) * MOST) / MOST)
+        return most._replace(
+            alpha=most.alpha + alpha * (most.alpha - half.alpha), beta=most.beta + beta * (most.beta - half.beta)
+        )
+
+    def _fitted(self, way: Way, group: Group, groups: Sequence[Group], count: int) -> Price:
+        """Two sizes give alpha and beta. count: so many of a group's ranks take part."""
+        together = [one[:count] for one in self._together(group[:count], [one[:count] for one in groups])]
+        nodes = [self.cluster.devices[rank] for one in together for rank in one]
+        color = [number for number, one in enumerate(together) for _ in one]
+        small, large = (_time(way, self.reached.only(nodes), nodes, color, nbytes) for nbytes in (SMALL, LARGE))
+        beta = (large - small) / (LARGE - SMALL)
+        return Price(small - beta * SMALL, beta, count, way)
+
+    def _together(self, group: Group, groups: Sequence[Group]) -> list[Group]:
+        """A group, and those that share links with it, or with those that do, and so on."""
+        places = self._places()
+        here = {places[rank][0] for rank in group}
+        near = [one for one in groups if any(places[rank][0] in here for rank in one)]
+        topology = self.reached.only([self.cluster.devices[rank] for one in near for rank in one])
+        used = {one: _links(topology, [self.cluster.devices[rank] for rank in one]) for one in near}
+        found, links = [group], set(used[group])
+        grown = True
+        while grown:
+            grown = False
+            for one in near:
+                if one not in found and used[one] & links and len(found) * len(group) < TOGETHER:
+                    found.append(one)
+                    links |= used[one]
+                    grown = True
+        return found
+
+
+_known: WeakKeyDictionary[Topology, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def axis_groups(plan: Plan, axis: str) -> list[Group]:
+    """The groups along an axis, as `Mesh` makes them: tp innermost, then cp, dp, pp.
+
+    >>> axis_groups(Plan(dp=2, tp=2), "tp"), axis_groups(Plan(dp=2, tp=2), "dp")
+    ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
+
+    dp: those with the same weights, cp's among them; with a zero_group "dp" is one such group, and "replicas" those that hold
+    the same shard. edp: those with the same experts. ends: the first and the last stage.
+    """
+    data = plan.dp * plan.cp
+    sharing = (plan.zero_group or data) if plan.zero else data
+    stride, count = {
+        "tp": (1, plan.tp), "cp": (plan.tp, plan.cp), "ep": (plan.tp, plan.ep), "edp": (plan.tp * plan.ep, data // plan.ep),
+        "dp": (plan.tp, sharing), "replicas": (plan.tp * sharing, data // sharing), "pp": (plan.tp * data, plan.pp),
+        "ends": (plan.tp * data * max(plan.pp - 1, 1), min(plan.pp, 2)),
+    }[axis]  # fmt: skip
+    first = [rank for rank in range(plan.ranks) if rank // stride % count == 0]
+    if axis == "ends":
+        first = list(range(plan.tp * data))
+    return [tuple(range(rank, rank + stride * count, stride)) for rank in first]
+
+
+def _places(cluster: Topology) -> Iterator[tuple[Hashable, int]]:
+    counted: Counter[Hashable] = Counter()
+    graph = cluster.graph
+    for device in cluster.devices:
+        machine = graph.nodes[device].get("machine")
+        inside = [other for other in graph.successors(device) if graph.nodes[other].get("machine") == machine]
+        place = machine or (inside[0] if len(inside) == 1 else cluster.name)
+        yield place, counted[place] if len(inside) > 1 else 0
+        counted[place] += 1
+
+
+def _links(topology: Topology, nodes: list[Hashable]) -> set[int]:
+    return {link for here, there in zip(nodes, nodes[1:] + nodes[:1], strict=True) for link in topology.route(here, there).links}
+
+
+def _time(way: Way, topology: Topology, nodes: list[Hashable], color: list[int], nbytes: int) -> float:
+    def program(comm: Communicator) -> None:
+        group = comm.split(color[comm.rank])
+        assert group is not None
+        way(group, nbytes)
+
+    return simulate(program, topology, ranks=nodes, device="meta", trace=False).time
+
+
+# ---- collectives, as functions of a communicator ------------------------------------------------------------------
+
+
+def _ways(collective: str) -> list[Way]:
+    names = [around] if collective in ("all_to_all", "pass_on", "send") else [around, two_levels]
+    return [partial(way, collective) for way in names]
+
+
+def around(collective: str, comm: Communicator, nbytes: int) -> None:
+    """One ring, or one exchange, of all ranks."""
+    whole = torch.empty(nbytes // comm.size * comm.size, dtype=torch.uint8, device=comm.device)
+    part = whole[: len(whole) // comm.size]
+    if collective == "all_reduce":
+        all_reduce(comm, whole, algorithm="ring")
+    elif collective == "reduce_scatter":
+        reduce_scatter_tensor(comm, part, whole)
+    elif collective == "all_gather":
+        all_gather_into_tensor(comm, whole, part)
+    elif collective == "all_to_all":
+        all_to_all(comm, list(torch.empty_like(whole).chunk(comm.size)), list(whole.chunk(comm.size)))
+    elif collective == "pass_on":  # to the next, from the one before
+        comm.sendrecv(whole, (comm.rank + 1) % comm.size, torch.empty_like(whole), (comm.rank - 1) % comm.size)
+    elif comm.rank == 0:
+        comm.send(whole, 1)
+    else:
+        comm.recv(whole, 0)
+
+
+def two_levels(collective: str, comm: Communicator, nbytes: int) -> None:
+    """Within each machine first, or last, and across for what each rank then has: so every port of a machine is used."""
+    machines = by_machine(comm)
+    inside, across = comm, None
+    if len({len(machine) for machine in machines}) == 1:
+        mine = next(number for number, machine in enumerate(machines) if comm.rank in machine)
+        inside, across = comm.split(mine), comm.split(machines[mine].index(comm.rank))
+    assert inside is not None
+    if across is None:
+        around(collective, comm, nbytes)
+    elif collective == "all_gather":
+        around(collective, across, nbytes // inside.size)
+        around(collective, inside, nbytes)
+    else:
+        around("reduce_scatter", inside, nbytes)
+        around(collective, across, nbytes // inside.size)
+        if collective == "all_reduce":
+            around("all_gather", inside, nbytes)

@@ -1,0 +1,211 @@
+"""A training step as each rank's program: what it computes and asks of its groups, one after another, whoever carries it out.
+
+A `World` does: priced.py with prices, messages.py with a communicator. What is asked for, and in which order, is what `train` asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Protocol
+
+from d2lps.parallel.pipeline.schedules import Action
+from d2lps.parallel.prediction.calibration import Calibration
+from d2lps.parallel.prediction.parts import Around, Kernel, Message, Part, Step, stages
+from d2lps.parallel.training.plan import PRECISIONS, Plan
+from d2lps.parallel.transformer import Transformer
+from d2lps.topology.device import Device
+
+STATE = 12  # bytes of the optimizer's state for a weight: an FP32 master and Adam's two moments
+
+
+class World(Protocol):
+    """Where a program runs."""
+
+    def compute(self, seconds: float, label: str = "compute") -> None: ...
+
+    def collective(self, axis: str, collective: str, nbytes: float) -> None: ...
+
+    def around(self, seconds: float, nbytes: float) -> None:
+        """Attention around cp's ring: so much computing in all, and a message of so many bytes beside each piece but the last."""
+
+    def start(self, axis: str, collective: str, nbytes: float) -> Any:
+        """A collective goes on beside what the rank does next, behind those that were started before."""
+
+    def wait(self, started: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done: so many sequences a step, on devices that reach what the calibration says."""
+
+    model: Transformer
+    plan: Plan
+    batch: int
+    data_sheet: Device
+    calibration: Calibration
+
+    @cached_property
+    def device(self) -> Device:
+        reached = self.data_sheet.memory_bandwidth * self.calibration.memory
+        return replace(self.data_sheet, efficiency=self.calibration.efficiency, memory_bandwidth=reached)
+
+    @cached_property
+    def stages(self) -> list[list[Part]]:
+        return stages(self.model, self.plan, self.calibration.fused_attention)
+
+    @cached_property
+    def micro_batches(self) -> int:
+        return self.plan.micro_batches(self.batch)
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return PRECISIONS[self.plan.precision].itemsize
+
+    @cached_property
+    def gradient_width(self) -> int:
+        return 4 if self.calibration.wide_gradients and self.width == 2 else self.width
+
+    @cached_property
+    def state_width(self) -> int:
+        """Bytes of the optimizer's state for a weight: Adam's two moments, and an FP32 master of a 16-bit weight."""
+        return STATE if self.width == 2 else 2 * self.width
+
+    @cached_property
+    def shards(self) -> int:
+        """Among how many the state is shared out."""
+        return (self.plan.zero_group or self.plan.dp * self.plan.cp) if self.plan.zero else 1
+
+    @cached_property
+    def message(self) -> float:
+        """Bytes from a stage to the next."""
+        spread = self.plan.cp * (self.plan.tp if self.plan.sequence_parallel else 1)
+        return self.plan.micro_batch * self.model.sequence // spread * self.model.hidden * self.width
+
+    def timed(self, steps: Sequence[Step], passes: int = 0) -> list[Any]:
+        """Kernels in a row as their seconds, with the overhead of so many passes of a layer; messages as they are."""
+        done: list[Any] = [passes * self.calibration.overhead] if passes and self.calibration.overhead else []
+        for kernels, group in groupby(steps, lambda step: isinstance(step, Kernel)):
+            done += [self.seconds(group)] if kernels else map(self._attention, group)  # type: ignore[arg-type]
+        return done
+
+    def seconds(self, kernels: Any) -> float:
+        return sum(self.device.time_of(kernel.flops, kernel.nbytes) for kernel in kernels)
+
+    def _attention(self, step: Step) -> Any:
+        return (self.seconds(step.kernels), step.nbytes) if isinstance(step, Around) else step
+
+
+class Rank:
+    """One rank's program, on a rank of the pipeline. Its parts are what ZeRO fetches and reduces at a time."""
+
+    def __init__(self, job: Job, world: World, place: int, passes: dict[tuple[str, str], list[Any]]) -> None:
+        self.job, self.plan, self.world, self.place, self.passes = job, job.plan, world, place, passes
+        mine = range(place, len(job.stages), job.plan.pp)
+        self.units = [(stage, number) for stage in mine for number in range(len(job.stages[stage]))]
+        self.gathered: dict[tuple[int, int], Any] = {}
+        self.reducing: list[Any] = []
+
+    def act(self, action: Action) -> None:
+        parts = list(enumerate(self.job.stages[action.stage]))
+        for number, part in parts if action.kind == "F" else reversed(parts):
+            if action.kind == "F":
+                self._fetch((action.stage, number), 1)
+                self._run(part, "forward")
+                self.gathered.pop((action.stage, number), None)
+                continue
+            if action.kind == "B":
+                self._fetch((action.stage, number), -1)
+                self._run(part, "again")
+                self._run(part, "backward")
+            if action.kind == "W" or self.plan.schedule != "zero_bubble":
+                self._run(part, "late")
+                self._complete((action.stage, number), part, action.micro_batch == self.job.micro_batches - 1)
+
+    def _run(self, part: Part, what: str) -> None:
+        """A pass of a part: its steps are worked out once."""
+        if (key := (part.name, what)) not in self.passes:
+            layers = {"forward": 1, "backward": 2, "again": int(self.plan.recompute == "full"), "late": 0}[what]
+            self.passes[key] = self.job.timed(getattr(part, what), layers if part.name == "block" else 0)
+        for step in self.passes[key]:
+            if isinstance(step, Message):
+                self.world.collective(*step)
+            elif isinstance(step, tuple):
+                self.world.around(*step)
+            else:
+                self.world.compute(step)
+
+    # ---- weights come and go (zero=3) -----------------------------------------------------------------------------
+
+    def _fetch(self, unit: tuple[int, int], towards: int) -> None:
+        """A part's weights are needed now; with overlap, those of its neighbor next."""
+        if self.plan.zero < 3:
+            return
+        self._gather(unit)
+        self.world.wait(self.gathered[unit])
+        following = self.units.index(unit) + towards
+        if self.plan.overlap and 0 <= following < len(self.units):
+            self._gather(self.units[following])
+
+    def _gather(self, unit: tuple[int, int]) -> None:
+        if unit not in self.gathered:
+            part = self.job.stages[unit[0]][unit[1]]
+            self.gathered[unit] = self._begin("dp", "all_gather", (part.weights - part.experts) * self.job.width)
+            if part.experts:
+                self._begin("edp", "all_gather", part.experts * self.job.width)
+
+    def _begin(self, axis: str, collective: str, nbytes: float) -> Any:
+        if self.plan.overlap:
+            return self.world.start(axis, collective, nbytes)
+        self.world.collective(axis, collective, nbytes)
+        return None
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def _complete(self, unit: tuple[int, int], part: Part, last: bool) -> None:
+        """A micro-batch's gradients of a part are there: they travel, if they are shared out, or if they are the last."""
+        if self.plan.zero > 1 or (last and self.plan.overlap):
+            self._settle()
+            self._reduce(part.weights - part.experts, "dp")
+            if part.experts:
+                self._reduce(part.experts, "edp")
+        self.gathered.pop(unit, None)
+
+    def _reduce(self, weights: float, axis: str) -> None:
+        nbytes = weights * self.job.gradient_width
+        self.reducing.append((self._begin(axis, "reduce_scatter" if self.plan.zero else "all_reduce", nbytes), nbytes))
+
+    def _settle(self) -> None:
+        """One reduction at a time; replicas of a shard meet when it is there."""
+        for started, nbytes in self.reducing:
+            self.world.wait(started)
+            if self.plan.zero_group:
+                self.world.collective("replicas", "all_reduce", nbytes / self.job.shards)
+        self.reducing = []
+
+    def finish(self) -> None:
+        """The backward passes are over: the last reductions, a step, the new weights."""
+        self._settle()
+        parts = [self.job.stages[stage][number] for stage, number in self.units]
+        experts = sum(part.experts for part in parts)
+        weights = sum(part.weights for part in parts) - experts
+        if self.plan.zero < 2 and not self.plan.overlap:
+            for count, axis in ((weights, "dp"), (experts, "edp")):
+                if count:
+                    self._reduce(count, axis)
+            self._settle()
+        if self.job.model.tied and self.plan.pp > 1 and self.place in (0, self.plan.pp - 1):
+            self.world.collective("ends", "all_reduce", self.job.stages[0][0].weights * self.job.gradient_width)
+        self.world.compute(self._step((weights + experts) / self.job.shards), "optimizer")
+        if self.plan.zero in (1, 2):
+            for count, axis in ((weights, "dp"), (experts, "edp")):
+                if count:
+                    self.world.collective(axis, "all_gather", count * self.job.width)
+
+    def _step(self, weights: float) -> float:
+        """Seconds to read and write what the optimizer has of so many weights."""
+        masters = 0 if self.job.width == 2 else 2 * self.job.width  # read and written, as all of the state
+        return self.job.device.time_of(0, weights * (self.job.gradient_width + 2 * self.job.state_width + masters + self.job.width))
