@@ -19,6 +19,10 @@ from d2lps.parallel.pipeline.balance import cut, rebalance
 from d2lps.parallel.pipeline.execute import execute
 from d2lps.parallel.pipeline.schedules import Action, gpipe, interleaved, one_f_one_b, picture, replay, zero_bubble
 from d2lps.parallel.pipeline.stand_in import StandIn
+from d2lps.parallel.prediction.calibrate import calibrate
+from d2lps.parallel.prediction.calibration import Calibration
+from d2lps.parallel.prediction.predict import Prediction, predict
+from d2lps.parallel.prediction.search import Ranking, search
 from d2lps.parallel.saving.checkpoint import Checkpoints, keep_going
 from d2lps.parallel.saving.pieces import Piece, generator_pieces, module_pieces, optimizer_pieces
 from d2lps.parallel.sharded.clip import clip_by_global_norm
@@ -32,10 +36,10 @@ from d2lps.parallel.training.text import text
 from d2lps.parallel.training.train import Trainer, train
 from d2lps.parallel.transformer import Transformer
 
-__all__ = ["Action", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts", "LocalSGD"]
-__all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Replicas", "RowLinear", "Scheduler"]
-__all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "clip_by_global_norm"]
+__all__ = ["Action", "Calibration", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts", "LocalSGD"]
+__all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Prediction", "Ranking", "Replicas", "RowLinear", "Scheduler"]
+__all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "calibrate", "clip_by_global_norm"]
 __all__ += ["context_parallel", "cut", "execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved"]
-__all__ += ["keep_going", "local_steps", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "rebalance", "replay"]
-__all__ += ["resume", "ring_attention", "save_run", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy"]
+__all__ += ["keep_going", "local_steps", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
+__all__ += ["resume", "ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy"]
 __all__ += ["wide_all_reduce", "zero_bubble", "zigzag"]

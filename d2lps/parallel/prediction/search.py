@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from d2lps.parallel.prediction.calibration import Calibration
 from d2lps.parallel.prediction.memory import held
@@ -32,3 +34,62 @@ class Ranking:
         worst = sorted((label for label in late if late[label] > 0), key=lambda label: -late[label])[:2]
         told = ", ".join(f"{label} {late[label]:.2g}" for label in worst)
         return f"{prediction.time - self.best.time:+.2g} s" + (f": {told}" if told else "")
+
+
+def search(
+    transformer: Transformer, cluster: Topology, batch: int, calibration: Calibration | None = None, *,
+    ranks: int | None = None, micro_batches: Sequence[int] = (1, 2, 4, 8), zero: Sequence[int] = (0, 1), like: Plan | None = None,
+    recompute: Sequence[str] = ("none", "selective", "full"), plans: Iterable[Plan] | None = None,
+) -> Ranking:  # fmt: skip
+    """Predict every plan that trains the model with such batches on all devices of a cluster; the fastest first.
+
+    >>> found = search(gpt3, dgx_a100_pod(128), batch=1536)             # doctest: +SKIP
+    >>> found.best, found.why(found.found[1])                           # doctest: +SKIP
+
+    Tried are all degrees of tp within a machine, pp, dp, all interleavings, with and without sequence parallelism where tp > 1,
+    and what is named: sizes of a micro-batch, stages of zero, what to recompute. like: a plan whose other fields all have (precision,
+    cp, ep, overlap). ranks: on the first of the devices only. plans: those that are to be compared, in place of all these.
+    ValueError if no plan can be, for its numbers or for memory. Cost: some thousandths of a second a plan.
+    """
+    count = len(cluster.devices) if ranks is None else ranks
+    like = like or Plan()
+    tried = plans if plans is not None else _plans(transformer, cluster, count, like, (micro_batches, zero, recompute))
+    found, lost, limit = [], [], 0.0
+    for plan in tried:
+        try:
+            plan.check(transformer, batch, count)
+        except ValueError:
+            continue
+        job = described(transformer, plan, cluster, batch, calibration)
+        holders, limit = held(job), job.data_sheet.memory
+        if sum(holders.values()) > limit:
+            lost.append((plan, holders))
+        else:
+            found.append(Prediction(job, cluster))
+    if not found:
+        raise ValueError(f"no plan fits: {len(lost)} that {count} ranks can divide need more than {limit / 1e9:.3g} GB a device")
+    return Ranking(sorted(found, key=lambda prediction: prediction.time), sorted(lost, key=lambda one: sum(one[1].values())), limit)
+
+
+def _plans(model: Transformer, cluster: Topology, ranks: int, like: Plan, options: tuple[Sequence[Any], ...]) -> Iterator[Plan]:
+    """All that the sizes might allow: what they do not, `Plan.check` says."""
+    machine = machine_size(cluster)
+    for tp in divisors(min(machine, model.heads)):
+        for pp in (pp for pp in divisors(ranks // (tp * like.cp)) if pp <= model.layers and ranks % (tp * pp * like.cp) == 0):
+            chunks = [v for v in divisors(model.layers // pp) if model.layers % (pp * v) == 0] if pp > 1 else [1]
+            for v, sequence, micro, zero, again in product(chunks, {False, tp > 1}, *options):
+                yield replace(
+                    like, dp=ranks // (tp * pp * like.cp), tp=tp, pp=pp, micro_batch=micro, zero=zero, recompute=again, interleave=v,
+                    schedule="interleaved" if v > 1 else "one_f_one_b", sequence_parallel=sequence,
+                )  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    """`divisors(12) == [1, 2, 3, 4, 6, 12]`"""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def machine_size(cluster: Topology) -> int:
+    """How many devices are in one machine: as many as tensor parallelism is worth trying for."""
+    machines = Counter(cluster.graph.nodes[device].get("machine") for device in cluster.devices)
+    return max(machines.values())
