@@ -21,6 +21,7 @@ from d2lps.parallel.pipeline.schedules import Action, gpipe, interleaved, one_f_
 from d2lps.parallel.pipeline.stand_in import StandIn
 from d2lps.parallel.prediction.calibrate import calibrate
 from d2lps.parallel.prediction.calibration import Calibration
+from d2lps.parallel.prediction.measure import measured
 from d2lps.parallel.prediction.predict import Prediction, predict
 from d2lps.parallel.prediction.search import Ranking, search
 from d2lps.parallel.saving.checkpoint import Checkpoints, keep_going
@@ -40,6 +41,6 @@ __all__ = ["Action", "Calibration", "Checkpoints", "ColumnLinear", "DataParallel
 __all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Prediction", "Ranking", "Replicas", "RowLinear", "Scheduler"]
 __all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "calibrate", "clip_by_global_norm"]
 __all__ += ["context_parallel", "cut", "execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved"]
-__all__ += ["keep_going", "local_steps", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
+__all__ += ["keep_going", "local_steps", "measured", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
 __all__ += ["resume", "ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy"]
 __all__ += ["wide_all_reduce", "zero_bubble", "zigzag"]
