@@ -198,7 +198,8 @@ class Rank:
                     self._reduce(count, axis)
             self._settle()
         if self.job.model.tied and self.plan.pp > 1 and self.place in (0, self.plan.pp - 1):
-            self.world.collective("ends", "all_reduce", self.job.stages[0][0].weights * self.job.gradient_width)
+            shared = self.job.model.vocab / self.plan.tp * self.job.model.hidden
+            self.world.collective("ends", "all_reduce", shared * self.job.gradient_width)
         self.world.compute(self._step((weights + experts) / self.job.shards), "optimizer")
         if self.plan.zero in (1, 2):
             for count, axis in ((weights, "dp"), (experts, "edp")):
