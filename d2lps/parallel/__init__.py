@@ -36,10 +36,11 @@ from d2lps.parallel.training.text import text
 from d2lps.parallel.training.train import Trainer, train
 from d2lps.parallel.transformer import Transformer
 
-__all__ = ["Action", "Calibration", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts", "LocalSGD"]
-__all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Prediction", "Ranking", "Replicas", "RowLinear", "Scheduler"]
-__all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "calibrate", "clip_by_global_norm"]
-__all__ += ["context_parallel", "cut", "execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved"]
-__all__ += ["keep_going", "local_steps", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
-__all__ += ["resume", "ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy"]
-__all__ += ["wide_all_reduce", "zero_bubble", "zigzag"]
+__all__ = ["Action", "Calibration", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts"]
+__all__ += ["LocalSGD", "LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Prediction", "Ranking"]
+__all__ += ["Replicas", "RowLinear", "Scheduler", "StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero"]
+__all__ += ["activations", "buckets", "calibrate", "clip_by_global_norm", "context_parallel", "cut", "execute"]
+__all__ += ["expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved", "keep_going", "local_steps"]
+__all__ += ["module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay", "resume"]
+__all__ += ["ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train"]
+__all__ += ["vocab_cross_entropy", "wide_all_reduce", "zero_bubble", "zigzag"]

@@ -84,7 +84,9 @@ class Plan:
         """ValueError, with the numbers, unless so many ranks can train that model with batches of so many sequences."""
         for wrong in self._wrong(model, batch, self.ranks if ranks is None else ranks):
             raise ValueError(wrong)
-        self.order(batch)
+        if self.schedule == "interleaved" and (count := self.micro_batches(batch)) % self.pp:
+            told = f"interleaved: micro_batches={count} is no multiple of ranks={self.pp}"
+            raise ValueError(f"{told}, and they go round in groups of so many")
 
     def _wrong(self, model: Transformer, batch: int, ranks: int) -> Iterator[str]:
         yield from self._wrong_ranks(ranks)
