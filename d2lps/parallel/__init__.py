@@ -21,6 +21,7 @@ from d2lps.parallel.pipeline.schedules import Action, gpipe, interleaved, one_f_
 from d2lps.parallel.pipeline.stand_in import StandIn
 from d2lps.parallel.prediction.calibrate import calibrate
 from d2lps.parallel.prediction.calibration import Calibration
+from d2lps.parallel.prediction.measure import measured
 from d2lps.parallel.prediction.predict import Prediction, predict
 from d2lps.parallel.prediction.search import Ranking, search
 from d2lps.parallel.saving.checkpoint import Checkpoints, keep_going
@@ -41,6 +42,6 @@ __all__ += ["LocalSGD", "LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "P
 __all__ += ["Replicas", "RowLinear", "Scheduler", "StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero"]
 __all__ += ["activations", "buckets", "calibrate", "clip_by_global_norm", "context_parallel", "cut", "execute"]
 __all__ += ["expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved", "keep_going", "local_steps"]
-__all__ += ["module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay", "resume"]
-__all__ += ["ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train"]
+__all__ += ["measured", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
+__all__ += ["resume", "ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train"]
 __all__ += ["vocab_cross_entropy", "wide_all_reduce", "zero_bubble", "zigzag"]

@@ -225,7 +225,8 @@ def placed(schedule: Schedule) -> tuple[dict[int, int], int]:
 def played(schedule: Schedule, end: End, arrives: Arrives) -> tuple[dict[Action, float], dict[Action, float]]:
     """When each action starts and ends.
 
-    end(action, start): asked once of each, in its rank's order. arrives(before, action, ended, free): when what `before` made, which ended then, is there for `action`, whose rank has had nothing else to do since `free`.
+    end(action, start): asked once of each, in its rank's order. arrives(before, action, ended, free): when what `before` made,
+    which ended then, is there for `action`, whose rank has had nothing else to do since `free`.
     """
     stages = 1 + max(action.stage for row in schedule for action in row)
     starts: dict[Action, float] = {}

@@ -126,8 +126,8 @@ def _head(s: Sizes) -> Part:
     scores, wide = s.tokens * s.model.vocab / s.tp, s.between * s.hidden
     norm, product = s.touch(2 * wide), s.matrix(s.tokens, s.hidden, s.model.vocab / s.tp)
     loss = s.touch(3 * scores, 4)  # in 32 bits: the largest, the sum, the own
-    small: tuple[Step, ...] = (Message("tp", "all_reduce", 4 * s.tokens), Message("tp", "all_reduce", 8 * s.tokens)) if s.tp > 1 else ()
-    back = s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide)
+    small = tuple(Message("tp", "all_reduce", nbytes * s.tokens) for nbytes in (4, 8) if s.tp > 1)
+    back: tuple[Step, ...] = (s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide))
     weights = s.hidden * (2 + (0 if s.model.tied and s.plan.pp == 1 else s.model.vocab / s.tp))
     kept = 2 * wide * s.width + scores * (4 if s.width < 4 else s.width)
     forward: tuple[Step, ...] = (norm, *_enter(s), product, loss, *small)

@@ -48,7 +48,7 @@ def search(
 
     Tried are all degrees of tp within a machine, pp, dp, all interleavings, with and without sequence parallelism where tp > 1,
     and what is named: sizes of a micro-batch, stages of zero, what to recompute. like: a plan whose other fields all have
-    (precision, cp, ep, overlap). ranks: on the first of the devices only. plans: those that are to be compared, in place of all these.
+    (precision, cp, ep, overlap). ranks: on the first of the devices only. plans: those to compare, in place of all these.
     ValueError if no plan can be, for its numbers or for memory. Cost: some thousandths of a second a plan.
     """
     count = len(cluster.devices) if ranks is None else ranks
