@@ -22,7 +22,7 @@ from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.execute import execute
 from d2lps.parallel.saving.checkpoint import gathered
 from d2lps.parallel.sharded.clip import clip_by_global_norm
-from d2lps.parallel.tensor.parallelize import vocab_cross_entropy
+from d2lps.parallel.tensor.layers import vocab_cross_entropy
 from d2lps.parallel.training.assemble import Optimizer, look_after, shared_out, tie
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.training.text import NOTHING
