@@ -191,6 +191,20 @@ def test_overlap_takes_less_time(plan: Plan) -> None:
     assert beside < 0.95 * after
 
 
+@pytest.mark.parametrize(
+    ("zero", "overlap", "times"),
+    [(0, False, 1), (0, True, 4), (1, False, 1), (1, True, 4), (2, False, 8), (2, True, 8), (3, False, 8), (3, True, 8)],
+)
+def test_when_gradients_travel(zero: int, overlap: bool, times: int) -> None:
+    """Of an embedding, two blocks and a head, in two micro-batches: all at once, by unit, or by unit and micro-batch."""
+    plan, sizes = exact(dp=2, micro_batch=2, zero=zero, overlap=overlap), replace(FLAT, tied=False)
+    trace = d2lps.simulate(under, star(2, 5e6, 1e-6), sizes, plan, trace=True).trace
+    sent = [trace.steps[step] for step in trace.messages["step"][trace.messages["src"] == 0]]
+    shape = "grads[P_dp]" if zero else "grads[P]"  # a ring's all-reduce begins with a reduce-scatter as well
+    travels = [name for name in sent if f"grads[P]{{dp}} → {shape}: reduce-scatter" in name]
+    assert len(travels) == STEPS * times and (times == 1) != any(name.startswith("block1") for name in travels)
+
+
 # ---- what can't be --------------------------------------------------------------------------------------------------------
 
 
