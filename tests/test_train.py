@@ -1,12 +1,8 @@
-"""Training under any Plan, beside one process with plain torch: losses, gradient norms, wrong plans, killed ranks."""
-
-# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+"""Training under any Plan, beside one process with plain torch: losses, gradient norms, wrong plans."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -14,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from launching import nothing_left
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import d2lps
 from d2lps import Communicator
-from d2lps.parallel import Plan, Trainer, Transformer, text, train
+from d2lps.parallel import Plan, Transformer, text, train
 from d2lps.parallel.dropout import Place, placed
 from d2lps.parallel.training.plan import PRECISIONS
 from d2lps.parallel.training.text import NOTHING, decode
@@ -347,26 +342,6 @@ def test_what_is_returned_is_a_module_that_writes_text() -> None:
     for _ in range(3):
         tokens = torch.cat([tokens[:, 1:], model(tokens)[:, -1:].argmax(-1)], 1)
     assert len(decode(tokens[0])) == 16
-
-
-# ---- a rank that dies -----------------------------------------------------------------------------------------------------
-
-
-def die_on_the_way(comm: Communicator, sizes: Transformer, plan: Plan) -> None:
-    trainer = Trainer(comm, sizes, plan, Uneven(), BATCH, adam)
-    trainer.step()
-    if comm.rank == 1:
-        next(trainer.module.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    trainer.step()
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan(dp=2), Plan(dp=2, zero=3), Plan(tp=2), Plan(pp=2), Plan(cp=2, zero=2), Plan(dp=2, ep=2)], ids=str
-)
-def test_a_rank_that_dies_in_its_backward_pass_is_named(plan: Plan, nothing_left: Callable[[float], bool]) -> None:
-    with pytest.raises(d2lps.RankDied, match=r"^rank 1 of 2 was killed by SIGKILL"):
-        d2lps.run(die_on_the_way, 2, sizes_for(plan), plan)
-    assert nothing_left(3)
 
 
 # ---- dropout --------------------------------------------------------------------------------------------------------------
