@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
@@ -291,6 +291,10 @@ class Strange(Uneven):
     [
         (lambda tokens, targets: (tokens[1:], targets[1:]), "tokens of shape [3, 16], and [4, 16] was asked for"),
         (lambda tokens, targets: (tokens, targets[:, 1:]), "targets of shape [4, 15], and [4, 16] was asked for"),
+        (lambda tokens, targets: (tokens[:0], targets[:0]), "tokens of shape [0, 16], and [4, 16] was asked for"),
+        (lambda tokens, targets: (tokens.float(), targets), "tokens of torch.float32, and numbers of tokens are torch.int64"),
+        (lambda tokens, targets: (tokens.tolist(), targets.tolist()), "gave tuple, and two tensors were asked for"),
+        (lambda tokens, targets: None, "gave NoneType, and two tensors were asked for"),
         (lambda tokens, targets: (tokens + 96, targets), "are not all among the model's vocab=96"),
         (lambda tokens, targets: (tokens, targets.masked_fill(targets == NOTHING, -1)), "targets from -1 to"),
     ],
@@ -299,6 +303,72 @@ def test_data_that_is_not_what_was_asked_for(change: Any, told: str) -> None:
     plan = exact(dp=2, tp=2)
     with pytest.raises(ValueError, match=re.escape(told)):
         simulated(lambda comm: train(comm, FLAT, plan, Strange(change), 1, BATCH, adam).losses, plan)
+
+
+class Gone(Uneven):
+    """Data that a rank loses in its second step."""
+
+    def __init__(self, comm: Communicator, error: type[Exception]) -> None:
+        self.error = error if comm.rank == 1 else None
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        if first >= BATCH and self.error:
+            raise self.error("the disk is gone")
+        return super().batch(first, count)
+
+
+@pytest.mark.parametrize("plan", [exact(dp=2, zero=3), exact(tp=2), exact(pp=2), exact(dp=2, ep=2)], ids=shown)
+def test_data_that_raise_on_one_rank(plan: Plan) -> None:
+    def work(comm: Communicator, error: type[Exception]) -> None:
+        train(comm, sizes_for(plan), plan, Gone(comm, error), 2, BATCH, adam)
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        d2lps.run(work, 2, OSError)
+    assert "rank 1 of 2" in "".join(raised.value.__notes__)
+    with pytest.raises(StopIteration, match="the disk is gone"):  # as of an iterator that has come to its end
+        simulated(work, plan, StopIteration)
+
+
+@pytest.mark.parametrize("plan", [exact(), exact(dp=2, zero=3), exact(tp=2), exact(pp=2), exact(cp=2), exact(dp=2, ep=2)], ids=str)
+def test_a_loss_that_is_no_number_is_told_and_ends_nothing(plan: Plan) -> None:
+    """As with plain torch; a callback may end it."""
+    optimizer = partial(torch.optim.SGD, lr=float("inf"))
+
+    def work(comm: Communicator, callback: Any = None) -> list[float]:
+        return train(comm, sizes_for(plan), plan, Uneven(), 3, BATCH, optimizer, MAX_NORM, callback=callback).losses
+
+    def careful(step: int, loss: float, norm: float) -> None:
+        if loss != loss:
+            raise FloatingPointError(f"step {step}: the loss is {loss}")
+
+    for losses in simulated(work, plan):
+        assert losses == pytest.approx([one_process(sizes_for(plan))[0][0], *[float("nan")] * 2], nan_ok=True)
+    with pytest.raises(FloatingPointError, match="step 1: the loss is nan"):
+        simulated(work, plan, careful)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (torch.optim.LBFGS, "LBFGS computes the loss several times a step (step(closure)), which is not carried out"),
+        (torch.optim.Adafactor, "Adafactor looks at each weight as a whole, and is given flat shards"),
+        (lambda shards: torch.optim.SGD([nn.Parameter(torch.ones(3))]), "the SGD steps on other parameters than the 1 shards"),
+        (lambda shards: None, "optimizer gave NoneType, and not a torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_that_shards_are_not_for(optimizer: Any, told: str) -> None:
+    plan = exact(dp=2, zero=1, overlap=False)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        simulated(lambda comm: train(comm, FLAT, plan, Uneven(), 1, BATCH, optimizer), plan)
+
+
+def test_momentum_is_sharded_as_well() -> None:
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+    def losses(plan: Plan) -> list[float]:
+        return simulated(lambda comm: train(comm, FLAT, plan, Uneven(), 4, BATCH, sgd, MAX_NORM).losses, plan)[0]
+
+    assert losses(exact(dp=2, tp=2, zero=2)) == pytest.approx(losses(exact(micro_batch=8)), rel=1e-12)
 
 
 def test_a_batch_of_which_nothing_counts_changes_nothing() -> None:
