@@ -329,7 +329,9 @@ def test_data_that_raise_on_one_rank(plan: Plan) -> None:
         simulated(work, plan, StopIteration)
 
 
-@pytest.mark.parametrize("plan", [exact(), exact(dp=2, zero=3), exact(tp=2), exact(pp=2), exact(cp=2), exact(dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [exact(), exact(dp=2, zero=3), exact(tp=2), exact(pp=2), exact(cp=2), exact(dp=2, ep=2)], ids=shown
+)
 def test_a_loss_that_is_no_number_is_told_and_ends_nothing(plan: Plan) -> None:
     """As with plain torch; a callback may end it."""
     optimizer = partial(torch.optim.SGD, lr=float("inf"))
