@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.tools import parts, refuse, without
 from d2lps.parallel.pipeline.balance import cut
 from d2lps.parallel.pipeline.schedules import Action, Schedule, gpipe, one_f_one_b, picture, replay
@@ -39,7 +39,8 @@ def one_each(function: Function) -> str:
             (not isinstance(rows, list | tuple) or len(rows) != p, f"{case}a list for each of {p} ranks is wanted, not {rows!r}")
         )
         for rank, (row, wanted) in enumerate(zip(rows, _pairs(one_f_one_b(p, m)), strict=True)):
-            refuse(((got := [tuple(pair) for pair in row]) != wanted, f"{case}rank {rank} {_astray(got, wanted)}"))
+            if (got := [tuple(pair) for pair in row]) != wanted:
+                raise Wrong(f"{case}rank {rank} {_astray(got, wanted)}")
     return "1F1B at 8 sizes, also with fewer micro-batches than ranks\n" + picture(_schedule(function(4, 6)))
 
 
