@@ -5,6 +5,7 @@ A folder for each thing that ranks can share: a batch (`data`), the state of tra
 work on, `mesh.py` the groups that they are given, `training` all of them together, `saving` what outlives a run.
 """
 
+from d2lps.parallel.activations import activations
 from d2lps.parallel.context import context_parallel, ring_attention, zigzag
 from d2lps.parallel.data.buckets import buckets, flatten
 from d2lps.parallel.data.data_parallel import DataParallel
@@ -30,7 +31,6 @@ from d2lps.parallel.sharded.clip import clip_by_global_norm
 from d2lps.parallel.sharded.zero import Zero
 from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, vocab_cross_entropy
 from d2lps.parallel.tensor.parallelize import sum_partial, tensor_parallel
-from d2lps.parallel.training.activations import activations
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.training.resume import resume, save_run
 from d2lps.parallel.training.text import text
