@@ -28,7 +28,21 @@ BOOK = Path(__file__).parents[1] / "book"
 
 def solution(label: str) -> "Solution":
     """The names that the solution of an exercise defines, each made when it is asked for."""
-    return Solution(label, *_statements(label))
+    return Solution(label, *_solutions()[label][1:])
+
+
+def printed() -> dict[str, tuple[str, str]]:
+    """Of all chapters, by "chapter exercise check": the label of a solution, and how it calls its check.
+
+    Of several calls of one check the last counts: a solution may first show what is refused.
+    """
+    calls = {}
+    for label, (chapter, _, own) in _solutions().items():
+        for step in own:
+            match step:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="check"), attr=name))):
+                    calls[f"{chapter} {label} {name}"] = (label, ast.unparse(step))
+    return calls
 
 
 def refused(verdict: Any, *words: str) -> None:
@@ -48,11 +62,15 @@ class Solution(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(f"the solution of {self._label} defines {sorted(self._names)}, not {name}")
+        return self.value(name)
+
+    def value(self, expression: str) -> Any:
+        """What it gives at the solution's end."""
         namespace: dict[str, Any] = {"__name__": f"solution of {self._label}"}
-        needed = self._needed(name)
+        needed = self._needed(_mentioned(ast.parse(expression)))
         body = [step for index, step in enumerate(self._order) if index in needed]
         exec(compile(ast.Module(body, []), f"<{self._label}>", "exec"), namespace)
-        return namespace[name]
+        return eval(expression, namespace)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -60,10 +78,10 @@ class Solution(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def _needed(self, name: str) -> set[int]:
-        """The statements that define a name and all that it mentions, directly or not."""
+    def _needed(self, names: set[str]) -> set[int]:
+        """The statements that define names and all that those mention, directly or not."""
         needed: set[int] = set()
-        todo = [(name, len(self._order))]
+        todo = [(name, len(self._order)) for name in names]
         while todo:
             name, end = todo.pop()
             index = next((i for i in reversed(range(end)) if name in _bound(self._order[i])), None)
@@ -87,21 +105,24 @@ def _bound(step: ast.stmt) -> set[str]:
     return set()
 
 
-def _mentioned(step: ast.stmt) -> set[str]:
+def _mentioned(step: ast.AST) -> set[str]:
     loads = (node for node in ast.walk(step) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
     return {node.id for node in loads} - set(dir(builtins))
 
 
 @cache
-def _statements(label: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """What the code cells before a solution's start hold, and what those up to its end hold."""
+def _solutions() -> dict[str, tuple[str, list[ast.stmt], list[ast.stmt]]]:
+    """By label: the chapter, what the code cells before a solution's start hold, and what those up to its end hold."""
+    found = {}
     for path in sorted(BOOK.rglob("*.ipynb")):
-        cells = json.loads(path.read_text())["cells"]
-        sources = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else "" for cell in cells]
-        if start := next((i for i, text in enumerate(sources) if f"```{{solution-start}} {label}\n" in text), 0):
-            end = next(i for i, text in enumerate(sources) if i > start and "{solution-end}" in text)
-            return _parsed(cells[:start]), _parsed(cells[start:end])
-    raise LookupError(f"no notebook has the solution of {label}")
+        cells, start = json.loads(path.read_text())["cells"], 0
+        for here, cell in enumerate(cells):
+            source = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+            if opening := re.search(r"```{solution-start} (\S+)\n", source):
+                label, start = opening[1], here
+            elif "{solution-end}" in source:
+                found[label] = path.stem, _parsed(cells[:start]), _parsed(cells[start:here])
+    return found
 
 
 def _parsed(cells: list[dict[str, Any]]) -> list[ast.stmt]:

@@ -1,25 +1,11 @@
-"""The checks of *Aggregating gradients*: solutions pass, wrong answers are refused in words."""
+"""The checks of *Aggregating gradients*: wrong answers are refused in words."""
 
 import pytest
 import torch
-from solutions import solution
+from solutions import refused
 
 from d2lps import ReduceOp, aggregate, collectives
 from d2lps.check import aggregating_gradients as check
-
-LABELS = {"pipelined": "pipeline", "by_owner": "owner", "statistics": "reductions"}
-
-
-@pytest.mark.parametrize("name", LABELS)
-def test_solution_passes(name):
-    verdict = getattr(check, name)(solution(f"ex-aggregating-{LABELS[name]}")[name])
-    assert verdict, verdict
-
-
-def test_numbers_pass():
-    mine = solution("ex-aggregating-by-hand")
-    assert check.by_hand(mine["one_gpu"], mine["cpu"], mine["blocks"])
-    assert check.cable(solution("ex-aggregating-cable")["bandwidth"])
 
 
 @pytest.mark.parametrize(
@@ -28,16 +14,14 @@ def test_numbers_pass():
      ((0.7, 800, 87.5), "a thousand times too small"), (("700", 800, 87.5), "no number"), ((700, ..., 87.5), "not all")],
 )  # fmt: skip
 def test_by_hand_refuses(answers, word):
-    verdict = check.by_hand(*answers)
-    assert not verdict and word in verdict.text
+    refused(check.by_hand(*answers), word)
 
 
 @pytest.mark.parametrize(("answer", "word"), [
     (16, "20.0 ms"), (20, "16.0 ms"), (32, "slower cable"), (21.33e9, "a billion times too large"),
 ])  # fmt: skip
 def test_cable_refuses(answer, word):
-    verdict = check.cable(answer)
-    assert not verdict and word in verdict.text
+    refused(check.cable(answer), word)
 
 
 # ---- pipelined ----------------------------------------------------------------------------------------------------------
@@ -88,8 +72,7 @@ def loses_a_chunk(comm, tensor, k):
      (lambda comm, tensor, k: comm.send(tensor, 0), "rank 0")],
 )  # fmt: skip
 def test_pipelined_refuses(wrong, word):
-    verdict = check.pipelined(wrong)
-    assert not verdict and word in verdict.text, verdict
+    refused(check.pipelined(wrong), word)
 
 
 # ---- by_owner -----------------------------------------------------------------------------------------------------------
@@ -136,8 +119,7 @@ def forgets_the_last(comm, tensors):
      (lambda comm, tensors: [aggregate.blockwise(comm, t) for t in tensors], "the library's")],
 )  # fmt: skip
 def test_by_owner_refuses(wrong, word):
-    verdict = check.by_owner(wrong)
-    assert not verdict and word in verdict.text, verdict
+    refused(check.by_owner(wrong), word)
 
 
 # ---- statistics ---------------------------------------------------------------------------------------------------------
@@ -190,5 +172,4 @@ def of_the_whole_table(comm, mine):
      (its_own, "smallest values"), (of_the_whole_table, "smallest values")],
 )  # fmt: skip
 def test_statistics_refuses(wrong, word):
-    verdict = check.statistics(wrong)
-    assert not verdict and word in verdict.text, verdict
+    refused(check.statistics(wrong), word)

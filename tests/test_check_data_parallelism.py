@@ -1,33 +1,14 @@
-"""The checks of *Data parallelism*: solutions pass, wrong answers are refused in words."""
+"""The checks of *Data parallelism*: wrong answers are refused in words."""
 
 import hashlib
 
 import pytest
 import torch
-from solutions import refused, solution
+from solutions import refused
 
 from d2lps import ReduceOp
 from d2lps.check import data_parallelism as check
 from d2lps.collectives import all_gather_into_tensor, all_reduce
-
-SOLUTIONS = {
-    "token_loss": "ex-data-tokens", "indices": "ex-data-sampler", "statistics": "ex-data-norm", "odd_ranks": "ex-data-odd",
-    "estimates": "ex-data-estimates", "settings": "ex-data-settings",
-}  # fmt: skip
-ANSWERS = {"critical": "ex-data-critical", "bert": "ex-data-bert"}
-
-
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_solution_passes(name):
-    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
-    assert verdict, verdict
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_answer_passes(name):
-    verdict = getattr(check, name)(solution(ANSWERS[name])["answer"])
-    assert verdict, verdict
-
 
 # ---- token_loss -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The checks of *The eight collectives*: each passes its solution, and refuses what readers hand in instead, in words."""
+"""The checks of *The eight collectives*: each refuses, in words, what readers hand in."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +12,6 @@ from d2lps import Communicator, aggregate, collectives
 from d2lps.check import eight_collectives as check
 
 Function = Callable[..., Any]
-SOLUTIONS = [
-    ("ring_all_gather", "ex-collectives-ring", "ring_all_gather"),
-    ("tree_reduce", "ex-collectives-reduce", "tree_reduce"),
-    ("pairwise_reduce_scatter", "ex-collectives-pairwise", "pairwise_reduce_scatter"),
-    ("transpose", "ex-collectives-transpose", "transpose"),
-    ("chain_broadcast", "ex-collectives-pipeline", "chain_broadcast"),
-    ("ring_all_reduce", "ex-collectives-bug", "mended_all_reduce"),
-]
-
-
-@pytest.mark.parametrize(("exercise", "label", "name"), SOLUTIONS)
-def test_solutions_pass(exercise: str, label: str, name: str) -> None:
-    verdict = getattr(check, exercise)(solution(label)[name])
-    assert verdict, verdict
 
 
 # ---- answers in words and numbers ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The checks of *Long sequences and experts*: solutions pass, wrong answers are refused in words."""
+"""The checks of *Long sequences and experts*: wrong answers are refused in words."""
 
 from functools import partial
 
@@ -10,22 +10,6 @@ from d2lps.check import long_sequences_and_experts as check
 from d2lps.collectives import all_gather, all_reduce, all_to_all
 from d2lps.parallel import ring_attention
 from d2lps.parallel.context import in_turn
-
-SOLUTIONS = {
-    "merge": "ex-long-merge", "ring_causal": "ex-long-ring", "mixture": "ex-long-dropped",
-    "dispatch": "ex-long-counts", "average": "ex-long-gradients",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_solution_passes(name):
-    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
-    assert verdict, verdict
-
-
-def test_answer_passes():
-    assert check.llama(solution("ex-long-llama")["answer"])
-
 
 # ---- merge --------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The checks of *Mixed precision*: solutions pass, wrong answers are refused in words."""
+"""The checks of *Mixed precision*: wrong answers are refused in words."""
 
 import math
 
@@ -10,21 +10,9 @@ from d2lps import ReduceOp
 from d2lps.check import mixed_precision as check
 from d2lps.collectives import all_reduce
 
-SOLUTIONS = {
-    "stands_still": "still", "bytes_of_seven_billion": "bytes", "all_finite": "skip", "gradient_of_step": "bugs",
-    "to_e4m3": "fp8", "by_chance": "chance",
-}  # fmt: skip
-
 
 def nothing(*given):
     return given[:0] or None
-
-
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_solution_passes(name):
-    mine = solution(f"ex-precision-{SOLUTIONS[name]}")
-    verdict = getattr(check, name)(mine["answer"] if name == "bytes_of_seven_billion" else mine[name])
-    assert verdict, verdict
 
 
 # ---- stands_still -------------------------------------------------------------------------------------------------------

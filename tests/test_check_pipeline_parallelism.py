@@ -1,4 +1,4 @@
-"""The checks of *Pipeline parallelism*: solutions pass, wrong answers are refused in words."""
+"""The checks of *Pipeline parallelism*: wrong answers are refused in words."""
 
 import pytest
 import torch
@@ -7,25 +7,6 @@ from solutions import refused, solution
 from d2lps.check import pipeline_parallelism as check
 from d2lps.parallel.pipeline.balance import cut
 from d2lps.parallel.pipeline.schedules import one_f_one_b
-
-SOLUTIONS = {
-    "one_each": "ex-pipeline-schedule", "finish": "ex-pipeline-replay", "carry": "ex-pipeline-send",
-    "best_cut": "ex-pipeline-cut",
-}  # fmt: skip
-ANSWERS = {"count": "ex-pipeline-count", "pays": "ex-pipeline-pays"}
-
-
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_solution_passes(name):
-    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
-    assert verdict, verdict
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_answer_passes(name):
-    verdict = getattr(check, name)(solution(ANSWERS[name])["answer"])
-    assert verdict, verdict
-
 
 # ---- one_each -----------------------------------------------------------------------------------------------------
 

@@ -1,29 +1,12 @@
-"""The checks of *Sharding the state*: solutions pass, wrong answers are refused in words."""
+"""The checks of *Sharding the state*: wrong answers are refused in words."""
 
 import pytest
 import torch
-from solutions import refused, solution
+from solutions import refused
 
 from d2lps import ReduceOp
 from d2lps.check import sharding_the_state as check
 from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
-
-SOLUTIONS = {
-    "sharded_step": "ex-sharding-step", "clip": "ex-sharding-clip", "lend": "ex-sharding-lend",
-}  # fmt: skip
-ANSWERS = {"memory": "ex-sharding-memory", "accumulation": "ex-sharding-accumulation"}
-
-
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_solution_passes(name):
-    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
-    assert verdict, verdict
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_answer_passes(name):
-    verdict = getattr(check, name)(solution(ANSWERS[name])["answer"])
-    assert verdict, verdict
 
 
 @pytest.mark.parametrize(

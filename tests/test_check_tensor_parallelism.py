@@ -1,8 +1,8 @@
-"""The checks of *Tensor parallelism*: solutions pass, wrong answers are refused in words."""
+"""The checks of *Tensor parallelism*: wrong answers are refused in words."""
 
 import pytest
 import torch
-from solutions import refused, solution
+from solutions import refused
 from torch.nn.functional import gelu
 
 from d2lps.check import tensor_parallelism as check
@@ -10,25 +10,6 @@ from d2lps.collectives import all_gather_into_tensor, all_reduce
 from d2lps.comm import ReduceOp
 from d2lps.parallel import vocab_cross_entropy
 from d2lps.parallel.tensor.f_and_g import copy, reduce
-
-SOLUTIONS = {
-    "row": "ex-tensor-row", "cross_entropy": "ex-tensor-entropy", "gradients": "ex-tensor-groups",
-    "generator": "ex-tensor-dropout",
-}  # fmt: skip
-ANSWERS = {"missing": "ex-tensor-missing", "cost": "ex-tensor-cost"}
-
-
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_solution_passes(name):
-    verdict = getattr(check, name)(solution(SOLUTIONS[name])[name])
-    assert verdict, verdict
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_answer_passes(name):
-    verdict = getattr(check, name)(solution(ANSWERS[name])["answer"])
-    assert verdict, verdict
-
 
 # ---- row ----------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The checks of *The machines*: each passes its solution, and refuses what readers hand in instead, in words."""
+"""The checks of *The machines*: each refuses, in words, what readers hand in."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,18 +6,12 @@ from typing import Any
 
 import networkx as nx
 import pytest
-from solutions import refused, solution
+from solutions import refused
 
 from d2lps import Topology, topology
 from d2lps.check import the_machines as check
 
 Function = Callable[..., Any]
-
-
-@pytest.mark.parametrize(("label", "name"), [("ex-machines-fair", "max_min"), ("ex-machines-torus", "torus")])
-def test_solutions_pass(label: str, name: str) -> None:
-    verdict = getattr(check, name)(solution(label)[name])
-    assert verdict, verdict
 
 
 def test_units() -> None:

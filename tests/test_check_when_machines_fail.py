@@ -1,9 +1,9 @@
-"""The checks of *When machines fail*: the chapter's solutions pass, and wrong answers are refused in words that say why."""
+"""The checks of *When machines fail*: wrong answers are refused in words that say why."""
 
 from typing import Any
 
 import pytest
-from solutions import solution
+from solutions import refused
 
 from d2lps.check import when_machines_fail as check
 
@@ -11,12 +11,7 @@ NUMBERS = {"failure": 30.4, "interval": 7.8, "rule": 0.42, "really": 0.52, "savi
 DELAY = {"bsp": 4, "ssp2": 6, "ssp4": 8, "asp": 12}
 
 
-def test_the_solutions_pass() -> None:
-    assert check.survivor(solution("ex-fail-server")["Survivor"])
-    files = solution("ex-fail-checkpoint")
-    assert check.checkpoint(files["save"], files["load"])
-    assert check.epochs(solution("ex-fail-epoch")["WithEpochs"])
-    assert check.round_time(solution("ex-fail-copies")["round_time"])
+def test_numbers_that_pass() -> None:
     assert check.delay(**DELAY)
     assert check.numbers(**NUMBERS)
     assert check.both(days=21, years=8_800)
@@ -36,8 +31,7 @@ def test_an_empty_class_is_a_stub() -> None:
     ({"saving": 1}, "no more and hardly less"),
 ], ids=str)  # fmt: skip
 def test_numbers_misjudged(wrong: dict[str, float], words: str) -> None:
-    verdict = check.numbers(**NUMBERS | wrong)
-    assert not verdict and words in verdict.text
+    refused(check.numbers(**NUMBERS | wrong), words)
 
 
 # ---- a server that goes on ----------------------------------------------------------------------------------------------
@@ -162,8 +156,7 @@ class ByAmount(Survivor):
 ])  # fmt: skip
 def test_servers_that_forget(wrong: Any, words: str) -> None:
     assert check.survivor(Survivor)
-    verdict = check.survivor(wrong)
-    assert not verdict and words in verdict.text
+    refused(check.survivor(wrong), words)
 
 
 # ---- a checkpoint of all or nothing -------------------------------------------------------------------------------------
@@ -234,8 +227,7 @@ def two_names(disk: Any, step: int, files: dict[str, str]) -> None:
     (save, lambda disk: {}, "load gives {}"), (beside_the_disk, lambda disk: KEPT["files"], "with the first checkpoint alone"),
 ], ids=["in place", "drafts, all read", "drafts", "first", "manifest", "past the disk", "memory", "two", "none", "kept"])
 def test_checkpoints_of_neither(save: Any, load: Any, words: str) -> None:
-    verdict = check.checkpoint(save, load)
-    assert not verdict and words in verdict.text
+    refused(check.checkpoint(save, load), words)
 
 
 # ---- delays, epochs, copies, two at once --------------------------------------------------------------------------------
@@ -247,8 +239,7 @@ def test_checkpoints_of_neither(save: Any, load: Any, words: str) -> None:
     ({"asp": 4}, "does any read wait"), ({"bsp": 12}, "bsp: they end fewer"),
 ], ids=str)  # fmt: skip
 def test_delays_misjudged(wrong: dict[str, int], words: str) -> None:
-    verdict = check.delay(**DELAY | wrong)
-    assert not verdict and words in verdict.text
+    refused(check.delay(**DELAY | wrong), words)
 
 
 class WithEpochs:
@@ -318,8 +309,7 @@ def test_filters_that_forget_lives(wrong: Any) -> None:
     (lambda m, n, bandwidth, copies: (2 * m + copies) * n / 1e9, "0.2 GB/s"),
 ], ids=["answers forgotten", "copies twice", "side by side", "for m = 4", "one bandwidth"])  # fmt: skip
 def test_rounds_misjudged(wrong: Any, words: str) -> None:
-    verdict = check.round_time(wrong)
-    assert not verdict and words in verdict.text
+    refused(check.round_time(wrong), words)
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
@@ -327,5 +317,4 @@ def test_rounds_misjudged(wrong: Any, words: str) -> None:
     ({"years": 5.8}, "too little"),
 ], ids=str)  # fmt: skip
 def test_two_at_once_misjudged(wrong: dict[str, float], words: str) -> None:
-    verdict = check.both(**{"days": 21, "years": 8_800} | wrong)
-    assert not verdict and words in verdict.text
+    refused(check.both(**{"days": 21, "years": 8_800} | wrong), words)

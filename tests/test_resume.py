@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from launching import start_fork_server, started, until
 
 import d2lps
 from d2lps.disk import CheckpointMissing
@@ -106,6 +107,45 @@ def test_another_run_is_refused_before_anything_changes(tmp_path):
     simulated(partial(refused, seed=1), plan, FLAT, "seed was 0, and is 1 here")
     narrow = partial(refused, plan=replace(plan, precision="fp32"))
     simulated(narrow, plan, FLAT, r"is float64\[96, 16\] in it, and float32\[96, 16\]")
+
+
+TWO = partial(Plan, precision="fp32", micro_batch=2)
+STRATEGIES = {
+    "data parallel": TWO(dp=2), "ZeRO 1": TWO(dp=2, zero=1), "ZeRO 2": TWO(dp=2, zero=2), "ZeRO 3": TWO(dp=2, zero=3),
+    "tensors": TWO(tp=2), "tensors and sequence": TWO(tp=2, sequence_parallel=True), "1F1B": TWO(pp=2),
+    "interleaved": TWO(pp=2, schedule="interleaved", interleave=2), "context": TWO(cp=2), "experts": TWO(dp=2, ep=2),
+}  # fmt: skip
+
+
+def killed(comm, sizes, plan, folder):
+    trainer = trainer_of(comm, sizes, plan)
+    while trainer.done < SAVED:
+        trainer.step()
+    save_run(trainer, Checkpoints(comm, folder)).wait()
+    if comm.rank == 1:
+        next(trainer.module.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    trainer.step()
+
+
+def whole_and_gone_on(comm, sizes, plan, folder):
+    whole, other = trainer_of(comm, sizes, plan), trainer_of(comm, sizes, plan)
+    begun = resume(other, folder).step
+    for trainer in (whole, other):
+        while trainer.done < STEPS:
+            trainer.step()
+    return begun, (whole.losses, whole.norms), (other.losses, other.norms)
+
+
+@pytest.mark.parametrize("plan", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_rank_killed_in_its_backward_pass_is_named_and_the_run_goes_on(plan, tmp_path):
+    sizes = replace(DEEP if plan.interleave > 1 else FLAT, **{"gated": False, "experts": 4, "top_k": 2} if plan.ep > 1 else {})
+    start_fork_server()
+    known = set(started())
+    with pytest.raises(d2lps.RankDied, match=r"^rank 1 of 2 was killed by SIGKILL"):
+        d2lps.run(killed, 2, sizes, plan, tmp_path)
+    assert until(lambda: set(started()) <= known, 3)
+    for begun, whole, gone_on in d2lps.run(whole_and_gone_on, 2, sizes, plan, tmp_path):
+        assert begun == SAVED and gone_on == whole, "to the bit"
 
 
 def test_a_killed_run_goes_on_under_keep_going(tmp_path):

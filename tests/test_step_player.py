@@ -19,6 +19,7 @@ from d2lps.topology import star
 from d2lps.topology.device import Device
 from d2lps.widgets import StepPlayer, plan_player
 from d2lps.widgets.plan_player import _cluster, _step
+from d2lps.widgets.step_scene import _ranks
 from d2lps.widgets.step_story import _apart
 
 CARD = Device(1e12, 1e9, 1e12)
@@ -51,6 +52,19 @@ def test_each_message_has_the_axis_of_its_group_and_each_card_its_place_in_the_m
     along_tp = [(t, "tp", src, dst, t + 1) for t in (1, 2) for src, dst in ((0, 1), (1, 0), (2, 3), (3, 2))]
     assert sent == along_tp + [(5, "dp", src, dst, 6) for src, dst in ((0, 2), (1, 3), (2, 0), (3, 1))]
     assert [(rank["x"], rank["y"]) for rank in scene["ranks"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "places"),
+    [
+        ({"dp": [(0, 1, 2, 3)], "ep": [(0, 1), (2, 3)]}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ({"cp": [(0, 1, 2, 3)], "dp": [(0, 1, 2, 3)]}, [(0, 0), (1, 0), (2, 0), (3, 0)]),
+        ({"dp": [(0, 1), (2, 3)], "ep": [(0, 1), (2, 3)], "pp": [(0, 2), (1, 3)]}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+    ],
+    ids=["experts of two ranks", "a sequence, for the gradients a batch", "all three"],
+)
+def test_an_axis_within_another_has_a_row_or_column_of_its_own(axes: Any, places: Any) -> None:
+    assert [(rank["x"], rank["y"]) for rank in _ranks(4, axes)] == places
 
 
 def test_a_shape_tells_which_piece_each_rank_has_before_and_after() -> None:

@@ -20,6 +20,7 @@ import d2lps.backend
 from d2lps import Communicator
 from d2lps.parallel import ColumnLinear, RowLinear, Transformer, sum_partial, tensor_parallel, vocab_cross_entropy
 from d2lps.parallel.shard import cut, shard_of
+from d2lps.parallel.tensor.f_and_g import gather, scatter
 from d2lps.parallel.tensor.sharded_product import collectives_of, layer_collectives
 from d2lps.topology import star
 
@@ -211,9 +212,9 @@ def test_layers_by_themselves(ranks: int) -> None:
     expected = y.detach(), x.grad, layer.weight.grad, layer.bias.grad  # which a gradient of a tensor that is sent is not
 
     def work(comm: Communicator) -> None:
-        for mine in (ColumnLinear(comm, layer, gather_output=True), RowLinear(comm, layer, scatter_input=True)):
+        for mine in (ColumnLinear(comm, layer), RowLinear(comm, layer)):
             own = x.detach().clone().requires_grad_()
-            y = mine(own)
+            y = gather(comm, mine(own)) if isinstance(mine, ColumnLinear) else mine(scatter(comm, own))
             y.square().sum().backward()
             found = y.detach(), own.grad, mine.weight.grad, mine.bias.grad
             shards = None, None, shard_of(mine.weight), shard_of(mine.bias)
@@ -332,6 +333,7 @@ def test_a_killed_rank_is_named() -> None:
 # ---- the four rules ---------------------------------------------------------------------------------------------------
 
 COLUMN, ROW = "A[B, T, D] W[D, F_Y] -> C[B, T, F_Y]", "A[B, T, D_Y] W[D_Y, F] -> C[B, T, F]"
+GATHERED = "A[B, T, D] W[D, F_Y] -> C[B, T, F]"
 PREDICTED = {  # of a layer: what it sends forward, and backward
     COLUMN: ("", "all-reduce of dA over Y"),
     ROW: ("all-reduce of C over Y", ""),
@@ -340,6 +342,10 @@ PREDICTED = {  # of a layer: what it sends forward, and backward
     "A[B_X, D] W[D, F] -> C[B_X, F]": ("", "all-reduce of dW over X"),
     "A[B_X, D] W[D_X, F] -> C[B_X, F]": ("all-gather of W over X", "reduce-scatter of dW over X"),
     "A[B_X, D] W[D, F_Y] -> C[B_X, F_Y]": ("", "all-reduce of dA over Y, all-reduce of dW over X"),
+    GATHERED: ("all-gather of C over Y", "all-reduce of dA over Y"),
+    "A[B_X, D] W[D, F_Y] -> C[B, F]": (
+        "all-gather of C over X, all-gather of C over Y", "all-reduce of dA over Y, all-reduce of dW over X",
+    ),
 }
 
 
@@ -366,6 +372,14 @@ def test_rules_predict_what_a_trace_counts(sequence: bool) -> None:
     predicted = Counter(f"tp {move.kind} {way}" for way, both in zip(("forward", "backward"), ways, strict=True)
                         for moves in both for move in moves)  # fmt: skip
     assert collectives(simulated(work, 4, trace=True)) == predicted
+
+
+def test_rules_predict_what_a_gathered_output_needs() -> None:
+    def work(comm: Communicator) -> None:
+        gather(comm, ColumnLinear(comm, nn.Linear(8, 12))(torch.ones(2, 3, 8, requires_grad=True))).square().sum().backward()
+
+    ways = zip(("forward", "backward"), layer_collectives(GATHERED), strict=True)
+    assert collectives(simulated(work, 4, trace=True)) == {f"tp {move.kind} {way}": 1 for way, (move,) in ways}
 
 
 @pytest.mark.parametrize(

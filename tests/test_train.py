@@ -1,12 +1,8 @@
-"""Training under any Plan, beside one process with plain torch: losses, gradient norms, wrong plans, killed ranks."""
-
-# ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
+"""Training under any Plan, beside one process with plain torch: losses, gradient norms, wrong plans."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -14,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from launching import nothing_left
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import d2lps
 from d2lps import Communicator
-from d2lps.parallel import Plan, Trainer, Transformer, text, train
+from d2lps.parallel import Plan, Transformer, text, train
 from d2lps.parallel.dropout import Place, placed
 from d2lps.parallel.training.plan import PRECISIONS
 from d2lps.parallel.training.text import NOTHING, decode
@@ -176,6 +171,7 @@ def test_zero_holds_less_from_stage_to_stage() -> None:
     peak, rest, _ = zip(
         *(simulated(held, plan, sizes, plan)[0] for plan in (exact(dp=4, zero=stage) for stage in range(4))), strict=True
     )
+    assert len({at_most["activations"] for at_most in peak}) == 1, "weights that autograd saves are none"
     assert peak[2]["gradients"] < 0.7 * peak[1]["gradients"], "between micro-batches, whole gradients are gone"
     optimizer, weights = ([held[what] for held in rest] for what in ("optimizer", "weights"))
     assert optimizer[1:] == [pytest.approx(optimizer[0] / 4, rel=0.01)] * 3
@@ -188,6 +184,20 @@ def test_overlap_takes_less_time(plan: Plan) -> None:
     sizes = replace(DEEP, tied=False, dropout=0.0)
     beside, after = (simulated(held, one, sizes, one, device=slow).time for one in (plan, replace(plan, overlap=False)))
     assert beside < 0.95 * after
+
+
+@pytest.mark.parametrize(
+    ("zero", "overlap", "times"),
+    [(0, False, 1), (0, True, 4), (1, False, 1), (1, True, 4), (2, False, 8), (2, True, 8), (3, False, 8), (3, True, 8)],
+)
+def test_when_gradients_travel(zero: int, overlap: bool, times: int) -> None:
+    """Of an embedding, two blocks and a head, in two micro-batches: all at once, by unit, or by unit and micro-batch."""
+    plan, sizes = exact(dp=2, micro_batch=2, zero=zero, overlap=overlap), replace(FLAT, tied=False)
+    trace = d2lps.simulate(under, star(2, 5e6, 1e-6), sizes, plan, trace=True).trace
+    sent = [trace.steps[step] for step in trace.messages["step"][trace.messages["src"] == 0]]
+    shape = "grads[P_dp]" if zero else "grads[P]"  # a ring's all-reduce begins with a reduce-scatter as well
+    travels = [name for name in sent if f"grads[P]{{dp}} → {shape}: reduce-scatter" in name]
+    assert len(travels) == STEPS * times and (times == 1) != any(name.startswith("block1") for name in travels)
 
 
 # ---- what can't be --------------------------------------------------------------------------------------------------------
@@ -281,6 +291,10 @@ class Strange(Uneven):
     [
         (lambda tokens, targets: (tokens[1:], targets[1:]), "tokens of shape [3, 16], and [4, 16] was asked for"),
         (lambda tokens, targets: (tokens, targets[:, 1:]), "targets of shape [4, 15], and [4, 16] was asked for"),
+        (lambda tokens, targets: (tokens[:0], targets[:0]), "tokens of shape [0, 16], and [4, 16] was asked for"),
+        (lambda tokens, targets: (tokens.float(), targets), "tokens of torch.float32, and numbers of tokens are torch.int64"),
+        (lambda tokens, targets: (tokens.tolist(), targets.tolist()), "gave tuple, and two tensors were asked for"),
+        (lambda tokens, targets: None, "gave NoneType, and two tensors were asked for"),
         (lambda tokens, targets: (tokens + 96, targets), "are not all among the model's vocab=96"),
         (lambda tokens, targets: (tokens, targets.masked_fill(targets == NOTHING, -1)), "targets from -1 to"),
     ],
@@ -289,6 +303,74 @@ def test_data_that_is_not_what_was_asked_for(change: Any, told: str) -> None:
     plan = exact(dp=2, tp=2)
     with pytest.raises(ValueError, match=re.escape(told)):
         simulated(lambda comm: train(comm, FLAT, plan, Strange(change), 1, BATCH, adam).losses, plan)
+
+
+class Gone(Uneven):
+    """Data that a rank loses in its second step."""
+
+    def __init__(self, comm: Communicator, error: type[Exception]) -> None:
+        self.error = error if comm.rank == 1 else None
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        if first >= BATCH and self.error:
+            raise self.error("the disk is gone")
+        return super().batch(first, count)
+
+
+@pytest.mark.parametrize("plan", [exact(dp=2, zero=3), exact(tp=2), exact(pp=2), exact(dp=2, ep=2)], ids=shown)
+def test_data_that_raise_on_one_rank(plan: Plan) -> None:
+    def work(comm: Communicator, error: type[Exception]) -> None:
+        train(comm, sizes_for(plan), plan, Gone(comm, error), 2, BATCH, adam)
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        d2lps.run(work, 2, OSError)
+    assert "rank 1 of 2" in "".join(raised.value.__notes__)
+    with pytest.raises(StopIteration, match="the disk is gone"):  # as of an iterator that has come to its end
+        simulated(work, plan, StopIteration)
+
+
+@pytest.mark.parametrize(
+    "plan", [exact(), exact(dp=2, zero=3), exact(tp=2), exact(pp=2), exact(cp=2), exact(dp=2, ep=2)], ids=shown
+)
+def test_a_loss_that_is_no_number_is_told_and_ends_nothing(plan: Plan) -> None:
+    """As with plain torch; a callback may end it."""
+    optimizer = partial(torch.optim.SGD, lr=float("inf"))
+
+    def work(comm: Communicator, callback: Any = None) -> list[float]:
+        return train(comm, sizes_for(plan), plan, Uneven(), 3, BATCH, optimizer, MAX_NORM, callback=callback).losses
+
+    def careful(step: int, loss: float, norm: float) -> None:
+        if loss != loss:
+            raise FloatingPointError(f"step {step}: the loss is {loss}")
+
+    for losses in simulated(work, plan):
+        assert losses == pytest.approx([one_process(sizes_for(plan))[0][0], *[float("nan")] * 2], nan_ok=True)
+    with pytest.raises(FloatingPointError, match="step 1: the loss is nan"):
+        simulated(work, plan, careful)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (torch.optim.LBFGS, "LBFGS computes the loss several times a step (step(closure)), which is not carried out"),
+        (torch.optim.Adafactor, "Adafactor looks at each weight as a whole, and is given flat shards"),
+        (lambda shards: torch.optim.SGD([nn.Parameter(torch.ones(3))]), "the SGD steps on other parameters than the 1 shards"),
+        (lambda shards: None, "optimizer gave NoneType, and not a torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_that_shards_are_not_for(optimizer: Any, told: str) -> None:
+    plan = exact(dp=2, zero=1, overlap=False)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        simulated(lambda comm: train(comm, FLAT, plan, Uneven(), 1, BATCH, optimizer), plan)
+
+
+def test_momentum_is_sharded_as_well() -> None:
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+    def losses(plan: Plan) -> list[float]:
+        return simulated(lambda comm: train(comm, FLAT, plan, Uneven(), 4, BATCH, sgd, MAX_NORM).losses, plan)[0]
+
+    assert losses(exact(dp=2, tp=2, zero=2)) == pytest.approx(losses(exact(micro_batch=8)), rel=1e-12)
 
 
 def test_a_batch_of_which_nothing_counts_changes_nothing() -> None:
@@ -332,26 +414,6 @@ def test_what_is_returned_is_a_module_that_writes_text() -> None:
     for _ in range(3):
         tokens = torch.cat([tokens[:, 1:], model(tokens)[:, -1:].argmax(-1)], 1)
     assert len(decode(tokens[0])) == 16
-
-
-# ---- a rank that dies -----------------------------------------------------------------------------------------------------
-
-
-def die_on_the_way(comm: Communicator, sizes: Transformer, plan: Plan) -> None:
-    trainer = Trainer(comm, sizes, plan, Uneven(), BATCH, adam)
-    trainer.step()
-    if comm.rank == 1:
-        next(trainer.module.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    trainer.step()
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan(dp=2), Plan(dp=2, zero=3), Plan(tp=2), Plan(pp=2), Plan(cp=2, zero=2), Plan(dp=2, ep=2)], ids=str
-)
-def test_a_rank_that_dies_in_its_backward_pass_is_named(plan: Plan, nothing_left: Callable[[float], bool]) -> None:
-    with pytest.raises(d2lps.RankDied, match=r"^rank 1 of 2 was killed by SIGKILL"):
-        d2lps.run(die_on_the_way, 2, sizes_for(plan), plan)
-    assert nothing_left(3)
 
 
 # ---- dropout --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.tools import refuse
 from d2lps.kvstore import simulate
 from d2lps.topology import star
 
@@ -28,8 +29,7 @@ def may_read(function: Function) -> str:
                 if bool(function(mine, given := list(clocks), bound)) == any(mine - bound > other for other in clocks):
                     how = "reads too early" if mine - min(clocks) > bound else "waits in vain"
                     raise Wrong(f"with bound {bound} and clocks {list(clocks)}, worker {worker} {how}")
-                if given != list(clocks):
-                    raise Wrong(f"it changed the clocks {list(clocks)} to {given}: looking must not move them")
+                refuse((given != list(clocks), f"it changed the clocks {list(clocks)} to {given}: looking must not move them"))
                 cases += 1
     return f"{cases:,} cases, 1 to 4 workers"
 
@@ -38,8 +38,7 @@ def may_read(function: Function) -> str:
 def pause(**seconds: float) -> str:
     """Check how long 40 iterations take with two pauses of 6 s: pause(**{"BSP": ..., "ASP": ..., "SSP(2)": ...})."""
     bounds = {"BSP": 0, "ASP": 40} | {f"SSP({b})": b for b in (2, 4, 6, 8)}
-    if missing := [rule for rule in bounds if rule not in seconds]:
-        raise Wrong(f"nothing is said of {', '.join(missing)}")
+    refuse(((missing := [rule for rule in bounds if rule not in seconds]), f"nothing is said of {', '.join(missing)}"))
     for rule, bound in bounds.items():
         if not abs((said := seconds[rule]) - (right := _paused(bound))) <= 0.5:
             why = "two workers pause once each, at different times; for which of the pauses does somebody else stand still?"
@@ -148,8 +147,7 @@ def _each_once(found: list[float], values: torch.Tensor, workers: int) -> None:
         if k - rounds > 1:
             lacks = _many(k - rounds, "round")
             raise Wrong(f"gradient {k + 1} is computed from weights without {lacks}; one may be missing, not more")
-    if len(found) != _STEPS:
-        raise Wrong(f"in {_STEPS} steps worker 0 computed {_many(len(found), 'gradient')}")
+    refuse((len(found) != _STEPS, f"in {_STEPS} steps worker 0 computed {_many(len(found), 'gradient')}"))
     counts = values[1 : 1 + workers * _STEPS].view(workers, _STEPS)
     for rank, step in (counts != 1).nonzero().tolist():
         times = _many(int(counts[rank, step]), "time") if counts[rank, step] else "not at all"
@@ -230,8 +228,7 @@ class Polite:
 @judged
 def server(make: Callable[[int], Any]) -> str:
     """Check a class `FixedServer(value)` with `push(gradient)` and `value`: threads that push at once lose nothing."""
-    if _pushed(make, 5, []).value != 5:
-        raise Wrong("made with the value 5, it has another")
+    refuse((_pushed(make, 5, []).value != 5, "made with the value 5, it has another"))
     for pushes in (1, 2, 3):
         gradient = Meeting(2)
         found = _pushed(make, 5, [gradient] * pushes).value
@@ -266,8 +263,7 @@ def _pushed(make: Callable[[int], Any], value: int, gradients: list[Any]) -> Any
             thread.join(2)  # one after another
     for thread in threads:
         thread.join(2)
-        if thread.is_alive():
-            raise Wrong("a push never came back: somebody took a lock and did not give it back, or took one twice")
+        refuse((thread.is_alive(), "a push never came back: somebody took a lock and did not give it back, or took one twice"))
     if errors:
         raise errors[0]
     return server

@@ -9,7 +9,7 @@ from d2lps import collectives
 from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.exercises import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
 from d2lps.check.films import GROUPS, NETWORK, PART, film, films, in_steps, to_the_right, with_bytes
-from d2lps.check.tools import own
+from d2lps.check.tools import own, refuse
 from d2lps.simulator import simulate
 from d2lps.topology import star
 
@@ -55,21 +55,17 @@ _JOBS = [("reduce", "one rank needs one number, made of everybody's"),
 @answered
 def which(*names: str) -> str:
     """Check the names of the collectives for the six jobs."""
-    if len(names) != len(_JOBS):
-        raise Wrong(f"{len(names)} names for {len(_JOBS)} jobs")
+    refuse((len(names) != len(_JOBS), f"{len(names)} names for {len(_JOBS)} jobs"))
     for job, (name, (right, hint)) in enumerate(zip(names, _JOBS, strict=True), 1):
-        if _name(name) != right:
-            raise Wrong(f"job {job} is no {name}: {hint}")
+        refuse((_name(name) != right, f"job {job} is no {name}: {hint}"))
     return "six jobs, six collectives"
 
 
 @answered
 def picture(number: int, really: str) -> str:
     """Check which of the eight pictures does not fit, and of what collective it is a picture."""
-    if number not in range(1, 9):
-        raise Wrong(f"there are pictures 1 to 8, and no {number!r}")
-    if number != 7:
-        raise Wrong(f"picture {number} fits: ask of each who has what at the end, and whether anything is added up")
+    refuse((number not in range(1, 9), f"there are pictures 1 to 8, and no {number!r}"))
+    refuse((number != 7, f"picture {number} fits: ask of each who has what at the end, and whether anything is added up"))
     if _name(really) != "all_gather":
         raise Wrong(f"number 7 it is, but no picture of {really}: what does each pupil know at the end, and how much is that?")
     return "nothing is added up in picture 7: everyone ends with everybody's wish"
@@ -96,8 +92,7 @@ def five(idle: Any, **pairs: tuple[float, float]) -> str:
         mine, spoken = pairs.get(what), what.replace("_", " ", 1)
         if not isinstance(mine, tuple) or len(mine) != 2 or ... in mine:
             raise Wrong(f"{spoken}: give a pair, (steps, bytes in a row as a multiple of n)")
-        if mine[0] != steps:
-            raise Wrong(f"{spoken}: not {mine[0]} steps; draw who has what after each")
+        refuse((mine[0] != steps, f"{spoken}: not {mine[0]} steps; draw who has what after each"))
         if abs(mine[1] - row) > 0.005:
             raise Wrong(f"{spoken}: the steps are right, but not {mine[1]} n; how large is the largest message of each step?")
     if set(idle) != {1, 2, 3}:
@@ -158,8 +153,7 @@ def transpose(function: Function) -> str:
 
 
 def _compare(mine: torch.Tensor, right: torch.Tensor, where: str) -> None:
-    if mine.shape != right.shape:
-        raise Wrong(f"{where}: a tensor of shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    refuse((mine.shape != right.shape, f"{where}: a tensor of shape {tuple(mine.shape)}, not {tuple(right.shape)}"))
     if not torch.equal(mine, right):
         row, column = (mine != right).nonzero()[0].tolist()
         raise Wrong(f"{where}: row {row}, column {column} is wrong; which rank had that number, and in which block does it lie?")
@@ -186,8 +180,7 @@ def _chain(function: Function, p: int, chunks: int, size: int) -> None:
 
     run = simulate(work, star(p, *NETWORK))
     for rank, got in enumerate(run):
-        if got != sent.tolist():
-            raise Wrong(f"{where}: rank {rank} does not end with the root's tensor")
+        refuse((got != sent.tolist(), f"{where}: rank {rank} does not end with the root's tensor"))
     largest = -(-size // chunks) * torch.int64.itemsize
     if len(run.trace) and run.trace.messages["nbytes"].max() > largest:
         raise Wrong(f"{where}: a message has {run.trace.messages['nbytes'].max()} bytes, and a chunk at most {largest}")

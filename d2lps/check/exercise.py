@@ -138,19 +138,15 @@ def exercise(least: float) -> Callable[[Cases], Callable[[Function], Verdict]]:
     """
 
     def make(case: Cases) -> Callable[[Function], Verdict]:
-        def check(function: Function) -> Verdict:
-            if not callable(function):
-                raise TypeError(f"check.{case.__name__} needs your function, not {function!r}")
-            if unwritten(function):
-                return Verdict(False, f"{function.__name__} is still empty")
+        def check(function: Function) -> str:
             for p in RANKS:
                 for size in SIZES:
                     if trouble := _trouble(case, function, p, size):
-                        return Verdict(False, f"with {p} rank{'s' if p > 1 else ''} and {size} elements, {trouble}")
-            return Verdict(True, _praise(case, function, least))
+                        raise Wrong(f"with {p} rank{'s' if p > 1 else ''} and {size} elements, {trouble}")
+            return _praise(case, function, least)
 
         check.__name__, check.__qualname__, check.__doc__ = case.__name__, case.__name__, case.__doc__
-        return check
+        return judged(check)
 
     return make
 

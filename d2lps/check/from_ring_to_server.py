@@ -6,7 +6,7 @@ import torch
 
 from d2lps import kvstore, simulator, topology
 from d2lps.check.exercise import Function, Wrong, answered, judged
-from d2lps.check.tools import near, parts
+from d2lps.check.tools import near, parts, refuse
 from d2lps.comm import RankHung
 
 _BANDWIDTH = 12.5e9  # bytes/s of a port
@@ -72,8 +72,7 @@ def _sums_in_pieces(function: Function, workers: int, numel: int, pieces: int) -
     run = _by_pieces(function, workers, numel, pieces, rounds=2)
     where = f"{workers} workers, {numel} elements, {pieces} pieces"
     asked = run.servers[0].requests
-    if asked["init"] > workers * pieces:
-        raise Wrong(f"{where}: init is called in every iteration, and the keys are there already")
+    refuse((asked["init"] > workers * pieces, f"{where}: init is called in every iteration, and the keys are there already"))
     pushed = (asked["push"] + asked["pushpull"]) / workers / 2
     for rank, (seen, ended, _) in enumerate(run):
         for iteration, weights in enumerate(seen, 1):
@@ -81,8 +80,7 @@ def _sums_in_pieces(function: Function, workers: int, numel: int, pieces: int) -
             if not torch.equal(weights, wanted):
                 raise Wrong(f"{where}, iteration {iteration}: rank {rank} has {weights.tolist()} when your function returns, and "
                             f"not {wanted.tolist()}{'' if weights.any() else '; has it waited?'}")  # fmt: skip
-        if ended != 2:
-            raise Wrong(f"{where}: rank {rank} has called clock() {ended} times in two iterations; each must end once")
+        refuse((ended != 2, f"{where}: rank {rank} has called clock() {ended} times in two iterations; each must end once"))
     if pushed != pieces:
         raise Wrong(f"{where}: a worker pushes {pushed:g} times in an iteration, once for each of {pieces} keys is wanted")
 
@@ -115,10 +113,8 @@ def blocks(function: Function) -> str:
                 raise Wrong(f"{where}, rate {rate}: rank {rank} has {weights.tolist()}, one process has {wanted.tolist()}")
         values = [getattr(event, "value", None) for server in run.servers for _, event in server.log if _pushes(event)]
         pushed = sum(value.nbytes for value in values if value is not None) / X[0].nbytes
-        if not pushed:
-            raise Wrong(f"{where}: the weights are right, but nothing was pushed to the servers")
-        if pushed > machines:
-            raise Wrong(f"{where}: {pushed:g} gradients are pushed, where {machines} machines have {machines} sums")
+        refuse((not pushed, f"{where}: the weights are right, but nothing was pushed to the servers"))
+        refuse((pushed > machines, f"{where}: {pushed:g} gradients are pushed, where {machines} machines have {machines} sums"))
     big = [torch.empty(*shape, device="meta") for shape in ((8, _N // 4), (8,))]
     took = 1e3 * _trained(function, 2, 4, *big, 0.5, device="meta", trace=False).time
     if took > 29:

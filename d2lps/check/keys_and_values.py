@@ -11,7 +11,7 @@ import cloudpickle
 import torch
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
-from d2lps.check.tools import near, parts
+from d2lps.check.tools import near, parts, refuse
 from d2lps.kvstore import Placement
 
 _KEYS = [f"key {number}" for number in range(4000)]
@@ -60,10 +60,8 @@ def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
             mine.step(value, gradient, state)
             other.step()
             where = f"{', '.join(f'{name}={number}' for name, number in hyper.items())}, step {step}"
-            if not torch.equal(gradient, judge.grad):
-                raise Wrong(f"{where}: the gradient was changed")
-            if torch.equal(value, old):
-                raise Wrong(f"{where}: the value is as it was: `step` is to change it in place")
+            refuse((not torch.equal(gradient, judge.grad), f"{where}: the gradient was changed"))
+            refuse((torch.equal(value, old), f"{where}: the value is as it was: `step` is to change it in place"))
             off = (before - judge.detach()).abs().flatten()
             if not off.max() <= 1e-9:
                 hint = "; just before, the optimizer was made anew, as on another server: is all in `state`?" * (step == 6)
@@ -101,8 +99,7 @@ def owner(function: Function) -> str:
 def _owners(function: Function, keys: Sequence[str], servers: Sequence[Any]) -> dict[str, Any]:
     found = {key: function(key, list(servers)) for key in keys}
     for key, got in found.items():
-        if got not in servers:
-            raise Wrong(f"owner({key!r}, {servers}) is {got!r}, which is none of them")
+        refuse((got not in servers, f"owner({key!r}, {servers}) is {got!r}, which is none of them"))
     return found
 
 
@@ -135,10 +132,8 @@ def slices(count: Any) -> str:
     held = placement.nbytes().values()
     fullest, moved = 8 * max(held) / sum(held), sum(move.nbytes for move in placement.add(8)) / sum(held)
     found = f"{count} slices: the fullest server has {fullest:.2f} shares, and {moved:.3f} of the bytes move to the ninth"
-    if fullest > 1.3 or not 0.6 / 9 < moved < 1.4 / 9:
-        raise Wrong(f"{found}; with more slices chance matters less")
-    if count > 2000:
-        raise Wrong(f"{found}; but each is a message for every worker, and a tenth of them would do")
+    refuse((fullest > 1.3 or not 0.6 / 9 < moved < 1.4 / 9, f"{found}; with more slices chance matters less"))
+    refuse((count > 2000, f"{found}; but each is a message for every worker, and a tenth of them would do"))
     return found
 
 
@@ -155,10 +150,8 @@ def break_even(wide: Any, narrow: Any) -> str:
 def tiers(hits: Any, misses: Any) -> str:
     """Check how many reads find a key in memory, and how many don't."""
     reads = "Two workers read each of 8 keys twice in each of three rounds, to push and to pull"
-    if hits + misses != 96:
-        raise Wrong(f"{hits} and {misses} are {hits + misses} reads, not {2 * 2 * 8 * 3}. {reads}")
-    if misses != 24:
-        raise Wrong(f"{misses} misses: not so many. Four reads of one key follow one another: which of them miss?")
+    refuse((hits + misses != 96, f"{hits} and {misses} are {hits + misses} reads, not {2 * 2 * 8 * 3}. {reads}"))
+    refuse((misses != 24, f"{misses} misses: not so many. Four reads of one key follow one another: which of them miss?"))
     return "the first of four reads misses, three hit"
 
 

@@ -8,7 +8,7 @@ import torch
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.films import NETWORK, to_the_right
-from d2lps.check.tools import own
+from d2lps.check.tools import own, refuse
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import star
@@ -36,8 +36,7 @@ def _near(what: str, mine: float, right: float, unit: str, hint: str) -> None:
     for factor in (1e3, 1e6, 1e9):
         if abs(mine / right / factor - 1) < 0.01 or abs(mine / right * factor - 1) < 0.01:
             raise Wrong(f"{what}: right digits, wrong power of ten; give it in {unit}")
-    if abs(mine / right - 1) > 0.01:
-        raise Wrong(f"{what} is not {mine:g} {unit}: {hint}")
+    refuse((abs(mine / right - 1) > 0.01, f"{what} is not {mine:g} {unit}: {hint}"))
 
 
 @answered
@@ -71,17 +70,14 @@ def ways(*mine: Any) -> str:
     for number, (answer, first) in enumerate(zip(mine, plans, strict=True), 1):
         locked = isinstance(answer, str) and answer.strip().lower() == "deadlock"
         if number == 1:
-            if not locked:
-                raise Wrong("way 1: who is the first that can send?")
+            refuse((not locked, "way 1: who is the first that can send?"))
             continue
         right = tuple(simulate(_shift, star(p, *NETWORK), first).trace.rounds for p in (6, 5))
-        if locked:
-            raise Wrong(f"way {number} is no deadlock: find one rank whose first message goes through; what does that set free?")
+        refuse((locked, f"way {number} is no deadlock: find one rank whose first message goes through; what does that set free?"))
         if not isinstance(answer, tuple | list) or len(answer) != 2:
             raise Wrong(f'way {number}: say "deadlock", or a pair, the rounds of 6 ranks and of 5')
         for p, said, rounds in zip((6, 5), answer, right, strict=True):
-            if said != rounds:
-                raise Wrong(f"way {number}, {p} ranks: not {said} rounds; draw each message, and beside it when it goes")
+            refuse((said != rounds, f"way {number}, {p} ranks: not {said} rounds; draw each message, and beside it when it goes"))
     return "one deadlock, and rounds from one to p"
 
 
@@ -146,8 +142,7 @@ def byte_table(function: Function) -> str:
         table, right = np.asarray(function(trace)), np.zeros((p, p))
         for src, dst, size in drawn:
             right[src, dst] += 4 * size
-        if table.shape != right.shape:
-            raise Wrong(f"for {p} ranks the table has shape {table.shape}, not {right.shape}")
+        refuse((table.shape != right.shape, f"for {p} ranks the table has shape {table.shape}, not {right.shape}"))
         if not np.array_equal(table, right):
             row, column = np.argwhere(table != right)[0]
             count = sum((src, dst) == (row, column) for src, dst, _ in drawn)

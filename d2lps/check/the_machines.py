@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import permutations
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.tools import refuse
 from d2lps.topology import Topology
 
 Routes = list[tuple[int, ...]]
@@ -17,12 +18,9 @@ def _close(mine: float, right: float, within: float = 0.01) -> bool:
 @answered
 def units(usual: float, port: float, network: float) -> str:
     """Check (a) and (b), shares of what one direction promises in bytes, and (c), Gb/s."""
-    if not _close(usual, 235 / 300):
-        raise Wrong(f"(a) is not {usual:g} of the promise: is 600 GB/s one direction, or both added up?")
-    if not _close(port, 23 / 25):
-        raise Wrong(f"(b) is not {port:g} of the promise: how many bytes are 200 Gb?")
-    if not _close(network, 100):
-        raise Wrong(f"(c) is not {network:g} Gb/s: divide the bytes by the time, then turn bytes into bits")
+    refuse((not _close(usual, 235 / 300), f"(a) is not {usual:g} of the promise: is 600 GB/s one direction, or both added up?"))
+    refuse((not _close(port, 23 / 25), f"(b) is not {port:g} of the promise: how many bytes are 200 Gb?"))
+    refuse((not _close(network, 100), f"(c) is not {network:g} Gb/s: divide the bytes by the time, then turn bytes into bits"))
     return "nobody needs to call: two usual shares, and a paper that lost a factor of eight"
 
 
@@ -46,10 +44,8 @@ def max_min(function: Function) -> str:
     for routes, capacity in cases:
         rates = list(function(list(routes), dict(capacity)))
         where = f"routes {routes}, capacities {list(capacity.values())}"
-        if len(rates) != len(routes):
-            raise Wrong(f"{where}: {len(rates)} rates for {len(routes)} routes")
-        if trouble := _unfair(routes, rates, capacity):
-            raise Wrong(f"{where}: {trouble}")
+        refuse((len(rates) != len(routes), f"{where}: {len(rates)} rates for {len(routes)} routes"))
+        refuse(((trouble := _unfair(routes, rates, capacity)), f"{where}: {trouble}"))
     return f"{len(cases)} networks: no link too full, and no message that could have more"
 
 
@@ -74,8 +70,7 @@ def _unfair(routes: Routes, rates: list[float], capacity: dict[int, float]) -> s
 @answered
 def spine(milliseconds: float) -> str:
     """Check the time of the all-to-all with one spine of two left."""
-    if _close(milliseconds, 60):
-        raise Wrong("not twice the old time: which link was the fullest before, and which is it now?")
+    refuse((_close(milliseconds, 60), "not twice the old time: which link was the fullest before, and which is it now?"))
     if not _close(milliseconds, 48):
         raise Wrong(f"not {milliseconds:g} ms: what leaves a rack, and by how much uplink, now that half of it is gone?")
     return "now the uplinks are the fullest"
@@ -86,8 +81,7 @@ def ports(device: float, node: float) -> str:
     """Check the times, in ms, with a port for each GPU and with one for the server."""
     for name, mine, right, hint in (("a port each", device, 2, "100 MB through a port of 400 Gb/s"),
                                     ("one port", node, 8, "how many messages share it?")):  # fmt: skip
-        if not _close(mine, right):
-            raise Wrong(f"{name}: not {mine:g} ms: {hint}")
+        refuse((not _close(mine, right), f"{name}: not {mine:g} ms: {hint}"))
     return "four messages share the one port"
 
 
@@ -131,11 +125,9 @@ def torus_times(milliseconds: float, bisection: float) -> str:
     """Check the all-to-all of 4 x 4 chips in ms, and a pod's bisection bandwidth in bytes/s."""
     if _close(milliseconds, 16):
         raise Wrong("16 ms is what evenly spread routes would make: count the messages on the fullest link of the fixed ones")
-    if not _close(milliseconds, 30):
-        raise Wrong(f"not {milliseconds:g} ms: how many of the 240 routes pass the fullest link?")
+    refuse((not _close(milliseconds, 30), f"not {milliseconds:g} ms: how many of the 240 routes pass the fullest link?"))
     for factor, hint in ((0.5, "each of the 16 rings is cut in two places"), (2, "one direction only")):
-        if _close(bisection, 1.6e12 * factor):
-            raise Wrong(f"the bisection is not {bisection:g} bytes/s: {hint}")
+        refuse((_close(bisection, 1.6e12 * factor), f"the bisection is not {bisection:g} bytes/s: {hint}"))
     if not _close(bisection, 1.6e12):
         raise Wrong(f"the bisection is not {bisection:g} bytes/s: how many links are cut, and what does each carry one way?")
     return "the fullest link decides, and a cut goes through every ring twice"
@@ -144,10 +136,7 @@ def torus_times(milliseconds: float, bisection: float) -> str:
 @answered
 def fat_tree(devices: int, switches: int, links: int) -> str:
     """Check a fat tree of 64-port switches: devices, switches, links on the longest way."""
-    if devices != 64**3 // 4:
-        raise Wrong(f"not {devices} devices: pods, times edge switches in a pod, times ports that go down")
-    if switches != 5 * 64**2 // 4:
-        raise Wrong(f"not {switches} switches: two stages in each pod, and those between the pods")
-    if links != 6:
-        raise Wrong(f"not {links} links: how many stages does a message climb, and how does it come down?")
+    refuse((devices != 64**3 // 4, f"not {devices} devices: pods, times edge switches in a pod, times ports that go down"))
+    refuse((switches != 5 * 64**2 // 4, f"not {switches} switches: two stages in each pod, and those between the pods"))
+    refuse((links != 6, f"not {links} links: how many stages does a message climb, and how does it come down?"))
     return "65,536 devices with switches that have 64 ports"

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.tools import refuse
 
 _M = 24 * 54 / 419 * 16_384 / 100_000  # hours between failures, of 100,000 GPUs like those of Llama 3
 
@@ -157,8 +158,7 @@ def _stopped_everywhere(save: Function, load: Function, *servers: int) -> int:
 def _loads(load: Function, disk: _Files, right: list[dict[str, str]], where: str) -> None:
     """A machine that has just started knows nothing but what lies on the disk."""
     found = load(_Files(0, disk.texts.items()))
-    if found not in right:
-        raise Wrong(f"{where or 'never stopped'}: load gives {found}")
+    refuse((found not in right, f"{where or 'never stopped'}: load gives {found}"))
 
 
 # ---- delays, epochs, copies, two at once --------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ import random
 from typing import Any
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.tools import refuse
 from d2lps.simulator import simulate
 from d2lps.topology import star
 
 
 def _near(what: str, mine: float, right: float, hint: str, within: float = 0.01) -> None:
-    if abs(mine / right - 1) > within:
-        raise Wrong(f"{what} is not {mine:g}: {hint}")
+    refuse((abs(mine / right - 1) > within, f"{what} is not {mine:g}: {hint}"))
 
 
 @answered
@@ -74,15 +74,13 @@ def deal(function: Function) -> str:
     """Check `function(sizes, ranks)`: a list of shards for each rank, each shard once, and nobody with too many bytes."""
     for sizes, ranks in _sizes():
         hands, where = [list(hand) for hand in function(list(sizes), ranks)], f"sizes {sizes}, {ranks} ranks"
-        if len(hands) != ranks:
-            raise Wrong(f"{where}: {len(hands)} lists, not one for each rank")
+        refuse((len(hands) != ranks, f"{where}: {len(hands)} lists, not one for each rank"))
         for rank, hand in enumerate(hands):
             if strange := [shard for shard in hand if shard not in range(len(sizes))]:
                 raise Wrong(f"{where}: rank {rank} has a shard {strange[0]!r}, and there are shards 0 to {len(sizes) - 1}")
         for shard in range(len(sizes)):
             readers = [rank for rank, hand in enumerate(hands) for mine in hand if mine == shard]
-            if len(readers) != 1:
-                raise Wrong(f"{where}: shard {shard} is read by {f'ranks {readers}' if readers else 'nobody'}")
+            refuse((len(readers) != 1, f"{where}: shard {shard} is read by {f'ranks {readers}' if readers else 'nobody'}"))
         limit = sum(sizes) / ranks + max(sizes, default=0)
         for rank, hand in enumerate(hands):
             if (total := sum(sizes[shard] for shard in hand)) > limit:
@@ -128,6 +126,5 @@ def steps_together(function: Function) -> str:
         for batches in ([dice.randint(5, 99) for _ in range(ranks)], [7] * ranks, [dice.randint(0, 2) for _ in range(ranks)]):
             run = simulate(lambda comm, batches=batches: function(comm, batches[comm.rank]), star(ranks, 1e9))
             for rank, steps in enumerate(run):
-                if steps != min(batches):
-                    raise Wrong(f"batches {batches}: rank {rank} would take {steps!r} steps; who runs out first?")
+                refuse((steps != min(batches), f"batches {batches}: rank {rank} would take {steps!r} steps; who runs out first?"))
     return "everyone stops when the first one runs out, among 1 to 11 ranks"

@@ -81,5 +81,8 @@ class PowerSGD(Codec):
 
 
 def _turned(matrix: Tensor, p: Tensor) -> Tensor:
-    """matrix.T @ p, the other way round: `qr` leaves its columns behind one another, from which this is 40 times as fast."""
+    """matrix.T @ p, the other way round: `qr` leaves its columns behind one another, from which this is 5 to 100 times as fast.
+
+    So measured on one core, for square matrices of 256, 1,024 and 4,096 rows and ranks of 2 and 4.
+    """
     return (p.T @ matrix).T

@@ -5,6 +5,7 @@ A folder for each thing that ranks can share: a batch (`data`), the state of tra
 work on, `mesh.py` the groups that they are given, `training` all of them together, `saving` what outlives a run.
 """
 
+from d2lps.parallel.activations import activations
 from d2lps.parallel.context import context_parallel, ring_attention, zigzag
 from d2lps.parallel.data.buckets import buckets, flatten
 from d2lps.parallel.data.data_parallel import DataParallel
@@ -30,17 +31,17 @@ from d2lps.parallel.sharded.clip import clip_by_global_norm
 from d2lps.parallel.sharded.zero import Zero
 from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, vocab_cross_entropy
 from d2lps.parallel.tensor.parallelize import sum_partial, tensor_parallel
-from d2lps.parallel.training.activations import activations
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.training.resume import resume, save_run
 from d2lps.parallel.training.text import text
 from d2lps.parallel.training.train import Trainer, train
 from d2lps.parallel.transformer import Transformer
 
-__all__ = ["Action", "Calibration", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts", "LocalSGD"]
-__all__ += ["LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Prediction", "Ranking", "Replicas", "RowLinear", "Scheduler"]
-__all__ += ["StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero", "activations", "buckets", "calibrate", "clip_by_global_norm"]
-__all__ += ["context_parallel", "cut", "execute", "expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved"]
-__all__ += ["keep_going", "local_steps", "measured", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
-__all__ += ["resume", "ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train", "vocab_cross_entropy"]
-__all__ += ["wide_all_reduce", "zero_bubble", "zigzag"]
+__all__ = ["Action", "Calibration", "Checkpoints", "ColumnLinear", "DataParallel", "DiLoCo", "DiLoCoWorker", "Experts"]
+__all__ += ["LocalSGD", "LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Prediction", "Ranking"]
+__all__ += ["Replicas", "RowLinear", "Scheduler", "StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero"]
+__all__ += ["activations", "buckets", "calibrate", "clip_by_global_norm", "context_parallel", "cut", "execute"]
+__all__ += ["expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved", "keep_going", "local_steps"]
+__all__ += ["measured", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
+__all__ += ["resume", "ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train"]
+__all__ += ["vocab_cross_entropy", "wide_all_reduce", "zero_bubble", "zigzag"]

@@ -70,9 +70,9 @@ def multi_node(
 ) -> Topology:
     """`k` copies of a machine on one non-blocking network. Nodes are renamed "node0/gpu0", ...
 
-    bandwidth, latency, reached: of each network port (see `Topology.reached`). ports: "device", a port for every device (and host), as in machines built
-    for training; or "node", one for the whole machine, which all share through a `nic` switch. Messages between nodes of
-    one machine stay inside it.
+    bandwidth, latency, reached: of each network port (see `Topology.reached`). ports: "device", a port for every device (and
+    host), as in machines built for training; or "node", one for the whole machine, which all share through a `nic` switch.
+    Messages between nodes of one machine stay inside it.
     """
     check_count("k", k)
     if ports not in ("device", "node"):

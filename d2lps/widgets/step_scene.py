@@ -70,10 +70,10 @@ def _clipped(times: np.ndarray) -> np.ndarray:
 
 def _ranks(count: int, axes: Mapping[str, Sequence[tuple[int, ...]]]) -> list[dict[str, Any]]:
     """Each with its place in a grid: to the right goes a pipeline, else the innermost axis, and the third where there is one."""
-    order = sorted(axes, key=lambda axis: axis != "pp")
+    places = _places(count, axes)
+    sizes = {axis: 1 + max(place[axis] for place in places) for axis in axes}
+    order = sorted((axis for axis in axes if sizes[axis] > 1), key=lambda axis: axis != "pp")
     across, down = order[:1] + order[2:], order[1:2]
-    sizes = {axis: len(several[0]) for axis, several in axes.items()}
-    places = [{axis: _index(axes[axis], rank) for axis in order} for rank in range(count)]
     if len({tuple(place.values()) for place in places}) != count or (not down and count > 4):
         return [{"name": str(rank), "x": rank % 4, "y": rank // 4} for rank in range(count)]
 
@@ -83,8 +83,18 @@ def _ranks(count: int, axes: Mapping[str, Sequence[tuple[int, ...]]]) -> list[di
     return [{"name": str(rank), "x": at(place, across), "y": at(place, down)} for rank, place in enumerate(places)]
 
 
-def _index(several: Sequence[tuple[int, ...]], rank: int) -> int:
-    return next((members.index(rank) for members in several if rank in members), 0)
+def _places(count: int, axes: Mapping[str, Sequence[tuple[int, ...]]]) -> list[dict[str, int]]:
+    """Each rank's place along each axis: in its group, among those that stand alike along all axes with smaller groups.
+
+    So where those that share experts also share the batch, dp counts the copies of the experts.
+    """
+    places: list[dict[str, int]] = [{} for _ in range(count)]
+    for axis in sorted(axes, key=lambda axis: len(axes[axis][0])):
+        before = [tuple(place.values()) for place in places]
+        for rank, place in enumerate(places):
+            group = next((members for members in axes[axis] if rank in members), (rank,))
+            place[axis] = [other for other in group if before[other] == before[rank]].index(rank)
+    return places
 
 
 def _waits(trace: Trace) -> list[list[float]]:

@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from d2lps.comm import Communicator
+from d2lps.parallel.activations import Kept, weights_of
 from d2lps.parallel.pipeline.mail import Mail
 from d2lps.parallel.pipeline.schedules import Action, Schedule, after, needs, placed, traffic
 
@@ -35,7 +35,7 @@ def execute(
 
     Where the schedule splits a backward pass, a stage that is an nn.Sequential is split child by child: `W` goes through each
     child once more for its weights, and so for linear layers repeats nothing, for a block of several its inner gradients.
-    What autograd saves for the backward pass is told to `comm.allocate`.
+    What autograd saves for the backward pass is told to `comm.hold`.
 
     No schedule that ends in `replay` deadlocks: sends are started, and waited for at the end; a receive is posted an action ahead
     of the one that needs it; and both ends of two ranks' messages post them in the same order (see `traffic`).
@@ -99,11 +99,11 @@ class _Execution:
         self.comm, self.home, self.last = comm, home, len(home) - 1
         self.split = any(action.kind == "W" for action in rows[comm.rank])
         self.parts = {stage: self._parts(module) for stage, module in stages.items()}
-        self.weights = {p.untyped_storage()._cdata for module in stages.values() for p in module.parameters()}
+        self.weights = weights_of(*stages.values())
         self.mail = Mail(comm, traffic(rows))
         self.busy: Counter[int] = Counter() if busy is None else busy
         self.passed: dict[tuple[int, int], list[_Passed]] = {}  # by stage and micro-batch
-        self.held: dict[tuple[int, int], AbstractContextManager[None]] = {}
+        self.held: dict[tuple[int, int], Callable[[], None]] = {}
         self.total: Tensor | None = None
 
     def _parts(self, module: nn.Module) -> list[Any]:
@@ -148,22 +148,14 @@ class _Execution:
         self.busy[action.stage] += comm.now() - start  # type: ignore[assignment]
 
     def _forward(self, key: tuple[int, int], x: Tensor, parts: list[Any]) -> Tensor:
-        saved = {x.untyped_storage()._cdata: x.untyped_storage().nbytes()}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.weights:
-                saved[storage._cdata] = storage.nbytes()
-            return tensor
-
-        passed = self.passed[key] = []
-        with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        passed, kept = self.passed.setdefault(key, []), Kept(self.weights)
+        kept.count(x)
+        with torch.enable_grad(), kept:
             for part in parts:
                 y = part(x)
                 passed.append(_Passed(part, x, y))
                 x = y.detach().requires_grad_()
-        self.held[key] = self.comm.allocate(sum(saved.values()), "activations")
-        self.held[key].__enter__()
+        self.held[key] = self.comm.hold(kept.nbytes, "activations")
         return y.detach()
 
     def _backward(self, key: tuple[int, int], gradient: Tensor | None) -> Tensor | None:
@@ -187,4 +179,4 @@ class _Execution:
 
     def _let_go(self, key: tuple[int, int]) -> None:
         del self.passed[key]
-        self.held.pop(key).__exit__(None, None, None)
+        self.held.pop(key)()

@@ -27,6 +27,8 @@ class Action(NamedTuple):
 
 Schedule = Sequence[Sequence[Action]]  # by rank
 Costs = float | Sequence[float]  # seconds, of every stage or by stage
+End = Callable[[Action, float], float]  # see `played`
+Arrives = Callable[[Action, Action, float, float], float]
 
 
 # ---- schedules ----------------------------------------------------------------------------------------------------
@@ -176,11 +178,12 @@ def replay(
         half = whole_pass / 2 if weight is None else _of(weight, action.stage)
         return half if action.kind == "W" else whole_pass - half if action[1:] in split else whole_pass
 
-    def travel(before: Action, action: Action) -> float:
-        apart = home[before.stage] != home[action.stage]
-        return _of(message, min(before.stage, action.stage)) if apart else 0.0
+    def arrives(before: Action, action: Action, ended: float, free: float) -> float:
+        if home[before.stage] == home[action.stage]:
+            return ended
+        return (ended if ahead else max(ended, free)) + _of(message, min(before.stage, action.stage))
 
-    starts, ends = played(schedule, lambda action, start: start + seconds(action), travel, ahead)
+    starts, ends = played(schedule, lambda action, start: start + seconds(action), arrives)
     busy = tuple(sum(map(seconds, row)) for row in schedule)
     return Replay(starts, ends, max(ends.values()), busy, tuple(_peak(row, split) for row in schedule))
 
@@ -219,10 +222,12 @@ def placed(schedule: Schedule) -> tuple[dict[int, int], int]:
     return home, micro_batches
 
 
-def played(
-    schedule: Schedule, end: Callable[[Action, float], float], travel: Callable[[Action, Action], float], ahead: bool = True
-) -> tuple[dict[Action, float], dict[Action, float]]:
-    """When each action starts and ends. end: when it would, of the time at which it starts; asked once, in each rank's order."""
+def played(schedule: Schedule, end: End, arrives: Arrives) -> tuple[dict[Action, float], dict[Action, float]]:
+    """When each action starts and ends.
+
+    end(action, start): asked once of each, in its rank's order. arrives(before, action, ended, free): when what `before` made,
+    which ended then, is there for `action`, whose rank has had nothing else to do since `free`.
+    """
     stages = 1 + max(action.stage for row in schedule for action in row)
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
@@ -232,15 +237,12 @@ def played(
         moved = False
         for rank, row in enumerate(schedule):
             while at[rank] < len(row):
-                action = row[at[rank]]
-                before = needs(action, stages)
-                forward = Action("F", *action[1:])
+                action, start = row[at[rank]], free[rank]
+                before, forward = needs(action, stages), Action("F", *action[1:])
                 if (before is not None and before not in ends) or (forward != action and forward not in ends):
                     break
-                start = free[rank]
                 if before is not None:
-                    sent = ends[before] if ahead else max(ends[before], start)
-                    start = max(start, sent + travel(before, action))
+                    start = max(start, arrives(before, action, ends[before], start))
                 starts[action], ends[action] = start, end(action, start)
                 free[rank], at[rank], moved = ends[action], at[rank] + 1, True
     stuck = [(rank, row[k]) for rank, (row, k) in enumerate(zip(schedule, at, strict=True)) if k < len(row)]
@@ -258,9 +260,14 @@ def _peak(row: Sequence[Action], split: set[tuple[int, int]]) -> int:
     return most
 
 
+def _in_turns(schedule: Schedule) -> tuple[dict[Action, float], dict[Action, float]]:
+    """Every action takes one turn, and messages none."""
+    return played(schedule, lambda _, start: start + 1.0, lambda before, action, ended, free: ended)
+
+
 def picture(schedule: Schedule) -> str:
     """A row for each rank, a column for each turn: what is done if everything takes one turn. See `gpipe`."""
-    starts, _ = played(schedule, lambda _, start: start + 1.0, lambda *_: 0.0)
+    starts, _ = _in_turns(schedule)
     alone = len({action.stage for row in schedule for action in row}) == len(schedule)
     rows: list[dict[int, str]] = [{int(starts[action]): str(action) for action in row} for row in schedule]
     if alone:
@@ -279,7 +286,7 @@ def traffic(schedule: tuple[tuple[Action, ...], ...]) -> dict[tuple[int, int], l
     post in this order, and wait, have no send that waits for a send; nor have they where a link carries one at a time.
     """
     home, _ = placed(schedule)
-    _, ends = played(schedule, lambda _, start: start + 1.0, lambda *_: 0.0)
+    _, ends = _in_turns(schedule)
     pairs: defaultdict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
     for action in sorted(ends, key=lambda action: (ends[action], action)):
         src, dst = home[action.stage], home.get(after(action), -1)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from d2lps.parallel.pipeline.schedules import Action
+from d2lps.parallel.prediction.priced import ordered
 from d2lps.parallel.prediction.program import Job
 
 
@@ -19,17 +20,16 @@ def held(job: Job) -> dict[str, float]:
 def _by_rank(job: Job) -> Iterator[dict[str, float]]:
     plan = job.plan
     few = job.micro_batches if plan.schedule == "gpipe" else min(job.micro_batches, 2 * plan.pp)  # later ones keep no more
-    for place, row in enumerate(plan.order(few * plan.dp * plan.micro_batch)):
+    for place, row in enumerate(ordered(plan.schedule, plan.pp, plan.interleave, few)[0]):
         parts = [part for stage in range(place, len(job.stages), plan.pp) for part in job.stages[stage]]
         weights = sum(part.weights for part in parts)
         largest = sorted((part.weights for part in parts), reverse=True)[: 1 + plan.overlap]
-        some = few if plan.schedule != "gpipe" else job.micro_batches
         yield {
             "weights": weights * job.width / (job.shards if plan.zero == 3 else 1),
             "gathered": sum(largest) * job.width if plan.zero == 3 else 0,
             "gradients": weights * job.gradient_width / (job.shards if plan.zero > 1 else 1),
             "optimizer": weights * job.state_width / job.shards,
-            "activations": _kept(job, row) if some else 0,
+            "activations": _kept(job, row),
             "working": max(part.working for part in parts),
         }
 

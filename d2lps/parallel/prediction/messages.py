@@ -35,10 +35,11 @@ class Groups:
         plan, self.comm, self.prices = job.plan, comm, prices
         mesh = Mesh(comm, plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
         shards = (plan.zero_group or mesh.data.size) if plan.zero else mesh.data.size
-        sharing, replicas = mesh.data.split(mesh.data.rank // shards, axis="dp"), mesh.data.split(mesh.data.rank % shards, axis="dp")
-        ends = mesh.pp.split(0 if mesh.pp.rank in (0, mesh.pp.size - 1) else None)
-        self.groups = {"tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep, "edp": mesh.edp, "dp": sharing, "replicas": replicas, "ends": ends}
         self.pp = mesh.pp
+        self.groups: dict[str, Any] = {"tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep, "edp": mesh.edp}
+        self.groups["dp"] = mesh.data.split(mesh.data.rank // shards, axis="dp")
+        self.groups["replicas"] = mesh.data.split(mesh.data.rank % shards, axis="dp")
+        self.groups["ends"] = mesh.pp.split(0 if mesh.pp.rank in (0, mesh.pp.size - 1) else None)
 
     def compute(self, seconds: float, label: str = "compute") -> None:
         self.comm.sleep(seconds, label)

@@ -126,11 +126,11 @@ def _head(s: Sizes) -> Part:
     scores, wide = s.tokens * s.model.vocab / s.tp, s.between * s.hidden
     norm, product = s.touch(2 * wide), s.matrix(s.tokens, s.hidden, s.model.vocab / s.tp)
     loss = s.touch(3 * scores, 4)  # in 32 bits: the largest, the sum, the own
-    small = (Message("tp", "all_reduce", 4 * s.tokens), Message("tp", "all_reduce", 8 * s.tokens)) if s.tp > 1 else ()
-    back = s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide)
+    small = tuple(Message("tp", "all_reduce", nbytes * s.tokens) for nbytes in (4, 8) if s.tp > 1)
+    back: tuple[Step, ...] = (s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide))
     weights = s.hidden * (2 + (0 if s.model.tied and s.plan.pp == 1 else s.model.vocab / s.tp))
     kept = 2 * wide * s.width + scores * (4 if s.width < 4 else s.width)
-    forward = norm, *_enter(s), product, loss, *small
+    forward: tuple[Step, ...] = (norm, *_enter(s), product, loss, *small)
     return Part("head", forward, back, late=(product,), weights=weights, kept=kept, working=scores * s.width)
 
 
@@ -188,8 +188,9 @@ def _mlp(s: Sizes) -> Part:
     ups = 2 if s.model.gated else 1
     up, down = s.matrix(s.tokens, h, inner), s.matrix(s.tokens, inner, h)
     norm, add, bend = s.touch(2 * wide), s.touch(3 * wide + s.masks * wide / s.width), s.touch((1 + ups) * s.tokens * inner)
-    forward = norm, *_enter(s), *[up] * ups, bend, down, *_leave(s), add
-    backward = add, *_enter(s), down, s.touch((1 + 2 * ups) * s.tokens * inner), *[up] * ups, *_leave(s), s.touch(3 * wide)
+    unbend = s.touch((1 + 2 * ups) * s.tokens * inner)
+    forward: tuple[Step, ...] = (norm, *_enter(s), *[up] * ups, bend, down, *_leave(s), add)
+    backward: tuple[Step, ...] = (add, *_enter(s), down, unbend, *[up] * ups, *_leave(s), s.touch(3 * wide))
     kept = 2 * wide * s.width + (1 + ups) * s.tokens * inner * s.width + s.masks * wide
     weights = ups * (h * inner + inner) + inner * h + 3 * h
     again = forward if s.masks else forward[: -2 - len(_leave(s))]  # until all is there that was kept: torch stops there
@@ -203,7 +204,7 @@ def _mixture(s: Sizes) -> Part:
     slots = Experts.slots(s.model, per_sequence) * s.plan.micro_batch * s.model.experts  # type: ignore[arg-type]
     rows, ups = slots / here, 2 if s.model.gated else 1
     up, down = s.matrix(rows, h, inner, here), s.matrix(rows, inner, h, here)
-    there = (Message("ep", "all_to_all", slots * h * s.width),) * 2 if s.plan.ep > 1 else ()
+    there: tuple[Step, ...] = (Message("ep", "all_to_all", slots * h * s.width),) * 2 if s.plan.ep > 1 else ()
     route, sort = s.matrix(s.tokens, h, s.model.experts), s.touch(4 * slots * h)
     enter = (Message("tp", "all_gather", s.x),) if s.plan.sequence_parallel else ()
     products, bend = [up] * ups, s.touch((1 + ups) * slots * inner)

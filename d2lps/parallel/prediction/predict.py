@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import cached_property
+from collections import defaultdict
+from functools import cached_property, lru_cache
+from math import ceil
 from typing import Any
 
-from d2lps.comm import OutOfMemory
 from d2lps.comm.memory import Memory
 from d2lps.parallel.prediction.calibration import Calibration
 from d2lps.parallel.prediction.memory import held
@@ -73,18 +73,18 @@ class Prediction:
 
     # ---- long steps -----------------------------------------------------------------------------------------------
 
-    def _steps(self, messages: bool) -> tuple[float, Counter[str]]:
+    def _steps(self, messages: bool) -> tuple[float, dict[str, float]]:
         """Seconds, and on what. When a pipeline is full, each further round of micro-batches takes as long as the one before."""
         count, round_ = self.job.micro_batches, self.job.plan.pp
         if count <= (ROUNDS + 1) * round_ or self.job.plan.schedule == "gpipe":
             played = play(self.job, self.prices, count, messages)
-            return played.time, max(played.spent, key=lambda spent: spent["compute"])
+            return played.time, defaultdict(float, max(played.spent, key=lambda spent: spent["compute"]))
         short, long = (play(self.job, self.prices, rounds * round_, messages) for rounds in (ROUNDS, ROUNDS + 1))
         place = max(range(len(long.spent)), key=lambda place: long.spent[place]["compute"])
         more = (count - (ROUNDS + 1) * round_) / round_
         before, after = short.spent[place], long.spent[place]
-        spent = Counter({label: after[label] + more * (after[label] - before[label]) for label in after})
-        return long.time + more * (long.time - short.time), spent
+        spent = {label: after[label] + more * (after[label] - before[label]) for label in after}
+        return long.time + more * (long.time - short.time), defaultdict(float, spent)
 
 
 def predict(
@@ -107,7 +107,7 @@ def predict(
     job = described(transformer, plan, cluster, batch, calibration)
     memory = Memory(str(cluster.devices[0]), job.data_sheet.memory)
     for holder, nbytes in held(job).items():
-        memory.hold(nbytes, holder)
+        memory.hold(ceil(nbytes), holder)
     return Prediction(job, cluster)
 
 
@@ -118,11 +118,17 @@ def described(
     if plan.ranks > len(cluster.devices):
         raise ValueError(f"a plan of {plan.ranks} ranks, and {cluster.name} has {len(cluster.devices)} devices")
     plan.check(transformer, batch)
-    devices: set[Device | None] = {cluster.device(node) for node in cluster.devices[: plan.ranks]}
-    device = devices.pop()
-    if device is None or devices:
+    return Job(transformer, plan, batch, _device(cluster), calibration or Calibration())
+
+
+@lru_cache(maxsize=16)
+def _device(cluster: Topology) -> Device:
+    """What all devices of a cluster can do."""
+    kinds = {cluster.device(node) for node in cluster.devices}
+    device = kinds.pop() if kinds else None
+    if device is None or kinds:
         raise ValueError(f"{cluster.name}: all devices must be alike, and say how fast they are (device=Device(...))")
-    return Job(transformer, plan, batch, device, calibration or Calibration())
+    return device
 
 
 def _drawn(rows: Any, played: Played) -> Trace:

@@ -2,56 +2,83 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
-from d2lps.parallel.pipeline.schedules import Action, played
+from d2lps.parallel.pipeline.schedules import Action, Schedule, needs, played, traffic
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.parallel.prediction.program import Job, Rank
+from d2lps.parallel.training.plan import Plan
+
+
+@dataclass
+class Going:
+    """A collective that goes on beside what the rank does. left: seconds, if nothing else were on its links."""
+
+    axis: str
+    left: float
 
 
 class Clock:
-    """A `World` in which time is a number. free: when what was started on this rank's lane is over."""
+    """A `World` in which time is a number. Collectives that go on at the same time slow one another down."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.cp = prices, prices.plan.cp
-        self.now = self.free = 0.0
-        self.spent: Counter[str] = Counter()
+        self.now = 0.0
+        self.going: list[Going] = []
+        self.spent: dict[str, float] = defaultdict(float)
 
     def compute(self, seconds: float, label: str = "compute") -> None:
-        self._pass(seconds, label)
+        self.take(seconds, label)
 
     def collective(self, axis: str, collective: str, nbytes: float) -> None:
-        self._pass(self.prices(axis, collective, nbytes), axis)
+        self.take(self.prices(axis, collective, nbytes), axis)
 
     def around(self, seconds: float, nbytes: float) -> None:
         piece = seconds / self.cp
         waits = max(0.0, self.prices("cp", "pass_on", nbytes) - piece)
-        self._pass(seconds, "compute")
-        self._pass(waits * (self.cp - 1), "cp")
+        self.take(seconds, "compute")
+        self.take(waits * (self.cp - 1), "cp")
 
-    def start(self, axis: str, collective: str, nbytes: float) -> tuple[float, str]:
-        self.free = max(self.free, self.now) + self.prices(axis, collective, nbytes)
-        return self.free, axis
+    def start(self, axis: str, collective: str, nbytes: float) -> Going:
+        self.going.append(Going(axis, self.prices(axis, collective, nbytes)))
+        return self.going[-1]
 
-    def wait(self, started: tuple[float, str] | None) -> None:
-        if started is not None:
-            self._pass(max(0.0, started[0] - self.now), started[1])
+    def wait(self, started: Going | None) -> None:
+        while started is not None and started in self.going:
+            self.take(min(going.left for going in self.going) * self._slowed(), started.axis)
 
-    def _pass(self, seconds: float, label: str) -> None:
-        self.now += seconds
+    def take(self, seconds: float, label: str) -> None:
+        self.until(self.now + seconds)
         self.spent[label] += seconds
+
+    def until(self, time: float) -> None:
+        """Let time pass, and what goes on go on."""
+        while self.going and self.now < time:
+            slowed = self._slowed()
+            passed = min(time - self.now, min(going.left for going in self.going) * slowed)
+            for going in self.going:
+                going.left -= passed / slowed
+            self.going = [going for going in self.going if going.left > 1e-12]  # rounding leaves less than that
+            self.now += passed
+        self.now = max(self.now, time)
+
+    def _slowed(self) -> float:
+        more = len(self.going) - 1
+        return 1.0 + (more * (self.prices.sharing("dp") - 1.0) if more else 0.0)
 
 
 @dataclass
 class Played:
-    """A step of so many micro-batches: when each action began and ended, when each rank was done, and what it had spent on what."""
+    """A step of so many micro-batches: when each action began and ended, each rank was done, and what it had spent on what."""
 
     starts: dict[Action, float]
     ends: dict[Action, float]
     done: list[float]
-    spent: list[Counter[str]]
+    spent: list[dict[str, float]]
 
     @property
     def time(self) -> float:
@@ -70,7 +97,7 @@ class _Play:
     micro_batches: int
     messages: bool
     passes: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
-    lasting: dict[tuple[str, int], tuple[float, list[tuple[str, float]]]] = field(default_factory=dict)
+    lasting: dict[tuple[str, int], list[tuple[str, float]]] = field(default_factory=dict)
 
     def result(self) -> Played:
         plan = self.job.plan
@@ -78,8 +105,9 @@ class _Play:
         self.ranks = [Rank(self.job, clock, place, self.passes) for place, clock in enumerate(self.clocks)]
         count = len(self.job.stages)
         self.travels = [self.prices.message(stage, self.job.message) if self.messages else 0.0 for stage in range(count - 1)]
-        schedule = plan.order(self.micro_batches * plan.dp * plan.micro_batch)
-        starts, ends = played(schedule, self._act, self._travel)
+        schedule, self.ahead = ordered(plan.schedule, plan.pp, plan.interleave, self.micro_batches)
+        self.began: dict[Action | None, float] = {}
+        starts, ends = played(schedule, self._act, self._arrives)
         for rank in self.ranks:
             rank.finish()
         return Played(starts, ends, [clock.now for clock in self.clocks], [clock.spent for clock in self.clocks])
@@ -88,7 +116,8 @@ class _Play:
         """When it ends. Passes that nothing goes on beside last equally long each time."""
         place = action.stage % self.job.plan.pp
         clock, last = self.clocks[place], action.micro_batch == self.micro_batches - 1
-        clock.now = start
+        clock.until(start)
+        self.began[action] = start
         if last:  # of a step that is played in short, this is the whole one's last
             action = action._replace(micro_batch=self.job.micro_batches - 1)
         if self.job.plan.zero > 1 or last:
@@ -96,15 +125,42 @@ class _Play:
             return clock.now
         key = action[:2]
         if key not in self.lasting:
-            before = Counter(clock.spent)
+            before = defaultdict(float, clock.spent)
             self.ranks[place].act(action)
-            self.lasting[key] = clock.now - start, [(label, clock.spent[label] - before[label]) for label in clock.spent]
+            self.lasting[key] = [(label, clock.spent[label] - before[label]) for label in clock.spent]
             return clock.now
-        seconds, spent = self.lasting[key]
-        clock.now += seconds
-        for label, part in spent:
-            clock.spent[label] += part
+        for label, seconds in self.lasting[key]:
+            clock.take(seconds, label)
         return clock.now
 
-    def _travel(self, before: Action, action: Action) -> float:
-        return self.travels[min(before.stage, action.stage)] if before.stage != action.stage else 0.0
+    def _arrives(self, before: Action, action: Action, ended: float, free: float) -> float:
+        if (before.stage - action.stage) % self.job.plan.pp == 0 or not self.messages:
+            return ended
+        posted = self.began.get(self.ahead.get(action), free)
+        return max(ended, posted) + self.travels[min(before.stage, action.stage)]
+
+
+@lru_cache(maxsize=128)
+def ordered(name: str, ranks: int, chunks: int, micro_batches: int) -> tuple[Schedule, dict[Action, Action | None]]:
+    """A schedule by name, and `posted_ahead` of it: plans by the hundred share them."""
+    schedule = Plan(pp=ranks, schedule=name, interleave=chunks).order(micro_batches)
+    return schedule, posted_ahead(schedule)
+
+
+def posted_ahead(schedule: Schedule) -> dict[Action, Action | None]:
+    """With the start of which action the receive is posted that each one waits for; None: only once it waits.
+
+    `Mail` posts it an action ahead; but the two ends of a pair post all their messages in one order, and where what the rank is
+    computing is to be sent before it, the receive comes behind that.
+    """
+    stages = 1 + max(action.stage for row in schedule for action in row)
+    queues = traffic(tuple(map(tuple, schedule))).values()
+    place = {action: (queue, number) for queue, order in enumerate(queues) for number, (action, _) in enumerate(order)}
+    ahead: dict[Action, Action | None] = {}
+    for row in schedule:
+        for previous, action in pairwise(row):
+            if (need := needs(action, stages)) in place:
+                queue, number = place[need]
+                pair, before = place.get(previous, (-1, 0))
+                ahead[action] = None if pair == queue and before < number else previous
+    return ahead

@@ -31,7 +31,7 @@ SMALL, LARGE = 1 << 20, 1 << 26  # bytes: the two sizes
 
 
 class Price(NamedTuple):
-    """Seconds, and seconds a byte of the whole tensor. simulated: of how many of the group's ranks. way: that was the cheapest."""
+    """Seconds, and seconds a byte of the whole tensor. simulated: with how many of a group's ranks. way: the cheapest one."""
 
     alpha: float
     beta: float
@@ -56,7 +56,10 @@ class Prices:
             raise ValueError(f"a plan of {plan.ranks} ranks, and {cluster.name} has {len(cluster.devices)} devices")
         self.plan, self.cluster = plan, cluster
         self.known = _known.setdefault(cluster, {})
-        self.reached: Topology = self.known.setdefault("reached", cluster.reached())
+        if "reached" not in self.known:
+            self.known["reached"], self.known["places"] = cluster.reached(), list(_places(cluster))
+        self.reached: Topology = self.known["reached"]
+        self.places: list[tuple[Hashable, int]] = self.known["places"]
         self.continued: set[str] = set()
         self._prices: dict[tuple[str, str], Price] = {}
 
@@ -71,6 +74,14 @@ class Prices:
                 self.continued.add(axis)
         return self._prices[axis, collective]
 
+    def sharing(self, axis: str) -> float:
+        """How much longer an all-gather and a reduce-scatter take side by side than one alone: 2 if they share all links."""
+        if (key := (axis, "both")) not in self._prices:
+            gather, reduce = (self.price(axis, collective).way for collective in ("all_gather", "reduce_scatter"))
+            self._prices[key] = self._slowest(axis_groups(self.plan, axis), "both", [partial(_both, gather, reduce)])
+        alone = self.price(axis, "all_gather")(LARGE)
+        return self._prices[key](LARGE) / alone if alone else 1.0
+
     def message(self, stage: int, nbytes: float) -> float:
         """Seconds from a stage of the pipeline to the next one, all replicas at once; 0 if both are on one rank."""
         plan = self.plan
@@ -83,29 +94,23 @@ class Prices:
             self._prices[key] = self._slowest(pairs, "send")
         return self._prices[key](nbytes)
 
-    def _slowest(self, groups: Sequence[Group], collective: str) -> Price:
+    def _slowest(self, groups: Sequence[Group], collective: str, ways: Sequence[Way] = ()) -> Price:
         """One of each kind of group, and of these the one that takes longest."""
-        kinds: dict[Hashable, Group] = {}
-        for group in groups:
-            kinds.setdefault(self._placed(group), group)
-        found = [self._priced(group, kind, groups, collective) for kind, group in kinds.items()]
+        if (key := (groups[0], len(groups))) not in self.known:
+            self.known[key] = {self._placed(group): group for group in reversed(groups)}
+        kinds: dict[Hashable, Group] = self.known[key]
+        found = [self._priced(group, kind, groups, collective, ways or _ways(collective)) for kind, group in kinds.items()]
         return max(found, key=lambda price: price(LARGE))
 
     def _placed(self, group: Group) -> Hashable:
         """How a group lies: which members are at one place, and where in it. Groups that lie alike cost the same."""
-        places = self._places()
-        where = [places[rank] for rank in group]
+        where = [self.places[rank] for rank in group]
         order = {place: number for number, place in enumerate(dict.fromkeys(place for place, _ in where))}
         return tuple((order[place], within) for place, within in where)
 
-    def _places(self) -> list[tuple[Hashable, int]]:
-        """For each device, its machine, or the switch that it hangs on; and its number there if not all devices are alike."""
-        if "places" not in self.known:
-            self.known["places"] = list(_places(self.cluster))
-        return self.known["places"]
-
-    def _priced(self, group: Group, kind: Hashable, groups: Sequence[Group], collective: str) -> Price:
-        ways = _ways(collective)
+    def _priced(
+        self, group: Group, kind: Hashable, groups: Sequence[Group], collective: str, ways: Sequence[Way]
+    ) -> Price:  # fmt: skip
         if len(group) == 1:
             return Price(0.0, 0.0, 1, ways[0])
         if (key := (kind, len(groups), collective)) not in self.known:
@@ -134,9 +139,8 @@ class Prices:
 
     def _together(self, group: Group, groups: Sequence[Group]) -> list[Group]:
         """A group, and those that share links with it, or with those that do, and so on."""
-        places = self._places()
-        here = {places[rank][0] for rank in group}
-        near = [one for one in groups if any(places[rank][0] in here for rank in one)]
+        here = {self.places[rank][0] for rank in group}
+        near = [one for one in groups if any(self.places[rank][0] in here for rank in one)]
         topology = self.reached.only([self.cluster.devices[rank] for one in near for rank in one])
         used = {one: _links(topology, [self.cluster.devices[rank] for rank in one]) for one in near}
         found, links = [group], set(used[group])
@@ -208,6 +212,12 @@ def _ways(collective: str) -> list[Way]:
     return [partial(way, collective) for way in names]
 
 
+def _both(gather: Way, reduce: Way, comm: Communicator, nbytes: int) -> None:
+    beside = comm.start(gather, nbytes)
+    reduce(comm, nbytes)
+    beside.wait()
+
+
 def around(collective: str, comm: Communicator, nbytes: int) -> None:
     """One ring, or one exchange, of all ranks."""
     whole = torch.empty(nbytes // comm.size * comm.size, dtype=torch.uint8, device=comm.device)
@@ -231,14 +241,13 @@ def around(collective: str, comm: Communicator, nbytes: int) -> None:
 def two_levels(collective: str, comm: Communicator, nbytes: int) -> None:
     """Within each machine first, or last, and across for what each rank then has: so every port of a machine is used."""
     machines = by_machine(comm)
-    inside, across = comm, None
-    if len({len(machine) for machine in machines}) == 1:
-        mine = next(number for number, machine in enumerate(machines) if comm.rank in machine)
-        inside, across = comm.split(mine), comm.split(machines[mine].index(comm.rank))
-    assert inside is not None
-    if across is None:
+    if len({len(machine) for machine in machines}) > 1:
         around(collective, comm, nbytes)
-    elif collective == "all_gather":
+        return
+    mine = next(number for number, machine in enumerate(machines) if comm.rank in machine)
+    inside, across = comm.split(mine), comm.split(machines[mine].index(comm.rank))
+    assert inside is not None and across is not None
+    if collective == "all_gather":
         around(collective, across, nbytes // inside.size)
         around(collective, inside, nbytes)
     else:

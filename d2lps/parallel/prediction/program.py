@@ -1,14 +1,13 @@
 """A training step as each rank's program: what it computes and asks of its groups, one after another, whoever carries it out.
 
-A `World` does: priced.py with prices, messages.py with a communicator. What is asked for, and in which order, is what `train` asks.
+A `World` does: priced.py with prices, messages.py with a communicator. What is asked for, and in which order, is as `train` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any, Protocol
 
 from d2lps.parallel.pipeline.schedules import Action
@@ -87,16 +86,16 @@ class Job:
 
     def timed(self, steps: Sequence[Step], passes: int = 0) -> list[Any]:
         """Kernels in a row as their seconds, with the overhead of so many passes of a layer; messages as they are."""
-        done: list[Any] = [passes * self.calibration.overhead] if passes and self.calibration.overhead else []
-        for kernels, group in groupby(steps, lambda step: isinstance(step, Kernel)):
-            done += [self.seconds(group)] if kernels else map(self._attention, group)  # type: ignore[arg-type]
+        done: list[Any] = [passes * self.calibration.overhead]
+        for step in steps:
+            if isinstance(step, Kernel):
+                done.append(self.seconds([step]) + (done.pop() if isinstance(done[-1], float) else 0.0))
+            else:
+                done.append((self.seconds(step.kernels), step.nbytes) if isinstance(step, Around) else step)
         return done
 
-    def seconds(self, kernels: Any) -> float:
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
         return sum(self.device.time_of(kernel.flops, kernel.nbytes) for kernel in kernels)
-
-    def _attention(self, step: Step) -> Any:
-        return (self.seconds(step.kernels), step.nbytes) if isinstance(step, Around) else step
 
 
 class Rank:
@@ -208,5 +207,6 @@ class Rank:
 
     def _step(self, weights: float) -> float:
         """Seconds to read and write what the optimizer has of so many weights."""
-        masters = 0 if self.job.width == 2 else 2 * self.job.width  # read and written, as all of the state
-        return self.job.device.time_of(0, weights * (self.job.gradient_width + 2 * self.job.state_width + masters + self.job.width))
+        job = self.job
+        own = job.width if job.width == 2 else 2 * job.width  # the weights are written, and read where they are their own masters
+        return job.device.time_of(0, weights * (job.gradient_width + 2 * job.state_width + own))

@@ -18,7 +18,7 @@ from d2lps.topology import Topology
 
 @dataclass(frozen=True)
 class Ranking:
-    """found: what fits, the fastest first. lost: plans that do not fit into memory, with their bytes by holder, the nearest first."""
+    """found: what fits, the fastest first. lost: what does not fit into memory, with its bytes by holder, the nearest first."""
 
     found: list[Prediction]
     lost: list[tuple[Plan, dict[str, float]]]
@@ -38,17 +38,17 @@ class Ranking:
 
 def search(
     transformer: Transformer, cluster: Topology, batch: int, calibration: Calibration | None = None, *,
-    ranks: int | None = None, micro_batches: Sequence[int] = (1, 2, 4, 8), zero: Sequence[int] = (0, 1), like: Plan | None = None,
+    ranks: int | None = None, like: Plan | None = None, micro_batches: Sequence[int] = (1, 2, 4, 8), zero: Sequence[int] = (0, 1),
     recompute: Sequence[str] = ("none", "selective", "full"), plans: Iterable[Plan] | None = None,
 ) -> Ranking:  # fmt: skip
-    """Predict every plan that trains the model with such batches on all devices of a cluster; the fastest first.
+    """Predict every plan that trains a model with such batches on all devices of a cluster; the fastest first.
 
     >>> found = search(gpt3, dgx_a100_pod(128), batch=1536)             # doctest: +SKIP
     >>> found.best, found.why(found.found[1])                           # doctest: +SKIP
 
     Tried are all degrees of tp within a machine, pp, dp, all interleavings, with and without sequence parallelism where tp > 1,
-    and what is named: sizes of a micro-batch, stages of zero, what to recompute. like: a plan whose other fields all have (precision,
-    cp, ep, overlap). ranks: on the first of the devices only. plans: those that are to be compared, in place of all these.
+    and what is named: sizes of a micro-batch, stages of zero, what to recompute. like: a plan whose other fields all have
+    (precision, cp, ep, overlap). ranks: on the first of the devices only. plans: those to compare, in place of all these.
     ValueError if no plan can be, for its numbers or for memory. Cost: some thousandths of a second a plan.
     """
     count = len(cluster.devices) if ranks is None else ranks
@@ -68,7 +68,8 @@ def search(
             found.append(Prediction(job, cluster))
     if not found:
         raise ValueError(f"no plan fits: {len(lost)} that {count} ranks can divide need more than {limit / 1e9:.3g} GB a device")
-    return Ranking(sorted(found, key=lambda prediction: prediction.time), sorted(lost, key=lambda one: sum(one[1].values())), limit)
+    lost.sort(key=lambda one: sum(one[1].values()))
+    return Ranking(sorted(found, key=lambda prediction: prediction.time), lost, limit)
 
 
 def _plans(model: Transformer, cluster: Topology, ranks: int, like: Plan, options: tuple[Sequence[Any], ...]) -> Iterator[Plan]:
@@ -78,10 +79,9 @@ def _plans(model: Transformer, cluster: Topology, ranks: int, like: Plan, option
         for pp in (pp for pp in divisors(ranks // (tp * like.cp)) if pp <= model.layers and ranks % (tp * pp * like.cp) == 0):
             chunks = [v for v in divisors(model.layers // pp) if model.layers % (pp * v) == 0] if pp > 1 else [1]
             for v, sequence, micro, zero, again in product(chunks, {False, tp > 1}, *options):
-                yield replace(
-                    like, dp=ranks // (tp * pp * like.cp), tp=tp, pp=pp, micro_batch=micro, zero=zero, recompute=again, interleave=v,
-                    schedule="interleaved" if v > 1 else "one_f_one_b", sequence_parallel=sequence,
-                )  # fmt: skip
+                dp, schedule = ranks // (tp * pp * like.cp), "interleaved" if v > 1 else "one_f_one_b"
+                degrees = replace(like, dp=dp, tp=tp, pp=pp, schedule=schedule, interleave=v)
+                yield replace(degrees, micro_batch=micro, zero=zero, recompute=again, sequence_parallel=sequence)
 
 
 def divisors(number: int) -> list[int]:

@@ -61,7 +61,7 @@ class Checkpoints:
         said = json.dumps(extra, sort_keys=True)  # now: it may change while the rest is written
         self.comm.agree(f"save(step={step}, extra={said})")
         table = _table_of(pieces)
-        if any(tell(self.comm, table != self._table)):
+        if any(all_gather_object(self.comm, table != self._table)):
             self._plan(table, pieces)
         for name, copy in self._copies.items():
             copy.copy_(pieces[name].tensor.detach().view_as(copy))
@@ -76,7 +76,7 @@ class Checkpoints:
             work.wait()
 
     def _plan(self, table: list[Any], pieces: Mapping[str, Piece]) -> None:
-        self._table, self._tensors = None, share_out(tell(self.comm, table))
+        self._table, self._tensors = None, share_out(all_gather_object(self.comm, table))
         self._copies = {name: pieces[name].empty() for name in _of_rank(self.comm.rank, self._tensors)}
         self.written = sum(copy.nbytes for copy in self._copies.values())
         self._table = table
@@ -84,14 +84,14 @@ class Checkpoints:
     def _write(self, comm: Communicator, step: int, extra: str) -> None:
         """In a lane of its own: three rounds, each over when all ranks have done their part of it, or one has failed."""
         first = comm.rank == 0
-        folder = Path(together(comm, lambda: str(saved.begin(self.directory, step)) if first else "")[0])
-        sums = together(comm, lambda: saved.write(folder, comm.rank, self._copies))
+        folder = Path(on_every_rank(comm, lambda: str(saved.begin(self.directory, step)) if first else "")[0])
+        sums = on_every_rank(comm, lambda: saved.write(folder, comm.rank, self._copies))
         tensors = {
             name: about | {"pieces": [[rank, *cut, sums[rank][name]] for rank, *cut in about["pieces"]]}
             for name, about in self._tensors.items()
         }
         manifest = Manifest(folder, step, comm.size, json.loads(extra), tensors)
-        together(comm, lambda: saved.finish(manifest, self.keep) if first else None)
+        on_every_rank(comm, lambda: saved.finish(manifest, self.keep) if first else None)
 
 
 def save(
@@ -115,7 +115,7 @@ def load(
     name is missing or a whole has another shape or dtype; CheckpointDamaged where a file is missing or not what was written:
     some pieces may be filled by then. Cost: each rank reads those pieces of which it needs something, whole.
     """
-    folder = together(comm, lambda: str(saved.look(directory, step).folder) if comm.rank == 0 else "")[0]
+    folder = on_every_rank(comm, lambda: str(saved.look(directory, step).folder) if comm.rank == 0 else "")[0]
     found: list[tuple[Manifest, Mapping[str, Piece]]] = []
 
     def check() -> None:
@@ -123,8 +123,8 @@ def load(
         found.append((manifest, pieces(manifest) if callable(pieces) else pieces))
         saved.check(*found[0])
 
-    together(comm, check)
-    together(comm, lambda: saved.fill(*found[0]))
+    on_every_rank(comm, check)
+    on_every_rank(comm, lambda: saved.fill(*found[0]))
     return found[0][0]
 
 
@@ -148,7 +148,7 @@ def gathered(comm: Communicator, pieces: Mapping[str, Piece]) -> dict[str, Tenso
 
     ValueError, with the name, where the pieces do not make up whole tensors. Cost: a table, and an all-reduce of each tensor.
     """
-    tensors = share_out(tell(comm, _table_of(pieces)))
+    tensors = share_out(all_gather_object(comm, _table_of(pieces)))
     mine, wholes = _of_rank(comm.rank, tensors), {}
     for name, about in tensors.items():
         wholes[name] = torch.zeros(about["shape"], dtype=getattr(torch, about["dtype"]), device=comm.device)
@@ -170,8 +170,8 @@ def _of_rank(rank: int, tensors: dict[str, dict[str, Any]]) -> set[str]:
 # ---- what ranks tell one another ------------------------------------------------------------------------------------------
 
 
-def tell(comm: Communicator, word: Any) -> list[Any]:
-    """What every rank says, by rank; anything that JSON has. Two all-gathers, of lengths and of texts."""
+def all_gather_object(comm: Communicator, word: Any) -> list[Any]:
+    """Every rank's `word`, by rank, as torch's function of this name; what JSON has. Two all-gathers, of lengths and of texts."""
     text = torch.frombuffer(bytearray(json.dumps(word).encode()), dtype=torch.uint8).to(comm.device)
     lengths = list(torch.zeros(comm.size, 1, dtype=torch.long, device=comm.device))
     all_gather(comm, lengths, torch.full_like(lengths[0], len(text)))
@@ -180,7 +180,7 @@ def tell(comm: Communicator, word: Any) -> list[Any]:
     return [json.loads(bytes(said.tolist())) for said in room]
 
 
-def together(comm: Communicator, function: Callable[[], Any]) -> list[Any]:
+def on_every_rank(comm: Communicator, function: Callable[[], Any]) -> list[Any]:
     """What the function returns on every rank, by rank; where it fails on some, all ranks raise that."""
     mine, cause = [None, "", ""], None
     try:
@@ -188,7 +188,7 @@ def together(comm: Communicator, function: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         cause, kind = error, next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
         mine[1:] = kind, f"rank {comm.rank}: {error}" if kind else f"rank {comm.rank}: {error!r}"
-    told = tell(comm, mine)
+    told = all_gather_object(comm, mine)
     if failed := [(kind, words) for _, kind, words in told if words]:
         raise _KINDS.get(failed[0][0], RuntimeError)("; ".join(words for _, words in failed)) from cause
     return [result for result, _, _ in told]

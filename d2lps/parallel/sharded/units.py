@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,8 +53,10 @@ class Unit:
         self.reduced: Tensor | None = None  # all ranks' mean, of the shard
         self._gathering: Work | None = None
         self._reducing: Callable[[], None] | None = None
-        self._rooms: dict[str, AbstractContextManager[None]] = {}
+        self._rooms: dict[str, Callable[[], None]] = {}
         self._views = self.cut(self.weights)
+        for p in self.parameters:
+            p.lent = self.weights  # type: ignore[attr-defined]
         self._show()
         if not keeps:
             self.free()
@@ -176,7 +177,7 @@ class Unit:
 
         def settle() -> None:
             work.wait()
-            room.__exit__(None, None, None)
+            room()
             if replicas.size > 1 and not alone:
                 with replicas.about("grads[P]{*} → grads[P]"):
                     all_reduce(replicas, mean, ReduceOp.AVG)
@@ -213,9 +214,8 @@ class Unit:
 
     def _hold(self, what: str, nbytes: int, label: str) -> None:
         self._release(what)
-        self._rooms[what] = self.comm.allocate(nbytes, label)
-        self._rooms[what].__enter__()
+        self._rooms[what] = self.comm.hold(nbytes, label)
 
     def _release(self, what: str) -> None:
         if what in self._rooms:
-            self._rooms.pop(what).__exit__(None, None, None)
+            self._rooms.pop(what)()

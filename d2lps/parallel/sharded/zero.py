@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from d2lps.cost.numbers import whole
 from d2lps.parallel.saving.pieces import Piece, optimizer_pieces
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.parallel.sharded.units import Unit
+
+BY_TENSOR = {"ADAFACTOR", "LAMB", "LARS", "MUON"}  # optimizers whose step on a number depends on others of its tensor
 
 
 class Zero:
@@ -43,8 +46,8 @@ class Zero:
     sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters.
     parameters: those that it looks after, by default all that need gradients; others are as if frozen.
     overlap: reductions go on beside the backward pass, and the next unit is fetched while this one computes.
-    Errors: ValueError for a stage, or a group, that is none; Mismatch for models that are not alike; RuntimeError with the
-    names of parameters that a backward pass has left out.
+    Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
+    are not alike; RuntimeError with the names of parameters that a backward pass has left out.
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
     Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
     """
@@ -79,7 +82,7 @@ class Zero:
             shared.setdefault(owners[p], {})[name] = p
         self.units = [Unit(sharing, members, stage < 3, param_dtype, overlap) for members in shared.values()]
         self.shards = [unit.shard for unit in self.units]
-        self.optimizer = optimizer(self.shards)
+        self.optimizer = _for_shards(optimizer(self.shards), self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
         for unit, keys in zip(self.units, shared, strict=True):
@@ -190,6 +193,20 @@ class Zero:
         for unit in self.units:
             self._in_backward.discard(unit)
             unit.stepped()
+
+
+def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The same, if it can be one of flat shards."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer gave {name}, and not a torch.optim.Optimizer")
+    if name.upper() in BY_TENSOR:
+        raise ValueError(f"{name} looks at each weight as a whole, and is given flat shards, pieces of many weights: use another")
+    if any(p.default is p.empty for p in signature(optimizer.step).parameters.values() if p.name == "closure"):
+        raise ValueError(f"{name} computes the loss several times a step (step(closure)), which is not carried out")
+    if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(shard) for shard in shards}:
+        raise ValueError(f"the {name} steps on other parameters than the {len(shards)} shards that it was given")
+    return optimizer
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, ReduceOp
 from d2lps.parallel.shard import sharded
-from d2lps.parallel.tensor.f_and_g import copy, gather, gather_sequence, reduce, reduce_scatter_sequence, scatter
+from d2lps.parallel.tensor.f_and_g import copy, gather_sequence, reduce, reduce_scatter_sequence
 
 Function = Callable[[Tensor], Tensor]
 
@@ -25,48 +25,44 @@ class ColumnLinear(nn.Module):
     >>> up, down = ColumnLinear(comm, mlp.up), RowLinear(comm, mlp.down)            # doctest: +SKIP
     >>> y = down(gelu(up(x)))               # x and y are whole, and alike on all ranks      # doctest: +SKIP
 
-    gather_output: all ranks' outputs, on every rank. sequence: x is a piece of the sequence, [..., sequence / p, inputs].
-    entered: x has gone through `copy` (or `gather_sequence`) already, once for several layers that read it. group: among which
-    the layer is cut, if fewer than comm. ValueError, with the numbers, if p does not divide the outputs.
+    `gather` puts all ranks' outputs together. sequence: x is a piece of the sequence, [..., sequence / p, inputs]. entered: x
+    has gone through `copy` (or `gather_sequence`) already, once for several layers that read it. group: among which the layer is
+    cut, if fewer than comm. ValueError, with the numbers, if p does not divide the outputs.
     Cost: nothing forward, an all-reduce of the input's gradient backward; with sequence, an all-gather and a reduce-scatter.
     Source: Shoeybi et al. 2019 (Megatron-LM); sequence: Korthikanti et al. 2022.
     """
 
     def __init__(
-        self, comm: Communicator, layer: nn.Linear, gather_output: bool = False, sequence: bool = False, entered: bool = False,
+        self, comm: Communicator, layer: nn.Linear, sequence: bool = False, entered: bool = False,
         group: Communicator | None = None, algorithm: str = "ring",
     ) -> None:  # fmt: skip
         super().__init__()
-        self.comm, self.gather_output = comm, gather_output
         self.enter = None if entered else enter(comm, sequence, algorithm)
         self.weight = sharded(group or comm, layer.weight, 0)
         self.bias = None if layer.bias is None else sharded(group or comm, layer.bias, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = functional.linear(x if self.enter is None else self.enter(x), self.weight, self.bias)
-        return gather(self.comm, y) if self.gather_output else y
+        return functional.linear(x if self.enter is None else self.enter(x), self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
     """A linear layer that takes this rank's inputs, a p-th of the columns of torch's weight. Their products are parts of a sum.
 
-    The bias is whole on every rank, and added once, after the sum. scatter_input: x is whole, and is cut first. sequence: y is a
-    piece of the sequence, and the gradient of the bias only a part of the sum (`parameter.partial`; see `sum_partial`).
+    `scatter` cuts an x that is whole. The bias is whole on every rank, and added once, after the sum. sequence: y is a piece of
+    the sequence, and the gradient of the bias only a part of the sum (`parameter.partial`; see `sum_partial`).
     Cost: an all-reduce of the output forward, nothing backward; with sequence, a reduce-scatter and an all-gather.
     """
 
-    def __init__(
-        self, comm: Communicator, layer: nn.Linear, scatter_input: bool = False, sequence: bool = False, algorithm: str = "ring"
-    ) -> None:
+    def __init__(self, comm: Communicator, layer: nn.Linear, sequence: bool = False, algorithm: str = "ring") -> None:
         super().__init__()
-        self.comm, self.scatter_input, self.leave = comm, scatter_input, leave(comm, sequence, algorithm)
+        self.leave = leave(comm, sequence, algorithm)
         self.weight = sharded(comm, layer.weight, 1)
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
         if sequence:
             mark(comm, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.leave(functional.linear(scatter(self.comm, x) if self.scatter_input else x, self.weight))
+        y = self.leave(functional.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 

@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from d2lps.comm import Communicator
 from d2lps.parallel.shard import add_up_partial, cut
-from d2lps.parallel.tensor.f_and_g import SEQUENCE, copy, gather, gather_sequence, reduce, reduce_scatter_sequence, scatter
-from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, enter, mark, vocab_cross_entropy
+from d2lps.parallel.tensor.f_and_g import SEQUENCE, gather, scatter
+from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, enter, mark
 from d2lps.parallel.transformer import MLP, Attention, Block, Dropout, Embed, Head
-
-__all__ = ["ColumnLinear", "RowLinear", "VocabEmbedding", "copy", "gather", "gather_sequence", "reduce"]
-__all__ += ["reduce_scatter_sequence", "scatter", "sum_partial", "tensor_parallel", "vocab_cross_entropy"]
 
 
 def sum_partial(module: nn.Module) -> None:

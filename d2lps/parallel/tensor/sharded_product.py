@@ -43,6 +43,11 @@ class Product(NamedTuple):
             raise ValueError(f"{name} has the dimension {min(unknown)}, which neither of the factors has")
         return cls(*tensors)
 
+    def __str__(self) -> str:
+        inside = [", ".join(f"{dim}_{axis}" if axis else dim for dim, axis in dims.items()) for _, dims in self]
+        left, right, out = (f"{name}[{dims}]" for (name, _), dims in zip(self, inside, strict=True))
+        return f"{left} {right} -> {out}"
+
 
 def collectives_of(product: str) -> list[Move]:
     """What must be sent so that every rank has its piece of the result.
@@ -94,20 +99,22 @@ def backward_of(product: str) -> tuple[str, str]:
     >>> backward_of("A[B, D] W[D, F_Y] -> C[B, F_Y]")
     ('dC[B, F_Y] W[D, F_Y] -> dA[B, D]', 'A[B, D] dC[B, F_Y] -> dW[D, F_Y]')
     """
-    left, right, out = ((name, f"[{', '.join(f'{d}_{axis}' if axis else d for d, axis in dims.items())}]")
-                        for name, dims in Product.of(product))  # fmt: skip
-    (a, a_dims), (w, w_dims), (c, c_dims) = left, right, out
-    return f"d{c}{c_dims} {w}{w_dims} -> d{a}{a_dims}", f"{a}{a_dims} d{c}{c_dims} -> d{w}{w_dims}"
+    left, right, out = Product.of(product)
+    d_left, d_right, d_out = ((f"d{name}", dims) for name, dims in (left, right, out))
+    return str(Product(d_out, right, d_left)), str(Product(left, d_out, d_right))
 
 
 def layer_collectives(product: str, keep: bool = True) -> tuple[list[Move], list[Move]]:
     """What a layer sends forward, and backward; keep: what was gathered forward stays until the way back.
 
+    A result that is gathered is whole and alike on all ranks: of its gradient each takes the piece that it has made.
+
     >>> forward, backward = layer_collectives("A[B, D] W[D, F_Y] -> C[B, F_Y]")
     >>> *forward, *backward                             # of a column-parallel layer: Megatron's f
     (Move(kind='all-reduce', tensor='dA', axis='Y'),)
     """
-    forward = collectives_of(product)
-    backward = [move for way in backward_of(product) for move in collectives_of(way)]
-    gathered = [move for move in dict.fromkeys(backward) if not (keep and move in forward)]  # both ways may need the same
-    return forward, gathered
+    forward, (left, right, (name, dims)) = collectives_of(product), Product.of(product)
+    gathered = {move.axis for move in forward if move.kind == "all-gather" and move.tensor == name}
+    made = {dim: axis for factor in (left, right) for dim, axis in factor[1].items() if axis in gathered and dim in dims}
+    backward = [move for way in backward_of(str(Product(left, right, (name, dims | made)))) for move in collectives_of(way)]
+    return forward, [move for move in dict.fromkeys(backward) if not (keep and move in forward)]  # both ways may need the same

@@ -62,7 +62,7 @@ def look_after(mesh: Mesh, plan: Plan, module: nn.Module, tied: list[nn.Paramete
     split = [p for p in all_of_them if plan.ep > 1 and (shard := shard_of(p)) and shard.comm is mesh.ep]
     rest = [p for p in all_of_them if not any(p is other for other in (*split, *tied))]
     stage, group = (plan.zero, plan.zero_group) if plan.zero else (1, 1)
-    stage = max(stage, 1 + plan.overlap)  # 2 is how 1 overlaps: by unit, and here in the last backward pass alone
+    stage = max(stage, 1 + plan.overlap)  # 2 is how 1 overlaps: by unit; in the last backward pass alone, see Trainer
     for comm, parameters, how in ((mesh.data, rest, stage), (mesh.edp, split, stage), (mesh.data, tied, 1)):
         if parameters:
             yield Zero(comm, module, optimizer, how, group, PRECISIONS[plan.precision], plan.overlap, parameters)

@@ -32,7 +32,8 @@ class Plan:
     stages compute micro-batches; interleave: how many stages a rank has. recompute: what is computed again in the backward pass
     and not kept, "selective" the attention, "full" the blocks. sequence_parallel: also what lies between a layer's matrices is
     shared out along tp. precision: "bf16" (with FP32 masters), "fp32", "fp64". overlap: gradients travel while others
-    are computed.
+    are computed, and so, with zero=0 and 1, in the last micro-batch's backward pass, each block's by itself: as many bytes as
+    in the one collective after that pass that they travel by without overlap. With zero=2 and 3 they do after each micro-batch.
     """
 
     dp: int = 1
@@ -84,7 +85,9 @@ class Plan:
         """ValueError, with the numbers, unless so many ranks can train that model with batches of so many sequences."""
         for wrong in self._wrong(model, batch, self.ranks if ranks is None else ranks):
             raise ValueError(wrong)
-        self.order(batch)
+        if self.schedule == "interleaved" and (count := self.micro_batches(batch)) % self.pp:
+            told = f"interleaved: micro_batches={count} is no multiple of ranks={self.pp}"
+            raise ValueError(f"{told}, and they go round in groups of so many")
 
     def _wrong(self, model: Transformer, batch: int, ranks: int) -> Iterator[str]:
         yield from self._wrong_ranks(ranks)

@@ -22,7 +22,7 @@ from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.execute import execute
 from d2lps.parallel.saving.checkpoint import gathered
 from d2lps.parallel.sharded.clip import clip_by_global_norm
-from d2lps.parallel.tensor.parallelize import vocab_cross_entropy
+from d2lps.parallel.tensor.layers import vocab_cross_entropy
 from d2lps.parallel.training.assemble import Optimizer, look_after, shared_out, tie
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.training.text import NOTHING
@@ -113,8 +113,7 @@ class Trainer:
         """This rank's part of the next batch, in micro-batches: its sequences, and its positions of them."""
         mesh, share, device = self.mesh, self.batch // self.plan.dp, self.comm.device
         first = mesh.dp.rank * share
-        tokens, targets = self.data.batch(self.done * self.batch + first, share)
-        self._check(share, tokens, targets)
+        tokens, targets = self._checked(share, self.data.batch(self.done * self.batch + first, share))
         if self.plan.cp > 1:
             tokens, targets = local(mesh.cp, tokens), local(mesh.cp, targets)
         self.counted = (targets != NOTHING).sum().to(device)
@@ -125,13 +124,19 @@ class Trainer:
         self.rows, tokens, targets = (part.to(device).split(self.plan.micro_batch) for part in (rows, tokens, targets))
         return tokens, targets
 
-    def _check(self, count: int, tokens: Tensor, targets: Tensor) -> None:
+    def _checked(self, count: int, given: object) -> tuple[Tensor, Tensor]:
+        if not isinstance(given, tuple | list) or len(given) != 2 or not all(isinstance(part, Tensor) for part in given):
+            raise ValueError(f"the data gave {type(given).__name__}, and two tensors were asked for, tokens and targets")
+        tokens, targets = given
         wanted, vocab = [count, self.transformer.sequence], self.transformer.vocab
         for name, part in (("tokens", tokens), ("targets", targets)):
+            if part.dtype != torch.long:
+                raise ValueError(f"the data gave {name} of {part.dtype}, and numbers of tokens are torch.int64")
             if list(part.shape) != wanted:
                 raise ValueError(f"the data gave {name} of shape {list(part.shape)}, and {wanted} was asked for")
         if not tokens.is_meta and not 0 <= tokens.min() <= tokens.max() < vocab:  # a piece of an embedding would give zeros
             raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} are not all among the model's vocab={vocab}")
+        return tokens, targets
 
     def _enter(self, passes: Iterator[int], part: nn.Module, inputs: object) -> None:
         """Every schedule takes a stage's micro-batches in order, forward and backward: so which one it is, is counted."""
@@ -176,7 +181,9 @@ def train(
     >>> d2lps.run(lambda comm: train(comm, small, Plan(dp=2, tp=2, zero=2), text(64), 10, 8, adam).losses, 4)   # doctest: +SKIP
 
     batch: sequences a step, of all ranks together. optimizer: makes one of a list of flat parameters. max_norm: of the gradient.
-    callback(step, loss, norm): after each step, on every rank. ValueError, with the numbers, for a plan that can't be.
+    callback(step, loss, norm): after each step, on every rank; a loss that is no number ends nothing, but a callback may. What
+    data raise on a rank ends the run, with that rank named. ValueError, with the numbers, for a plan that can't be, for data that
+    are not what was asked for, as where they have run out, and for an optimizer that flat shards are not for.
     """
     trainer = Trainer(comm, transformer, plan, data, batch, optimizer, max_norm, seed)
     for step in range(steps):
