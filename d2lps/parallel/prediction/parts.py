@@ -212,7 +212,8 @@ def _mixture(s: Sizes) -> Part:
     backward = s.touch(3 * wide), *enter, sort, *there, down, bend, bend, *products, route, s.touch(3 * wide)
     experts = here * (ups * (h * inner + inner) + inner * h + h)
     kept = (2 * wide + 2 * slots * h + (1 + ups) * slots * inner) * s.width
-    return Part("experts", forward, backward, forward, (down, *products, route), experts + h * s.model.experts + 2 * h, experts, kept)
+    weights = experts + h * s.model.experts + 2 * h
+    return Part("experts", forward, backward, forward, (down, *products, route), weights, experts, kept)
 
 
 def stages(model: Transformer, plan: Plan, fused: bool = False) -> list[list[Part]]:
