@@ -1,4 +1,4 @@
-"""What data sheets and measurements say of devices and links: what presets and predictions rest on, each figure with its source."""
+"""What data sheets and measurements say of devices and links: what presets and predictions rest on, each with its source."""
 
 from dataclasses import replace
 
