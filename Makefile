@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := .venv/bin
 NODE := _build/node
 SITE := _build/html
+# Tests start Python hundreds of times: it may keep what it has compiled, also where an environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests run four at a time, since many of them wait: threads with nothing to do must not spin on the cores of others.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 

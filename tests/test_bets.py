@@ -135,6 +135,14 @@ def test_lanes_stand_on_one_clock() -> None:
     assert waits == [["0 4"], ["3 4"]]
 
 
+def test_lanes_are_drawn_on_one_clock_in_any_unit() -> None:
+    cluster = star(2, bandwidth=1e9)
+    runs = {f"{ms}": d2lps.simulate(lambda comm, ms=ms: comm.sleep(ms / 1000), cluster).trace for ms in (2, 8)}
+    for ax in Lanes(runs, ranks=[1], names=["the sender"])._figure().axes:
+        assert ax.get_xlabel() == "time (ms)" and ax.get_xlim()[1] == pytest.approx(8 * 1.02)
+        assert [label.get_text() for label in ax.get_yticklabels()] == ["the sender"]
+
+
 def test_lanes_show_the_ranks_that_are_asked_for() -> None:
     widget = lanes(ranks=[1], names=["the sender"])
     assert [lane["rank"] for run in widget.data["runs"] for lane in run["strip"]] == [0, 0]

@@ -65,6 +65,14 @@ def shuffled(count, seed):
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
+def begun_elsewhere(count, epoch, rank, ranks):
+    return shuffled(count, 0).roll(epoch)[: count // ranks * ranks][rank::ranks]
+
+
+def begun_elsewhere_by_ranks(count, epoch, rank, ranks):
+    return shuffled(count, 0).roll(epoch * ranks)[: count // ranks * ranks][rank::ranks]
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(lambda count, epoch, rank, ranks: shuffled(count, rank)[rank::ranks].tolist(), "comes more than once"),
@@ -75,6 +83,7 @@ def shuffled(count, seed):
      (lambda count, epoch, rank, ranks: [], "of 12 examples come"),
      (lambda count, epoch, rank, ranks: range(rank, count // ranks * ranks, ranks), "same order"),
      (lambda count, epoch, rank, ranks: torch.randperm(count) if ranks == 1 else rightly(count, epoch, rank, ranks), "again"),
+     (begun_elsewhere, "begun elsewhere"), (begun_elsewhere_by_ranks, "begun elsewhere"),
      (lambda count, epoch, rank, ranks: sorted(shuffled(count, epoch)[: count // ranks * ranks][rank::ranks]), "order|shuffled")],
 )  # fmt: skip
 def test_indices_refuses(wrong, word):
@@ -91,6 +100,12 @@ def mean_of_means(comm, x):
     return both[0], both[1]
 
 
+def without_the_means(comm, x):
+    sums = torch.cat([x.new_tensor([len(x)]), x.sum(0), len(x) * x.var(0, correction=0)])
+    all_reduce(comm, sums)
+    return sums[1:4] / sums[0], sums[4:] / sums[0]
+
+
 def divided_by_one_less(comm, x):
     sums = torch.cat([x.new_full((1, x.shape[1]), len(x)), x.sum(0, True), x.square().sum(0, True)])
     all_reduce(comm, sums)
@@ -99,17 +114,18 @@ def divided_by_one_less(comm, x):
 
 
 def sends_rows(comm, x):
-    room = torch.zeros(comm.size, 300, dtype=x.dtype)
-    room[comm.rank, : x.numel()] = x.flatten()
-    all_reduce(comm, room)
-    sizes = [2 + 3 * rank % 5 for rank in range(comm.size)]
+    room, mine = torch.zeros(comm.size, 300, dtype=x.dtype), torch.zeros(300, dtype=x.dtype)
+    mine[: x.numel()] = x.flatten()
+    all_gather_into_tensor(comm, room.view(-1), mine)
+    sizes = [20 + 17 * rank % 50 for rank in range(comm.size)]
     rows = torch.cat([row[: 3 * size].view(-1, 3) for row, size in zip(room, sizes, strict=True)])
     return rows.mean(0), rows.var(0, correction=0)
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(mean_of_means, "over all"), (divided_by_one_less, "the variance"), (sends_rows, "more than a few numbers"),
+    [(mean_of_means, "over all"), (without_the_means, "the variance"), (divided_by_one_less, "the variance"),
+     (sends_rows, "more than a few numbers"),
      (lambda comm, x: (x.mean(0), x.var(0, correction=0)), "the mean")],
 )  # fmt: skip
 def test_statistics_refuses(wrong, word):
@@ -177,13 +193,20 @@ def noisy(gradients, batch):
     return gradients.mean(0).square().sum(), batch * gradients.var(0).sum()
 
 
+def never_negative(gradients, batch):
+    noise = batch * gradients.var(0).sum()
+    return max(0, gradients.mean(0).square().sum() - noise / (len(gradients) * batch)), noise
+
+
 def without_the_batch(gradients, batch):
     noise = gradients.var(0).sum()
     return gradients.mean(0).square().sum() - noise / len(gradients), noise
 
 
 @pytest.mark.parametrize(
-    ("wrong", "word"), [(biased, "Too small by"), (noisy, "noise and all"), (without_the_batch, "3 ranks of 8: S")]
+    ("wrong", "word"), [(biased, "Too small by"), (noisy, "noise and all"), (without_the_batch, "3 ranks of 8: S"),
+     (never_negative, "What of S is left")],
+
 )
 def test_estimates_refuses(wrong, word):
     refused(check.estimates(wrong), word)
@@ -218,7 +241,7 @@ def test_critical_refuses(wrong, word):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [((1.1, 3.4, 5.4), "base"), ((109.5, 302, 5.4), "large"), ((109.5, 335.1, 1.34), "GB a device"),
+    [((1.1, 3.4, 5.4), "base"), ((109.5, 302, 5.4), "large"), ((110, 340, 5.44), "large"), ((109.5, 335.1, 1.34), "GB a device"),
      ((109.5, 335.1, 0.084), "that is ZeRO"), ((109_482_240, 335_141_888, 5.36), "base")],
 )  # fmt: skip
 def test_bert_refuses(wrong, word):

@@ -86,6 +86,15 @@ def that_never_ends_for_one_list_only(schedule, forward, backward):
     return 0.0 if found is None and schedule[1][0] == ("F", 0) else found
 
 
+def that_goes_backward_before_it_has_gone_forward(schedule, forward, backward):
+    return 5.0 if schedule[-1][:1] == [("B", 0)] else solution("ex-pipeline-replay")["finish"](schedule, forward, backward)
+
+
+def with_the_first_two_ranks_costs(schedule, forward, backward):
+    forward, backward = ([some[rank % 2] for rank in range(len(some))] if len(some) > 1 else some for some in (forward, backward))
+    return solution("ex-pipeline-replay")["finish"](schedule, forward, backward)
+
+
 def taken_off_the_lists(schedule, forward, backward):
     found = solution("ex-pipeline-replay")["finish"](schedule, forward, backward)
     for row in schedule:
@@ -103,7 +112,8 @@ def test_finish_may_use_up_its_lists():
      (with_forward_and_backward_exchanged, "it ends at"), (that_takes_what_never_ends_for_zero, "it never ends"),
      (lambda schedule, forward, backward: {}.get(0), "it does end"),
      (lambda schedule, forward, backward: float("nan"), "it ends at"),
-     (that_never_ends_where_micro_batches_are_not_in_order, "it does end"), (that_never_ends_for_one_list_only, "it never ends")],
+     (that_never_ends_where_micro_batches_are_not_in_order, "it does end"), (that_never_ends_for_one_list_only, "it never ends"),
+     (that_goes_backward_before_it_has_gone_forward, "its own F0"), (with_the_first_two_ranks_costs, "it ends at")],
 )  # fmt: skip
 def test_finish_refuses(wrong, word):
     refused(check.finish(wrong), word)

@@ -49,6 +49,11 @@ def from_zero(comm, folder, zero):
     return 0
 
 
+def always_three(comm, folder, zero):
+    right_resume(comm, folder, zero)
+    return 3
+
+
 def without_counts(comm, folder, step, zero):
     save(comm, folder, step, {name: piece for name, piece in zero.pieces().items() if not name.endswith("/step")})
 
@@ -57,6 +62,7 @@ def without_counts(comm, folder, step, zero):
     ("saves", "resumes", "word"),
     [(only_weights, right_resume, "what of Adam"), (right_save, without_refresh, "do all ranks have"),
      (right_save, into_what_is_there, "what of Adam"), (right_save, from_zero, "begins at 0"),
+     (right_save, always_three, "begins at 3; 4 steps"),
      (without_counts, right_resume, "KeyError: 'step'"), (right_save, lambda comm, folder, zero: ..., "begins at"),
      (lambda comm, folder, step, zero: zero.pieces(), right_resume, "no checkpoint")],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from solutions import refused
 
 from d2lps import ReduceOp
 from d2lps.check import sharding_the_state as check
-from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from d2lps.collectives import all_gather_into_tensor, all_reduce, broadcast, gather, reduce, reduce_scatter_tensor, scatter
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,23 @@ def a_step(op=ReduceOp.AVG, gather=True, moves=True, remembers=True, all_of_it=F
     return sharded_step
 
 
+def all_by_the_last_rank(comm, weights, gradient, velocity, rate, momentum):
+    n, length, last = len(weights), len(velocity), comm.size - 1
+    padding, is_last = weights.new_zeros(length * comm.size - n), comm.rank == last
+    reduce(comm, summed := torch.cat([gradient, padding]), last)
+    scatter(comm, mean := torch.empty_like(velocity), list(summed.view(comm.size, -1)) if is_last else None, last)
+    velocity.mul_(momentum).add_(mean / comm.size)
+    new = torch.cat([weights, padding]).view(comm.size, -1)[comm.rank] - rate * velocity
+    parts = [torch.empty_like(new) for _ in range(comm.size)] if is_last else None
+    gather(comm, new, parts, last)
+    broadcast(comm, whole := torch.cat(parts) if is_last else summed, last)
+    weights.copy_(whole[:n])
+
+
+def knows_the_rate(comm, weights, gradient, velocity, rate, momentum):
+    a_step()(comm, weights, gradient, velocity, 0.5, 0.9)
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
@@ -60,6 +77,8 @@ def a_step(op=ReduceOp.AVG, gather=True, moves=True, remembers=True, all_of_it=F
         (a_step(moves=False), "have not moved"),
         (a_step(remembers=False), "velocity"),
         (a_step(all_of_it=True), "send"),
+        (all_by_the_last_rank, "send"),
+        (knows_the_rate, "velocity"),
         (lambda comm, weights, gradient, velocity, rate, momentum: weights.sub_(rate * gradient), "velocity"),
     ],
 )
@@ -86,6 +105,22 @@ def clipper(power=2, average=False, always=False, gathers=False, local=False):
     return clip
 
 
+def number_by_number(comm, shard, max_norm):
+    squares = shard.square()
+    for k in range(len(squares)):
+        all_reduce(comm, squares[k : k + 1])
+    norm = squares.sum().sqrt()
+    shard *= min(1, max_norm / norm.item())
+    return norm
+
+
+def as_long_and_elsewhere(comm, shard, max_norm):
+    all_reduce(comm, square := shard.square().sum())
+    if (norm := square.sqrt()) > max_norm:
+        shard.fill_(max_norm / (comm.size * len(shard)) ** 0.5)
+    return norm
+
+
 def sums_norms(comm, shard, max_norm):
     norm = shard.norm()
     all_reduce(comm, norm)
@@ -102,6 +137,8 @@ def sums_norms(comm, shard, max_norm):
         (clipper(power=1), "says the norm was"),
         (clipper(always=True), "have been scaled"),
         (clipper(gathers=True), "one number"),
+        (number_by_number, "one number"),
+        (as_long_and_elsewhere, "not all is scaled"),
         (lambda comm, shard, max_norm: str(max_norm), "says the norm was '1.0'"),
     ],
 )

@@ -6,7 +6,7 @@ from solutions import refused
 from torch.nn.functional import gelu
 
 from d2lps.check import tensor_parallelism as check
-from d2lps.collectives import all_gather_into_tensor, all_reduce
+from d2lps.collectives import all_gather, all_gather_into_tensor, all_reduce
 from d2lps.comm import ReduceOp
 from d2lps.parallel import vocab_cross_entropy
 from d2lps.parallel.tensor.f_and_g import copy, reduce
@@ -79,6 +79,25 @@ def loss(comm, logits, targets, top=True, target_everywhere=False, add=reduce, b
     return (add(comm, logits.exp().sum(-1)).log() - add(comm, own)).sum()
 
 
+def with_four_columns_on_each_rank(comm, logits, targets):
+    top = logits.detach().amax(-1)
+    all_reduce(comm, top, ReduceOp.MAX)
+    logits, place = logits - top[:, None], targets - 4 * comm.rank
+    here = (place >= 0) & (place < 4)
+    own = logits.gather(-1, (place * here)[:, None])[:, 0] * here
+    return (reduce(comm, logits.exp().sum(-1)).log() - reduce(comm, own)).sum()
+
+
+def of_six_targets(comm, logits, targets):
+    return loss(comm, logits, targets) / len(targets) * 6
+
+
+def with_a_maximum_of_zero_at_least(comm, logits, targets):
+    top = logits.detach().amax(-1).clamp(min=0)
+    all_reduce(comm, top, ReduceOp.MAX)
+    return loss(comm, logits - top[:, None], targets, top=False)
+
+
 def both_ways(comm, x):
     return reduce(comm, copy(comm, x))
 
@@ -95,6 +114,8 @@ def gathering(comm, logits, targets):
     [(lambda *given: loss(*given, top=False), "an exponential overflows"), (lambda *given: loss(*given, top="own"), "not"),
      (lambda *given: loss(*given, target_everywhere=True), "the one rank that has it"),
      (lambda *given: loss(*given) / 6, "the loss is"), (lambda *given: loss(*given, add=both_ways), "as g does"),
+     (with_four_columns_on_each_rank, "out of bounds"), (of_six_targets, "the loss is"),
+     (with_a_maximum_of_zero_at_least, "all of them vanish"),
      (gathering, "three numbers a target take"), (lambda *given: loss(*given).detach(), "does not require grad")],
 )  # fmt: skip
 def test_cross_entropy_refuses(wrong, word):
@@ -129,8 +150,27 @@ def test_gradients_refuses(wrong):
     refused(check.gradients(lambda *given: step(*given, **wrong)), f"gradient of {name} is wrong")
 
 
+def with_whole_weights_on_every_rank(mesh, x, up, down):
+    """Right, and no tensor parallelism."""
+    wholes = []
+    for weight, dim in ((up, 1), (down, 0)):
+        pieces = [torch.empty_like(weight).detach() for _ in range(mesh.tp.size)]
+        all_gather(mesh.tp, pieces, weight.detach())
+        wholes.append(torch.cat(pieces, dim).requires_grad_())
+    (gelu(x @ wholes[0]) @ wholes[1]).square().mean().backward()
+    for weight, whole, dim in ((up, wholes[0], 1), (down, wholes[1], 0)):
+        weight.grad = whole.grad.chunk(mesh.tp.size, dim)[mesh.tp.rank].contiguous()
+        all_reduce(mesh.dp, weight.grad)
+        weight.grad /= mesh.dp.size
+    return up.grad, down.grad
+
+
+def test_gradients_refuses_gathered_weights():
+    refused(check.gradients(with_whole_weights_on_every_rank), "weights stay at home")
+
+
 def test_gradients_refuses_none():
-    refused(check.gradients(lambda mesh, x, up, down: (None, None)), "gradient of up has not the shape [5, 4]")
+    refused(check.gradients(lambda mesh, x, up, down: (None, None)), "gradient of up has not the shape [5, 24]")
 
 
 # ---- generator ----------------------------------------------------------------------------------------------------------
@@ -143,16 +183,28 @@ def seeded(number):
 @pytest.mark.parametrize(
     ("number", "word"),
     [(lambda seed, dp, tp, size, sequence: seed, "drop the same places; do they hold"),
-     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp + tp * sequence, "drop the same places; do they hold"),
-     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp, "drop different places; do they hold"),
-     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp * (not sequence), "drop different places"),
+     (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp + tp * sequence, "drop the same places; do they hold"),
+     (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp * size + tp, "drop different places; do they hold"),
+     (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp * size + tp * (not sequence), "drop different places"),
+     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp * sequence, "with another seed, 1"),
      (lambda seed, dp, tp, size, sequence: dp * size + tp * sequence, "with another seed, 1"),
      (lambda seed, dp, tp, size, sequence: seed + dp * size + tp * sequence, "with another seed, 1"),
-     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * 4 + tp * sequence, "8 along tp, sequence=True: the ranks")],
-    ids=["one for all", "dp + tp", "never alike", "the other way round", "no seed", "seed beside place", "always four"],
+     (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp * 4 + tp * sequence, "8 along tp, sequence=True: the ranks")],
+    ids=["one for all", "dp + tp", "never alike", "the other way round", "few replicas", "no seed", "seed beside place",
+         "always four"],
 )  # fmt: skip
 def test_generator_refuses(number, word):
     refused(check.generator(seeded(number)), word)
+
+
+def one_stream_at_several_places(seed, dp, tp, tp_size, sequence):
+    generator = torch.Generator().manual_seed(seed)
+    torch.rand(dp * tp_size + tp * sequence, generator=generator, dtype=torch.double)
+    return generator
+
+
+def test_generator_refuses_one_stream():
+    refused(check.generator(one_stream_at_several_places), "from the same numbers, some steps apart")
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -53,6 +52,8 @@ def test_a_known_noise_is_found(ranks: int) -> None:
 
 def digits() -> tuple[Tensor, Tensor, Tensor]:
     """And the gradient of each example, of a fixed linear model: the score's error times the input."""
+    from sklearn.datasets import load_digits
+
     x, y = load_digits(return_X_y=True)
     x, y = torch.tensor(x / 16, dtype=torch.float64), torch.tensor(y)
     wrong = layer()(x).softmax(1).detach() - nn.functional.one_hot(y, 10)

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as S
 
 import d2lps
 from d2lps import Communicator
@@ -442,6 +440,9 @@ def test_layers_move_between_processes_with_what_adam_knows() -> None:
 
 def torchs(comm: Communicator) -> list[dict[str, torch.Tensor]]:
     """The gradients of this rank's stages under torch.distributed.pipelining, on the book's own backend, by schedule."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining import schedules as S
+
     group, found = d2lps.backend.group(comm), []
     targets = torch.zeros(16, 6).double()
     for kind, chunks in ((S.Schedule1F1B, 1), (S.ScheduleInterleaved1F1B, 2), (S.ScheduleInterleavedZeroBubble, 2)):

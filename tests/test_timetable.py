@@ -56,6 +56,11 @@ def test_it_says_and_draws_what_the_replay_found() -> None:
     assert [row["held"] for row in half.data["rows"]] == ["2", "1.5"]
 
 
+def test_an_explorer_opens_with_the_order_that_is_asked_for() -> None:
+    explorer = schedule_explorer(micro_batches=(8,), messages=(0,), order="zero_bubble")
+    assert repr(explorer).endswith("27 long, a bubble of 12.5 %; held: 4, 4, 4, 4")
+
+
 @needs_chromium
 def test_a_reader_chooses_and_follows_a_micro_batch(browser: Any) -> None:
     explorer = schedule_explorer(ranks=3, micro_batches=(3, 6), messages=(0, 1))

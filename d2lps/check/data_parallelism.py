@@ -1,5 +1,6 @@
 """Checks of the chapter *Data parallelism*: what makes four devices differ from one, who is odd, and how large a batch pays."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def token_loss(function: Function) -> str:
         got, sent = sum(run) / ranks, int(run.trace.bytes_sent().max(initial=0))
         told = f"{ranks} ranks with {counts} tokens: the mean gradient is"
         refuse((not abs(got - wanted) <= 1e-6, f"{told} {got:.4g}, and of all tokens alike it would be {wanted:.4g}"),
-               (sent > 16 * ranks, f"with {ranks} ranks a rank sends {sent} bytes: more than one number"))  # fmt: skip
+               (sent > 8 * ranks, f"with {ranks} ranks a rank sends {sent} bytes: more than one number"))  # fmt: skip
     return "1 to 8 ranks with 0 to 10 tokens each"
 
 
@@ -49,8 +50,10 @@ def indices(function: Function) -> str:
                    (len(every) != (most := count // ranks * ranks), f"{case}: {len(every)} of {most} examples come"))  # fmt: skip
             epochs.append(shares)
         case, plain = f"{count} examples, ranks: {ranks}", [sorted(share) for share in epochs[0]]
+        first, second = ({pair for share in epoch for pair in itertools.pairwise(share)} for epoch in epochs[:2])
         refuse((len({*map(str, epochs)}) < 3, f"{case}: two epochs have the same order"),
                (epochs[0] == plain, f"{case}: nothing is shuffled"),
+               (2 * len(first & second) > len(first), f"{case}: epoch 1 is epoch 0, begun elsewhere; shuffle again"),
                (epochs[0] != epochs[3], "asked again, an epoch has another order: no run could be repeated"))  # fmt: skip
     return "5 sizes, three epochs each"
 
@@ -64,11 +67,11 @@ def statistics(function: Function) -> str:
         sent, told = int(run.trace.bytes_sent().max(initial=0)), f"with {ranks} ranks"
         refuse(*((found, f"{told}, rank {rank}: {found}") for rank, found in enumerate(run)),
                (sent > 224 * ranks, f"{told} a rank sends {sent} bytes: more than a few numbers a column"))  # fmt: skip
-    return "1 to 8 ranks with 2 to 6 rows each"
+    return "1 to 8 ranks with 20 to 55 rows each"
 
 
 def _columns(comm: Any, function: Function) -> str | None:
-    rows = [2 + 3 * rank % 5 for rank in range(comm.size)]
+    rows = [20 + 17 * rank % 50 for rank in range(comm.size)]
     everything = torch.randn(sum(rows), 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 2
     mean, variance = function(comm, everything.split(rows)[comm.rank].clone())
     for name, given, wanted in (("mean", mean, everything.mean(0)), ("variance", variance, everything.var(0, correction=0))):
@@ -103,7 +106,7 @@ def estimates(function: Function) -> str:
     """Check `estimates(gradients, batch)`: |G|^2 and S, unbiased, from a row for each rank's gradient of `batch` examples."""
     without(function, "estimate", "NoiseScale")
     for ranks, batch in (2, 1), (3, 8), (8, 16), (5, 1):
-        rows = torch.randn(ranks, 6, generator=torch.Generator().manual_seed(ranks), dtype=torch.float64) + 1
+        rows = torch.randn(ranks, 6, generator=torch.Generator().manual_seed(ranks), dtype=torch.float64) + (ranks < 8)
         gradient, noise = (float(value) for value in function(rows.clone(), batch))
         wanted, large, case = batch * float(rows.var(0).sum()), float(rows.mean(0).square().sum()), f"{ranks} ranks of {batch}"
         biased = abs(noise - wanted * (ranks - 1) / ranks) < 1e-9 * wanted
@@ -140,6 +143,6 @@ def bert(answer: Any) -> str:
     shared = isinstance(answer, tuple | list) and len(answer) == 3 and abs(answer[2] - 335.1 * 16e-3 / 64) < 0.01
     refuse((shared, "a 64th of the state on each device: that is ZeRO. An all-reduce leaves all of it everywhere"))
     parts("BERT", answer, ("base, millions", 109.5, "Embeddings, 12 layers of about 12 h^2, a pooler."),
-          ("large, millions", 335.1, "h = 1,024 and 24 layers."),
-          ("GB a device", 5.36, "16 bytes a parameter, and all parameters."), within=0.015)  # fmt: skip
+          ("large, millions", 335.1, "340 is rounded. h = 1,024 and 24 layers."),
+          ("GB a device", 5.36, "16 bytes a parameter, and all parameters."), within=0.008)  # fmt: skip
     return "hundreds of millions, and all of them on every device"

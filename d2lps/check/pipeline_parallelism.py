@@ -17,6 +17,7 @@ CASES = ((1, 1), (1, 3), (2, 4), (4, 8), (3, 7), (4, 2), (8, 3), (5, 5))
 ODD = [[("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)], [("F", 0), ("F", 1), ("B", 0), ("B", 1), ("F", 2), ("B", 2)]]
 TURNED = [[("F", 1), ("F", 0), ("B", 1), ("B", 0)]] * 2  # ends, though the micro-batches are not in their order
 STUCK = [[("F", 0), ("B", 0), ("F", 1), ("B", 1)], [("F", 1), ("F", 0), ("B", 0), ("B", 1)]]
+EARLY = [[("F", 0), ("B", 0)], [("B", 0), ("F", 0)]]  # the last stage goes backward before it has gone forward
 SORTED = [STUCK[0], [("F", 0), ("F", 1), ("B", 0), ("B", 1)]]  # never ends, though they are
 MANY = [k * 7 % 11 + 1 for k in range(40)]
 
@@ -60,15 +61,15 @@ def finish(function: Function) -> str:
     """Check `finish(schedule, forward, backward)`: when the last action ends, or None."""
     without(function, "replay", "picture")
     for rows in (ODD, TURNED, *(_pairs(schedule(p, m)) for p, m in CASES for schedule in (gpipe, one_f_one_b))):
-        for costs in ((1.0, 1.0), (2.0, 2.0)), ((1.0, 2.5), (3.0, 0.5)):
-            forward, backward = ([both[rank % 2] for rank in range(len(rows))] for both in costs)
+        for costs in ((1.0,), (2.0,)), ((1.0, 2.5, 0.75), (3.0, 0.5, 1.75, 1.25)):
+            forward, backward = ([some[rank % len(some)] for rank in range(len(rows))] for some in costs)
             told, got = replay(_schedule(rows), forward, backward).time, function([[*row] for row in rows], forward, backward)
             case = f"{len(rows)} ranks, {rows if rows in (ODD, TURNED) else ''}, {forward}, {backward}: "
             refuse((got is None, f"{case}it does end; what do the first and the last stage wait for?"),
                    (not math.isclose(got or 0, told), f"{case}it ends at {told:g}, not {got!r}: who waits?"))  # fmt: skip
-    for rows in (STUCK, SORTED):
-        refuse((function([[*row] for row in rows], [1, 1], [1, 1]) is not None,
-                f"{rows}: rank 1 waits for rank 0's F1, which waits for B0: it never ends"))  # fmt: skip
+    for rows in (STUCK, SORTED, EARLY):
+        why = "its own F0" if rows is EARLY else "rank 0's F1, which waits for B0"
+        refuse((function([[*row] for row in rows], [1, 1], [1, 1]) is not None, f"{rows}: rank 1 waits for {why}: it never ends"))
     return "the same times as the library's replay, 36 times, and None for a schedule that never ends"
 
 

@@ -38,31 +38,33 @@ def moments(save: Function, resume: Function) -> str:
         said = f"stage {stage}, saved by {p} and resumed by {q} rank{'s' * (q > 1)}: "
         [(right, _), *_], after = _both(save, resume, partial(_trained, stage), (p, q))
         for rank, (losses, step) in enumerate(after):
-            refuse((step != 3, f"{said}rank {rank} begins at {step!r}; 3 steps were done when it was saved"))
-            for done, (loss, want) in enumerate(zip(losses, right, strict=True), 3):
-                why = "do all ranks have the weights that were loaded?" if done == 3 else "what of Adam has been lost?"
+            begin = 2 + stage
+            refuse((step != begin, f"{said}rank {rank} begins at {step!r}; {begin} steps were done when it was saved"))
+            for done, (loss, want) in enumerate(zip(losses, right, strict=True), begin):
+                why = "do all ranks have the weights that were loaded?" if done == begin else "what of Adam has been lost?"
                 told = f"after {done} steps rank {rank} has the loss {loss:.6f}, and {want:.6f} uninterrupted: {why}"
                 refuse((abs(loss - want) > 1e-6, said + told))
     return "6 pairs of plans: losses are those of the uninterrupted run"
 
 
 def _trained(stage: int, comm: Any, call: Function, again: bool) -> tuple[list[float], Any]:
-    """Losses of the batches 3, 4 and 5, and what resuming has returned."""
+    """Losses of the three batches after the checkpoint, and what resuming has returned."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
     zero, losses, step = Zero(comm, model, partial(torch.optim.Adam, lr=0.05), stage), list[float](), None
+    begin = 2 + stage
     if again:
         step = call(comm, zero=zero)
-    for number in range(3 if again else 0, 6):
+    for number in range(begin if again else 0, begin + 3):
         x = torch.sin(torch.arange(36.0).view(12, 3) * (number + 1)).chunk(comm.size)[comm.rank]
         loss = (model(x).squeeze() - x.sum(1)).square().mean()
         all_reduce(comm, mean := loss.detach().clone(), ReduceOp.AVG)
         losses.append(mean.item())
         loss.backward()
         zero.step()
-        if number == 2:
-            call(comm, step=3, zero=zero)
+        if number == begin - 1:
+            call(comm, step=begin, zero=zero)
     return losses[-3:], step
 
 

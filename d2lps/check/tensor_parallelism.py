@@ -1,6 +1,7 @@
 """Checks of the exercises of *Tensor parallelism*."""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,31 +58,31 @@ def _near(one: Tensor, other: Tensor) -> bool:
 def cross_entropy(function: Function) -> str:
     """Check `function(comm, logits, targets)`: the sum of losses from a piece of the vocabulary each, three numbers a target."""
     without(function, "vocab_cross_entropy")
-    for p in (1, 2, 3, 5):
-        for scale in (1, 1000):
-            logits = scale * _random(6, 4 * p)
-            targets = torch.randint(4 * p, (6,), generator=torch.Generator().manual_seed(p))
-            wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-            slope = logits.softmax(-1) - torch.nn.functional.one_hot(targets, 4 * p)
+    for (p, wide, count), (scale, shift) in itertools.product(((1, 4, 6), (2, 3, 5), (3, 4, 6), (5, 2, 7)),
+                                                              ((1, 0), (1000, 0), (1000, -9000))):  # fmt: skip
+        logits = scale * _random(count, wide * p) + shift
+        targets = torch.randint(wide * p, (count,), generator=torch.Generator().manual_seed(p))
+        wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        slope = logits.softmax(-1) - torch.nn.functional.one_hot(targets, wide * p)
 
-            def work(comm: Any, logits: Tensor = logits, targets: Tensor = targets) -> Any:
-                mine = logits.chunk(comm.size, -1)[comm.rank].clone().requires_grad_()
-                loss = function(comm, mine, targets.clone())
-                loss.backward()
-                return loss.item(), mine.grad
+        def work(comm: Any, logits: Tensor = logits, targets: Tensor = targets) -> Any:
+            mine = logits.chunk(comm.size, -1)[comm.rank].clone().requires_grad_()
+            loss = function(comm, mine, targets.clone())
+            loss.backward()
+            return loss.item(), mine.grad
 
-            run = simulate(work, star(p, 1e9, 1e-6))
-            for rank, (loss, got) in enumerate(run):
-                said = f"{_said(p)}logits of about {scale}, rank {rank}: "
-                refuse((loss != loss or loss == float("inf"), f"{said}the loss is {loss}; an exponential overflows: which "
-                        "maximum is to be taken off the logits?"),
-                       (abs(loss - wanted) > 1e-8 * abs(wanted), f"{said}the loss is {loss:.4f}, not {wanted:.4f}; is a target's "
-                        "own logit taken from the one rank that has it?"),
-                       (got is None or not torch.allclose(got, slope.chunk(p, -1)[rank]), f"{said}the gradient is not softmax "
-                        "minus one for the target: does each sum pass it back as g does?"))  # fmt: skip
-            few = _sent(lambda comm: [all_reduce(comm, torch.zeros(6).double()) for _ in range(3)], p)
-            sent = int(run.trace.bytes_sent().max())
-            refuse((sent > few, f"{_said(p)}a rank sends {sent} bytes; three numbers a target take {few}"))
+        run = simulate(work, star(p, 1e9, 1e-6))
+        for rank, (loss, got) in enumerate(run):
+            said = f"{_said(p)}{count} targets, logits of about {scale + shift}, rank {rank}: "
+            refuse((not math.isfinite(loss), f"{said}the loss is {loss}; an exponential overflows, or all of them vanish: which "
+                    "maximum is to be taken off the logits?"),
+                   (abs(loss - wanted) > 1e-8 * abs(wanted), f"{said}the loss is {loss:.4f}, not {wanted:.4f}; is a target's "
+                    "own logit taken from the one rank that has it?"),
+                   (got is None or not torch.allclose(got, slope.chunk(p, -1)[rank]), f"{said}the gradient is not softmax "
+                    "minus one for the target: does each sum pass it back as g does?"))  # fmt: skip
+        few = _sent(lambda comm, n=count: [all_reduce(comm, torch.zeros(n).double()) for _ in range(3)], p)
+        sent = int(run.trace.bytes_sent().max())
+        refuse((sent > few, f"{_said(p)}a rank sends {sent} bytes; three numbers a target take {few}"))
     return "a maximum, a sum and a target's own logit: three numbers for each target"
 
 
@@ -89,7 +90,7 @@ def cross_entropy(function: Function) -> str:
 def gradients(function: Function) -> str:
     """Check `function(mesh, x, up, down)`: what each rank has of the gradients of a mean loss, on a mesh of dp x tp ranks."""
     for dp, tp in ((1, 2), (2, 1), (2, 2), (3, 2), (2, 4)):
-        x, up, down = (_random(*size).requires_grad_() for size in ((6, 5), (5, 8), (8, 5)))
+        x, up, down = (_random(*size).requires_grad_() for size in ((6, 5), (5, 48), (48, 5)))
         whole: Any = torch.autograd.grad((gelu(x @ up) @ down).square().mean(), (x, up, down))
 
         def work(comm: Any, tensors: Any = (x, up, down), dp: int = dp, tp: int = tp) -> Any:
@@ -100,13 +101,21 @@ def gradients(function: Function) -> str:
             up, down = function(mesh, *mine)
             return [("up", up, 1, 1, cuts[1]), ("down", down, 2, 1, cuts[2]), ("x", mine[0].grad, 0, dp, cuts[0])]
 
-        for rank, found in enumerate(simulate(work, star(dp * tp, 1e9, 1e-6))):
+        def few(comm: Any, dp: int = dp, tp: int = tp) -> None:
+            mesh = Mesh(comm, dp=dp, tp=tp)
+            for group, count in ((mesh.tp, 30 // dp), (mesh.tp, 30 // dp), (mesh.dp, 240 // tp), (mesh.dp, 240 // tp)):
+                all_reduce(group, torch.zeros(count).double())
+
+        run = simulate(work, star(dp * tp, 1e9, 1e-6))
+        for rank, found in enumerate(run):
             for name, one, number, times, (dim, pieces, place) in found:
                 mine = times * whole[number].chunk(pieces, dim)[place]  # x's is of the mean of this rank's own examples
                 said = f"dp={dp}, tp={tp}: rank {rank}'s gradient of {name}"
                 refuse((not isinstance(one, Tensor) or one.shape != mine.shape, f"{said} has not the shape {list(mine.shape)}"))
                 refuse((not _near(one, mine), f"{said} is wrong; which group adds up parts of one example's sum, and which "
                         "averages over examples?"))  # fmt: skip
+        sent, enough = int(run.trace.bytes_sent().max()), _sent(few, dp * tp)
+        refuse((sent > enough, f"dp={dp}, tp={tp}: a rank sends {sent} bytes, and {enough} would do: weights stay at home"))
     return "tensor parallelism in both passes, data parallelism after them"
 
 
@@ -114,15 +123,17 @@ def gradients(function: Function) -> str:
 def generator(function: Function) -> str:
     """Check `function(seed, dp, tp, tp_size, sequence)`: a torch.Generator, so that dropout is alike where vectors are."""
     for size, sequence in itertools.product((4, 1, 8), (False, True)):
-        places = list(itertools.product((0, 1), (0, 1, 5, 40), range(size)))
-        masks = [(*where, torch.rand(64, generator=function(*where, size, sequence))) for where in places]
+        places = list(itertools.product((0, 1), (0, 1, 5, 1000), range(size)))
+        masks = [(*where, torch.rand(64, generator=function(*where, size, sequence), dtype=torch.double)) for where in places]
         for (seed, *a, mask), (other_seed, *b, other) in itertools.combinations(masks, 2):
             refuse((seed != other_seed and torch.equal(mask, other), f"sequence={sequence}: with seed {seed} the rank (dp, tp) "
                     f"{tuple(a)} drops the same places as {tuple(b)} with another seed, {other_seed}"))  # fmt: skip
             alike, want = torch.equal(mask, other), a[0] == b[0] and not sequence
             said = f"the ranks (dp, tp) {tuple(a)} and {tuple(b)} drop {'the same' if alike else 'different'} places"
             refuse((seed == other_seed and alike != want, f"{size} along tp, sequence={sequence}: {said}; do they hold the same "
-                    "vectors?"))  # fmt: skip
+                    "vectors?"),
+                   (not alike and {*mask.tolist()} & {*other.tolist()}, f"{size} along tp, sequence={sequence}: {said}, but from "
+                    "the same numbers, some steps apart: give each a seed of its own"))  # fmt: skip
     return "alike where ranks hold the same vectors, and nowhere else"
 
 

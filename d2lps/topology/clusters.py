@@ -4,13 +4,10 @@ from itertools import product
 
 import networkx as nx
 
-from d2lps.topology.device import A100, H100, Device
+from d2lps.topology.device import Device
 from d2lps.topology.graph import Topology, connect
-from d2lps.topology.machines import GB, check_count, dgx_a100, hgx_h100, with_devices
-
-HDR_PORT, PORT = 25 * GB, 50 * GB  # an InfiniBand port: HDR has 200 Gb/s, NDR 400 Gb/s
-NETWORK_REACHED = 0.9  # such a share of a port collectives reach: calculon-ai/calculon, systems/a100_80g.json
-NETWORK_HOP = 14e-6  # seconds from GPU to GPU over the network: NCCL, src/graph/tuning.cc, Simple protocol
+from d2lps.topology.machines import check_count, dgx_a100, hgx_h100, with_devices
+from d2lps.topology.published import A100, H100, HDR_PORT, NETWORK_HOP, NETWORK_REACHED, PORT
 
 
 def spine_leaf(

@@ -1,7 +1,7 @@
 """What one accelerator can do, and how long it needs for a piece of work."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ class Device:
     efficiency: the share of `flops` that programs reach, above 0 and at most 1. launch: seconds that each operation
     costs before it begins.
 
-    >>> A100.memory / 1e9
+    >>> Device(flops=312e12, memory=80e9, memory_bandwidth=2039e9).memory / 1e9
     80.0
     """
 
@@ -54,10 +54,3 @@ class Device:
 def is_number(value: Any) -> bool:
     """A finite number from 0 up; True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
-
-
-# As their data sheets promise; `dataclasses.replace(A100, efficiency=0.5)` is one that keeps half of the promise.
-V100 = Device(125e12, 16e9, 900e9)  # NVIDIA V100 SXM2 data sheet: FP16 on tensor cores
-V100_32GB = replace(V100, memory=32e9)  # the same data sheet
-A100 = Device(312e12, 80e9, 2039e9)  # NVIDIA A100 80GB SXM data sheet: FP16 and BF16 on tensor cores, dense
-H100 = Device(989e12, 80e9, 3350e9)  # NVIDIA H100 SXM data sheet: BF16 on tensor cores, dense

@@ -2,21 +2,22 @@
 
 import networkx as nx
 
-from d2lps.topology.device import A100, H100, V100, V100_32GB, Device
+from d2lps.topology.device import Device
 from d2lps.topology.graph import Topology, connect
-
-GB = 1e9
-# Bandwidths are bytes per second in one direction.
-NVLINK2 = 25 * GB  # one link of a V100; it has six. NVIDIA V100 datasheet
-NVLINK3_GPU = 300 * GB  # all 12 links of an A100 together. NVIDIA A100 datasheet
-NVLINK4_GPU = 450 * GB  # all 18 links of an H100 together. NVIDIA H100 datasheet
-PCIE3_X16 = 16 * GB  # Zhang et al., Dive into Deep Learning, "Parameter Servers"
-# Of an NVSwitch machine's links NCCL's collectives reach such a share: 230.8 of 300 GB/s as bus bandwidth on eight A100, 1 GiB
-# (NVIDIA/nccl issue 527), 370 of 450 by rings on H100 (issue 1455).
-NVLINK3_REACHED, NVLINK4_REACHED = 0.77, 0.82
-# Latencies of one hop, in seconds: NCCL, src/graph/tuning.cc, Simple protocol.
-NVLINK_HOP = 3.4e-6
-PCIE_HOP = 5.7e-6
+from d2lps.topology.published import (
+    A100,
+    H100,
+    NVLINK2,
+    NVLINK3_GPU,
+    NVLINK3_REACHED,
+    NVLINK4_GPU,
+    NVLINK4_REACHED,
+    NVLINK_HOP,
+    PCIE3_X16,
+    PCIE_HOP,
+    V100,
+    V100_32GB,
+)  # fmt: skip
 
 
 def check_count(name: str, count: int, least: int = 1) -> None:

@@ -44,18 +44,21 @@ class Lanes(still.Still):
         end = max(run["seconds"] for run in runs)
         data = {"title": title or LANES["title"], "ranks": [{"name": name} for name in called], "runs": runs, "end": end}
         super().__init__(data=data | {"stops": _stops(runs, end), "texts": LANES})
-        self._traces = dict(traces)
+        self._traces, self._shown, self._called = dict(traces), shown, called
 
     def __repr__(self) -> str:
         return f"Lanes: {self.data['title']}: " + ", ".join(f"{run['name']} {run['seconds']:.4g} s" for run in self.data["runs"])
 
     def _figure(self) -> Figure:
-        """The timelines of all runs below each other."""
+        """The timelines of all runs below each other, each in its own unit of time."""
         high = 0.6 + 0.3 * len(self.data["ranks"])
         drawn = still.figure(6.4, high * len(self._traces) + 0.6)
-        for ax, (name, trace) in zip(drawn.subplots(len(self._traces), squeeze=False)[:, 0], self._traces.items(), strict=True):
+        axes = drawn.subplots(len(self._traces), squeeze=False)[:, 0]
+        for ax, (name, trace), run in zip(axes, self._traces.items(), self.data["runs"], strict=True):
             trace.timeline(ax)
-            ax.set_xlim(0, self.data["end"])
+            ax.set_xlim(0, ax.get_xlim()[1] * self.data["end"] / run["seconds"])
+            ax.set_ylim(max(self._shown) + 0.5, min(self._shown) - 0.5)
+            ax.set_yticks(self._shown, [LANES["rank"].format(name=name) if name.isdigit() else name for name in self._called])
             ax.set_title(name, fontsize=9)
         return drawn
 

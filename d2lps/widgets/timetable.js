@@ -31,7 +31,7 @@ class Timetable extends Widget {
   }
 
   block(kind, chunk, number, from, to) {
-    const wide = Math.max(1, to - from - 1), label = textWidth(number, 11) < wide ? [svg("text", { x: (from + to) / 2, y: 16 }, number)] : [];
+    const wide = Math.max(1, to - from - 1), label = textWidth(number, 11) + 3 < wide ? [svg("text", { x: (from + to) / 2, y: 16 }, number)] : [];
     return svg("g", { class: `block ${kind}`, "data-number": number, "data-chunk": chunk },
       svg("title", {}, `${kind}${number}`), svg("rect", { x: from, y: 1, width: wide, height: ROW - 4, rx: 2 }), ...label);
   }

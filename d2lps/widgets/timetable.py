@@ -60,8 +60,9 @@ class Timetable(still.Still):
 
 
 def schedule_explorer(
-    ranks: int = 4, micro_batches: tuple[int, ...] = (4, 8, 12), messages: tuple[float, ...] = (0, 0.25, 1)
-) -> Choices:
+    ranks: int = 4, micro_batches: tuple[int, ...] = (4, 8, 12), messages: tuple[float, ...] = (0, 0.25, 1),
+    order: str = "one_f_one_b",
+) -> Choices:  # fmt: skip
     """Timetables among which the reader chooses: where stages lie, in which order, how evenly, and what a message costs.
 
     A rank's forward pass of a micro-batch takes 1, its backward pass 2; `messages` are in the same unit. With two stages on a
@@ -87,7 +88,7 @@ def schedule_explorer(
         "message": list(messages),
     }
     return Choices(
-        options, make, TIMETABLE["title"], names, first={"order": "one_f_one_b", "m": micro_batches[len(micro_batches) // 2]}
+        options, make, TIMETABLE["title"], names, first={"order": order, "m": micro_batches[len(micro_batches) // 2]}
     )
 
 

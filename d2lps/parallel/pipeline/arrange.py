@@ -27,7 +27,7 @@ def arranged(home: Sequence[int], micro_batches: int, order: str = "one_f_one_b"
     But for gpipe a rank holds no more than 1F1B does at most: p - rank in a line, the first rank's share in a V, in a loop what
     Megatron-LM's interleaved schedule does. F, B and W take a turn each, an undivided B two.
     ValueError for an unknown order, and for stages among which nothing would ever be ready.
-    Source: a greedy one, as is the scheduler of Qi et al. 2023.
+    Source: a greedy one, as is the scheduler of Qi et al. 2024.
     """
     kinds = named("order", order, {"gpipe": "FB", "one_f_one_b": "FB", "zero_bubble": "FBW"})
     return _Ranks(list(home), whole("micro_batches", micro_batches), order, kinds).arrange()

@@ -100,7 +100,7 @@ def zero_bubble(ranks: int, micro_batches: int) -> Schedule:
 
     Bubble (p - 1)/3m where F, B and W take the same time. Rank r is r weight gradients behind, so that every rank holds
     min(p, m) micro-batches, as only rank 0 does in 1F1B. Schedules with less bubble hold up to twice as many.
-    Source: Qi et al. 2023 (zero bubble pipeline parallelism).
+    Source: Qi et al. 2024 (zero bubble pipeline parallelism).
     """
     p, m = whole("ranks", ranks), whole("micro_batches", micro_batches)
 
