@@ -25,7 +25,7 @@ from d2lps.topology import A100, star
 FLAT = Transformer(layers=4, hidden=32, heads=4, vocab=96, sequence=16)
 GATED = replace(FLAT, kv_heads=2, gated=True, tied=True, ffn=24)
 MIXED = replace(FLAT, experts=4, top_k=2, capacity=float("inf"))
-MODELS = {"flat": FLAT, "gated": GATED, "experts": MIXED, "ffn": replace(FLAT, ffn=40), "one head of keys": replace(GATED, kv_heads=1)}
+MODELS = {"flat": FLAT, "gated": GATED, "experts": MIXED, "ffn": replace(FLAT, ffn=40), "one kv head": replace(GATED, kv_heads=1)}
 BATCH = 8
 plan = partial(Plan, precision="fp32")
 adam = partial(torch.optim.Adam, lr=1e-3)

@@ -44,8 +44,10 @@ class Clock:
         self.take(waits * (self.cp - 1), "cp")
 
     def start(self, axis: str, collective: str, nbytes: float) -> Going:
-        self.going.append(Going(axis, self.prices(axis, collective, nbytes)))
-        return self.going[-1]
+        started = Going(axis, self.prices(axis, collective, nbytes))
+        if started.left > 0:  # a group of one rank has nothing to send
+            self.going.append(started)
+        return started
 
     def wait(self, started: Going | None) -> None:
         while started is not None and started in self.going:
