@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ class ProcessGroupCommunicator(Communicator):
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. For that of a function that has ended, the barrier behind which all are done.
         self._engines: dict[Any, Any] = {}
+        self._family: WeakSet[ProcessGroupCommunicator] = WeakSet()  # this one, and all that were made from it
+        self._family.add(self)
         self._stores: list[Any] = []  # connections to the store that no started function uses just now
 
     # ---- messages -------------------------------------------------------------------------------------------------
@@ -103,6 +106,7 @@ class ProcessGroupCommunicator(Communicator):
         store = dist.PrefixStore(f"engine of {self.name}", self._store)
         self.group = connect(self.backend, store, self.rank, self.size, self.timeout)
         self._engines[self.group] = None
+        self._family.add(self)
 
     def disconnect(self) -> None:
         """Let go of the engine as soon as all ranks do."""
@@ -111,6 +115,12 @@ class ProcessGroupCommunicator(Communicator):
         for engine, left in list(self._engines.items()):
             if left is not None and left.is_completed():
                 self._engines.pop(engine, None)  # unless another thread has let go of it
+
+    def leave(self) -> None:
+        """Let go of every engine, whoever still has a communicator: ranks that wait for this one learn that it is gone."""
+        for comm in list(self._family):
+            comm.group = None
+        self._engines.clear()
 
 
 def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: float) -> Any:

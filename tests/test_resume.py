@@ -104,6 +104,7 @@ def test_another_run_is_refused_before_anything_changes(tmp_path):
     plan = exact(dp=2)
     simulated(refused, plan, DEEP, "model was .*'layers': 2.* and is .*'layers': 4")
     simulated(partial(refused, batch=4), plan, FLAT, "batch was 8, and is 4 here")
+    simulated(partial(refused, optimizer=partial(torch.optim.SGD, lr=0.1)), plan, FLAT, "optimizer was AdamW, and is SGD here")
     simulated(partial(refused, seed=1), plan, FLAT, "seed was 0, and is 1 here")
     narrow = partial(refused, plan=replace(plan, precision="fp32"))
     simulated(narrow, plan, FLAT, r"is float64\[96, 16\] in it, and float32\[96, 16\]")

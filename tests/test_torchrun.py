@@ -108,6 +108,22 @@ def hang(comm):
         comm.recv(torch.zeros(2), 1)
 
 note("hang", lambda: run(hang, timeout=1))
+
+def fail_within(comm):
+    kept = [comm.split(0)]
+    kept.append(kept)           # as a module and its hooks know one another: what is left when the function has failed
+    if comm.rank == 1:
+        raise RuntimeError("on purpose")
+    all_reduce(kept[0], torch.ones(8))
+
+note("failure within a group", lambda: run(fail_within, timeout=1000))
+
+def fail_beside(comm):
+    if comm.rank == 1:
+        raise RuntimeError("on purpose")
+    comm.start(all_reduce, torch.ones(8)).wait()
+
+note("failure beside", lambda: run(fail_beside, timeout=2))
 note("at last", lambda: run(work, 3).results)
 run(fail)
 """
@@ -174,6 +190,24 @@ def test_a_failure_is_felt_by_every_rank_before_its_timeout(noted: Job) -> None:
     assert two.startswith("RankFailed: rank 2 has lost another rank, which tells why itself\n  rank 2 waits at a barrier (in ")
     assert zero == "RankFailed: rank 0 has returned, but another rank has failed, which tells why itself"
     assert three == zero.replace("rank 0", "rank 3")
+
+
+@waits_for_its_threads
+def test_a_failure_is_felt_in_every_group(noted: Job) -> None:
+    zero, one, *others = notes_of(noted.folder, "failure within a group")
+    assert one == "RuntimeError: on purpose"
+    assert zero.startswith("RankFailed: rank 0 has lost another rank, which tells why itself\n  rank 0 waits for rank ")
+    assert all(told.startswith("RankFailed") for told in others)
+
+
+@waits_for_its_threads
+def test_a_start_that_others_do_not_make_says_so(noted: Job) -> None:
+    zero, one, *_ = notes_of(noted.folder, "failure beside")
+    assert one == "RuntimeError: on purpose"
+    assert re.match(
+        r"RankHung: rank 0 has waited for more than timeout=2 s\n"
+        r"  rank 0 waits for the others to call start \(in fail_beside, line \d+: comm.start\(", zero
+    )  # fmt: skip
 
 
 @waits_for_its_threads

@@ -39,14 +39,25 @@ class Status:
 class Board:
     """Where a rank's lanes leave their notes. `write(None)` takes a note down: that lane runs again.
 
-    On this one there is the last note, for the rank itself: where it stood when something failed.
+    On this one they are for the rank itself: where it stood when something failed.
     """
 
     watched = False  # whether somebody else reads the notes meanwhile
-    status: Status | None = None
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, Status] = {}
 
     def write(self, status: Status | None, lane: int = 0) -> None:
-        self.status = status
+        if status is not None:
+            self._lanes[lane] = status
+        else:
+            self._lanes.pop(lane, None)
+
+    @property
+    def status(self) -> Status | None:
+        """Of several lanes that wait, the one that has waited longest for another rank."""
+        waiting = list(self._lanes.values())  # lanes are threads
+        return min(waiting, key=lambda note: (note.action == "join", note.since), default=None)
 
 
 class SharedBoard(Board):
@@ -56,18 +67,15 @@ class SharedBoard(Board):
     SLOT = 16384  # bytes: the group of the most ranks that one machine may have fits into a note
 
     def __init__(self, descriptor: int, rank: int) -> None:
+        super().__init__()
         self.memory = mmap.mmap(descriptor, 0)
         self.start = rank * self.SLOT
-        self._lanes: dict[int, Status] = {}
 
     def write(self, status: Status | None, lane: int = 0) -> None:
-        """Of several lanes that wait, the board shows the one that has waited longest for another rank."""
-        if status is not None:
-            self._lanes[lane] = status
-        elif self._lanes.pop(lane, None) is None:
+        if status is None and lane not in self._lanes:
             return  # it has left none
-        waiting = list(self._lanes.values())  # lanes are threads
-        shown = min(waiting, key=lambda note: (note.action == "join", note.since), default=None)
+        super().write(status, lane)
+        shown = self.status
         note = json.dumps(vars(shown)).encode()[: self.SLOT - 1] + b"\0" if shown else b"\0"
         self.memory[self.start : self.start + len(note)] = note
 

@@ -155,7 +155,8 @@ def _join(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Run:
         for group in (comm.group, meeting):
             dist.destroy_process_group(group)
         # gloo closes a group's sockets when the last reference is gone; until then others would wait for this rank.
-        comm.group = group = meeting = None
+        comm.leave()
+        group = meeting = None
 
 
 def _groups(job: Job) -> tuple[ProcessGroupCommunicator, Any]:

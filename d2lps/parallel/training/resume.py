@@ -31,7 +31,8 @@ def resume(trainer: Trainer, directory: str | Path, step: int | None = None) -> 
 
     Under the plan that has saved it, what follows is what would have followed, to the bit; under another the state is the same
     to the bit, and sums are added up in another order. The optimizer's options, such as its learning rate, are those of then.
-    ValueError, with the names, on all ranks and before anything is changed, for another model, batch or seed; else as `load`.
+    ValueError, with the names, on all ranks and before anything is changed, for another model, optimizer, batch or seed; else as
+    `load`.
     """
 
     def pieces(manifest: Manifest) -> dict[str, Piece]:
@@ -55,6 +56,7 @@ def _pieces(trainer: Trainer, manifest: Manifest | None = None) -> dict[str, Pie
 
 def _about(trainer: Trainer) -> dict[str, Any]:
     """What must be alike for a run to be the same run, and what the optimizer was told."""
-    groups = trainer.zeros[0].optimizer.param_groups
+    optimizer, groups = type(trainer.zeros[0].optimizer).__name__, trainer.zeros[0].optimizer.param_groups
     options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    return {"model": asdict(trainer.transformer), "batch": trainer.batch, "seed": trainer.place.seed, "options": options}
+    same = {"model": asdict(trainer.transformer), "optimizer": optimizer, "batch": trainer.batch, "seed": trainer.place.seed}
+    return same | {"options": options}
