@@ -11,7 +11,7 @@ from d2lps.parallel import Calibration, Plan, Prediction, Transformer
 from d2lps.parallel.pipeline.schedules import Action
 from d2lps.parallel.prediction.memory import held
 from d2lps.parallel.prediction.predict import described
-from d2lps.parallel.prediction.priced import Clock
+from d2lps.parallel.prediction.priced import Clock, Going
 from d2lps.parallel.prediction.prices import Prices, axis_groups, two_levels
 from d2lps.parallel.prediction.program import Rank
 from d2lps.topology import Topology
@@ -80,32 +80,28 @@ class _Meter(Clock):
         self.sent["cp", "pass_on"] += nbytes * (self.cp - 1)
         super().around(seconds, nbytes)
 
-    def start(self, axis: str, collective: str, nbytes: float) -> tuple[float, str]:
+    def start(self, axis: str, collective: str, nbytes: float) -> Going:
         self.sent[axis, collective] += nbytes
         return super().start(axis, collective, nbytes)
 
 
 def _walk(answer: Answer) -> None:
-    """Every rank of the pipeline goes through a micro-batch, and the last one: what a device sends in a step, on average."""
+    """A rank in the middle of the pipeline goes through a micro-batch, for the others, and through the last."""
     assert answer.prediction is not None
     job, plan, prices = answer.prediction.job, answer.plan, answer.prediction.prices
-    sent, passes, count = defaultdict[tuple[str, str], float](float), dict[Any, Any](), job.micro_batches
-    for place in range(plan.pp):
-        meter = _Meter(prices)
-        rank, stages = Rank(job, meter, place, passes), range(place, len(job.stages), plan.pp)
-        times = [_through(rank, meter, kind, stages, 0) / len(stages) for kind in "FB"]
-        if place == plan.pp // 2:
-            answer.passes = times[0], times[1], prices.message(place - 1, job.message) if place else 0.0
-        for key in meter.sent:
-            meter.sent[key] *= count - 1
-        for kind in "FB":
-            _through(rank, meter, kind, stages, count - 1)
-        rank.finish()
-        for key, nbytes in meter.sent.items():
-            sent[key] += nbytes / plan.pp
+    meter, place, count = _Meter(prices), plan.pp // 2, job.micro_batches
+    rank, stages = Rank(job, meter, place, answer.prediction.known.passes), range(place, len(job.stages), plan.pp)
+    times = [_through(rank, meter, kind, stages, 0) / len(stages) for kind in "FB"]
+    answer.passes = times[0], times[1], prices.message(place - 1, job.message) if place else 0.0
+    for key in meter.sent:
+        meter.sent[key] *= count - 1
+    for kind in "FB":
+        _through(rank, meter, kind, stages, count - 1)
+    rank.finish()
     if plan.pp > 1:
-        sent["pp", "pass_on"] = 2 * (len(job.stages) - 1) * count * job.message / plan.pp
-    answer.links = _links(prices, sent)
+        ends = sum((stage > 0) + (stage < len(job.stages) - 1) for stage in stages)  # gradients back, activations ahead
+        meter.sent["pp", "pass_on"] = ends * count * job.message
+    answer.links = _links(prices, meter.sent)
 
 
 def _through(rank: Rank, meter: _Meter, kind: str, stages: range, micro_batch: int) -> float:
