@@ -3,6 +3,7 @@
 from d2lps.widgets.bet import Bet
 from d2lps.widgets.choices import Choices
 from d2lps.widgets.lanes import Lanes
+from d2lps.widgets.plan_explorer import PlanExplorer
 from d2lps.widgets.plan_player import plan_player
 from d2lps.widgets.player import Player
 from d2lps.widgets.race import Race
@@ -12,5 +13,5 @@ from d2lps.widgets.sweep import Sweep
 from d2lps.widgets.timetable import Timetable, schedule_explorer
 from d2lps.widgets.topology_explorer import TopologyExplorer
 
-__all__ = ["Bet", "Choices", "Lanes", "Player", "Race", "StepPlayer", "Sweep", "Timetable", "TopologyExplorer"]
+__all__ = ["Bet", "Choices", "Lanes", "PlanExplorer", "Player", "Race", "StepPlayer", "Sweep", "Timetable", "TopologyExplorer"]
 __all__ += ["collective_player", "late_ring", "plan_player", "schedule_explorer"]

@@ -11,7 +11,7 @@ from d2lps.comm.memory import Memory
 from d2lps.parallel.prediction.calibration import Calibration
 from d2lps.parallel.prediction.memory import held
 from d2lps.parallel.prediction.parts import matrix_flops
-from d2lps.parallel.prediction.priced import Played, play
+from d2lps.parallel.prediction.priced import Known, Played, play
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.parallel.prediction.program import Job
 from d2lps.parallel.training.plan import Plan
@@ -36,7 +36,8 @@ class Prediction:
         self.prices = Prices(job.plan, cluster)
         self.held = {holder: nbytes for holder, nbytes in held(job).items() if nbytes}
         self.memory = sum(self.held.values())
-        self.time = self._steps(True)[0]
+        self.known = Known()
+        self.time, self._spent = self._steps(True)
         self.notes = [f"{axis}: alpha and beta continued from 32 and 64 ranks" for axis in sorted(self.prices.continued)]
 
     def __repr__(self) -> str:
@@ -58,7 +59,7 @@ class Prediction:
         compute, optimizer; tp, cp, ep, dp: waiting for that axis's collectives, beside which nothing is computed; pp: what the
         step would be faster if messages between stages took no time; bubble: waiting for other stages even so.
         """
-        spent = self._steps(True)[1]
+        spent = self._spent
         pp = self.time - self._steps(False)[0]
         parts = {label: spent[label] for label in ("compute", "tp", "cp", "ep", "dp", "optimizer")}
         parts["dp"] += spent["edp"] + spent["replicas"] + spent["ends"]
@@ -77,9 +78,9 @@ class Prediction:
         """Seconds, and on what. When a pipeline is full, each further round of micro-batches takes as long as the one before."""
         count, round_ = self.job.micro_batches, self.job.plan.pp
         if count <= (ROUNDS + 1) * round_ or self.job.plan.schedule == "gpipe":
-            played = play(self.job, self.prices, count, messages)
+            played = play(self.job, self.prices, count, messages, self.known)
             return played.time, defaultdict(float, max(played.spent, key=lambda spent: spent["compute"]))
-        short, long = (play(self.job, self.prices, rounds * round_, messages) for rounds in (ROUNDS, ROUNDS + 1))
+        short, long = (play(self.job, self.prices, rounds * round_, messages, self.known) for rounds in (ROUNDS, ROUNDS + 1))
         place = max(range(len(long.spent)), key=lambda place: long.spent[place]["compute"])
         more = (count - (ROUNDS + 1) * round_) / round_
         before, after = short.spent[place], long.spent[place]
