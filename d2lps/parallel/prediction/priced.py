@@ -44,11 +44,12 @@ class Clock:
         self.take(waits * (self.cp - 1), "cp")
 
     def start(self, axis: str, collective: str, nbytes: float) -> Going:
-        self.going.append(Going(axis, self.prices(axis, collective, nbytes)))
-        return self.going[-1]
+        started = Going(axis, self.prices(axis, collective, nbytes))
+        self.going += [started] * (started.left > 0)
+        return started
 
     def wait(self, started: Going | None) -> None:
-        while started is not None and started in self.going:
+        while started in self.going:
             self.take(min(going.left for going in self.going) * self._slowed(), started.axis)
 
     def take(self, seconds: float, label: str) -> None:
