@@ -12,7 +12,7 @@ def held(job: Job) -> dict[str, float]:
 
     weights, gradients, optimizer: what ZeRO leaves of them with a rank, and of gradients the largest unit's whole until it is
     reduced; "gathered" what it fetches of weights meanwhile. Of either the largest two units' with overlap. activations: kept for
-    backward passes, of as many micro-batches as the schedule keeps at a time; working: of the part that is being computed, besides.
+    backward passes, of as many micro-batches as the schedule keeps at a time; working: of the part being computed.
     """
     return max(_by_rank(job), key=lambda holders: sum(holders.values()))
 
