@@ -128,10 +128,11 @@ class _Play:
         if key not in self.lasting:
             before = defaultdict(float, clock.spent)
             self.ranks[place].act(action)
-            self.lasting[key] = [(label, clock.spent[label] - before[label]) for label in clock.spent]
+            self.lasting[key] = [(label, spent - before[label]) for label, spent in clock.spent.items() if spent > before[label]]
             return clock.now
         for label, seconds in self.lasting[key]:
-            clock.take(seconds, label)
+            clock.now += seconds
+            clock.spent[label] += seconds
         return clock.now
 
     def _arrives(self, before: Action, action: Action, ended: float, free: float) -> float:
