@@ -160,7 +160,7 @@ def test_calibrating_finds_what_made_the_steps() -> None:
         (Plan(dp=32), POD, 32, "a plan of 32 ranks, and 2 x DGX A100 has 16 devices"),
         (Plan(dp=2), star(2, 1e9), 2, r"star\(2\): all devices must be alike, and say how fast they are"),
         (Plan(dp=16), POD, 24, "batch=24 is no multiple of dp=16 x micro_batch=1"),
-        (Plan(dp=16), POD, 0, "batch=0 is no multiple"),
+        (Plan(dp=16), POD, 0, "batch=0 is not a whole number"),
         (Plan(tp=3), POD, 2, "heads=16 can't be shared out evenly to tp=3"),
         (Plan(pp=2, schedule="interleaved", interleave=2), POD, 3, "micro_batches=3 is no multiple of ranks=2"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from d2lps.parallel import Plan, Transformer, calibrate, predict, search
+from d2lps.parallel import Calibration, Plan, Transformer, calibrate, predict, search
 from d2lps.parallel.prediction.messages import by_messages
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.topology import A100, dgx_a100, dgx_a100_pod, star
@@ -66,6 +66,15 @@ def test_one_slow_link_is_seen_in_whichever_group_it_is(plan: Plan) -> None:
     prediction = predict(SMALL, plan, slow, 8)
     assert prediction.time > 1.01 * predict(SMALL, plan, even, 8).time
     assert prediction.time == pytest.approx(by_messages(prediction.job, slow).time, rel=0.02)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("one_f_one_b", 1), ("interleaved", 2), ("interleaved", 4)])
+@pytest.mark.parametrize("batch", [8, 64])
+def test_a_bubble_is_the_formulas_where_stages_are_equal(schedule: str, chunks: int, batch: int) -> None:
+    model = Transformer(layers=16, hidden=4096, heads=32, vocab=32, sequence=2048)
+    roomy = dgx_a100(device=replace(A100, memory=1e15))
+    parts = predict(model, Plan(pp=4, schedule=schedule, interleave=chunks), roomy, batch, Calibration(overhead=0.0)).parts
+    assert parts["bubble"] / parts["compute"] == pytest.approx(3 / (chunks * batch), rel=0.01)
 
 
 def test_a_slow_machine_far_away_is_seen() -> None:

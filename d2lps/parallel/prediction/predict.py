@@ -28,7 +28,8 @@ class Prediction:
     """time: seconds a step. memory: bytes on the fullest device; held: by holder. mfu: see below. notes: what was not simulated.
 
     mfu, the model FLOP utilization: the operations of the model's matrix products, forward and twice that backward and nothing
-    that is computed again, beside what the devices could have done in that time. tokens: a second.
+    that is computed again, beside what the devices could have done in that time; attention's are those of the whole square, so
+    that a long sequence and a kernel that leaves out half of it may come above `efficiency`. tokens: a second.
     """
 
     def __init__(self, job: Job, cluster: Topology) -> None:
@@ -101,8 +102,9 @@ def predict(
 
     batch: of all ranks together, in sequences. calibration: how near the software comes to the machine; by default
     `Calibration()`. What `train` would do step by step is played for one replica, all others do the same: computing priced by the
-    device's roofline, each distinct collective simulated once on the cluster, whose price then stands for it. Not known to it:
-    links that collectives of different axes share at the same time, an optimizer's state in the host's memory.
+    device's roofline, each distinct collective simulated once on the cluster, whose price then stands for it (of an axis's groups
+    the slowest one's for all). Not known to it: links that collectives of different axes share at the same time, an optimizer's
+    state in the host's memory, and that a device is slower in another precision than that of its `flops`, 16 bits in presets.
     ValueError, with the numbers, for a plan that can't be, and a cluster without devices' speeds; OutOfMemory, with who holds
     what, for one that needs more memory than a device has. Cost: less than a second.
     """
@@ -113,9 +115,7 @@ def predict(
     return Prediction(job, cluster)
 
 
-def described(
-    transformer: Transformer, plan: Plan, cluster: Topology, batch: int, calibration: Calibration | None = None
-) -> Job:
+def described(transformer: Transformer, plan: Plan, cluster: Topology, batch: int, calibration: Calibration | None = None) -> Job:
     """The job, once everything fits together but memory."""
     if plan.ranks > len(cluster.devices):
         raise ValueError(f"a plan of {plan.ranks} ranks, and {cluster.name} has {len(cluster.devices)} devices")

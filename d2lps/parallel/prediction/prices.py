@@ -28,6 +28,7 @@ TOGETHER = 256  # ranks in all groups that are simulated at once
 SMALL, LARGE = 1 << 20, 1 << 26  # bytes: the two sizes
 AROUND, MADE_OF = 3, ("bandwidth", "latency")  # how many links away those are that may make a device's place another one
 
+
 class Price(NamedTuple):
     """Seconds, and seconds a byte of the whole tensor. simulated: with how many of a group's ranks. way: the cheapest one."""
 
@@ -43,9 +44,10 @@ class Price(NamedTuple):
 class Prices:
     """Of one plan's mesh on one cluster: `prices("tp", "all_reduce", 100e6)` in seconds.
 
-    Links have what collectives reach of them (`Topology.reached`). Of a collective that could go around one ring, or first within
-    and then across machines, the cheaper way is taken, as communication libraries do. Up to 64 ranks a group is simulated; for
-    more, alpha and beta are continued from those of its first 32 and 64 ranks, and `continued` names the axis.
+    Links have what collectives reach of them (`Topology.reached`). Of an axis's groups the one that takes longest stands for all.
+    Of a collective that could go around one ring, or first within and then across machines, the cheaper way is taken, as
+    communication libraries do. Up to 64 ranks a group is simulated; for more, alpha and beta are continued from those of its
+    first 32 and 64 ranks (a slow link beyond them is not seen), and `continued` names the axis.
     ValueError if the cluster has too few devices.
     """
 
