@@ -145,7 +145,7 @@ class PlanExplorer extends Widget {
     const { batch, flops } = data.models[chosen[0]], [time] = row.fits, total = row.held.reduce((a, b) => a + b, 0) / data.fine;
     const values = {
       time: three(time), mfu: three((100 * flops) / (time * cluster.devices * cluster.flops)), memory: three((total * cluster.limit) / 1e9), limit: three(cluster.limit / 1e9),
-      place: 1 + this.times.findIndex(([other]) => other === time), count: this.times.length, all: this.whole, m: batch / plan.dp / plan.micro,
+      place: 1 + this.times.findIndex(([other]) => other === time), count: this.times.length, all: this.whole.toLocaleString("en"), m: batch / plan.dp / plan.micro,
       largest: fitting.at(-1) ?? texts.none, why: this.why[row.kind - 1],
     };
     const [head, more] = row.kind > 0 ? ["impossible", ""] : row.kind ? ["", "oom_place"] : ["said", "place"];
@@ -201,7 +201,7 @@ class PlanExplorer extends Widget {
       const style = `axis-${axes.indexOf(axis)}`;
       lines.push(svg("path", { class: `member ${style}`, d: seen.map(square).join("") }));
       const points = seen.map((i) => this.at(i));
-      lines.push(svg("path", { class: `way ${style}`, "data-axis": axis, d: `M${points.map(({ x, y }) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}` }));
+      lines.push(svg("path", { class: `way ${style}`, "data-axis": axis, d: points.map(({ x, y }, i) => `${i && x > points[i - 1].x - box.w ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("") }));
       names.push(...this.name(axis, style, points));
     }
     const all = svg("path", { class: "device", d: Array.from({ length: drawn }, (_, i) => square(i)).join("") });
@@ -217,7 +217,7 @@ class PlanExplorer extends Widget {
 
   // An axis's name, in the middle of its group, if it hides no whole machine.
   name(axis, style, points) {
-    const at = Math.floor(points.length / 2), { x, y } = mix(points[at - 1] ?? points[at], points[at], 0.5), apart = points.length > 1 && Math.hypot(points[at].x - points[at - 1].x, points[at].y - points[at - 1].y);
+    const at = Math.ceil(0.4 * points.length), { x, y } = mix(points[at - 1] ?? points[at], points[at], 0.5), apart = points.length > 1 && Math.hypot(points[at].x - points[at - 1].x, points[at].y - points[at - 1].y);
     if (apart < 2 * this.box.cell && this.box.w < 34) return [];
     const left = clamp(x, 9, this.width - 9);
     return [svg("g", { class: `token ${style}` }, svg("rect", { x: left - 9, y: y - 6.5, width: 18, height: 13, rx: 3 }), svg("text", { x: left, y: y + 3.5 }, axis))];
@@ -252,7 +252,7 @@ class PlanExplorer extends Widget {
     });
     const legend = pieces.filter(([, , , said]) => said).map(([kind, name, , said]) => html("span", {}, svg("svg", { viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("rect", { class: `bar ${kind}`, x: 0.5, y: 0.5, width: 11, height: 11 })), fill(this.data.texts.value, { name, value: said })));
     const said = pieces.filter(([, , , said]) => said).map(([, name, , said]) => `${name} ${said}`).join(", ");
-    return [svg("svg", { viewBox: `0 0 ${width} ${BAR}`, role: "img", "aria-label": `${label}: ${said}` }, ...drawn, ...over), html("div", { class: "d2lps-legend" }, ...legend)];
+    return [svg("svg", { viewBox: `0 0 ${width} ${BAR}`, role: "img", "aria-label": `${label}: ${said}` }, svg("rect", { class: "bed", x: 0, y: 1, width, height: BAR - 2 }), ...drawn, ...over), html("div", { class: "d2lps-legend" }, ...legend)];
   }
 
   nothing(part) { this.parts[part].replaceChildren(html("div", { class: "note" }, this.data.texts.unknown)); }

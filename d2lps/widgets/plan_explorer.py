@@ -45,7 +45,8 @@ class PlanExplorer(still.Still):
     cluster; by default their fastest. options: what there is to choose from, by fields of a `Plan`, in place of some of
     OPTIONS. Each value that can be chosen shows what it would cost; a plan that can't be says why, as `Plan.check` does.
     `chosen` are the choices made, as indices. ValueError for a field that is not among OPTIONS, a value that no plan can have,
-    and a first plan that is no choice. Cost: some hundredths of a second a plan that fits into memory.
+    and a first plan that is no choice. Cost: a hundredth or two of a second a plan that fits into
+    memory, and some seconds a cluster for its collectives; 6 bytes a plan in the page.
     """
 
     _esm, _css = still.source("within.js", "plan_explorer.js"), still.source("step_player.css", "plan_explorer.css")
