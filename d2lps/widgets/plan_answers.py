@@ -37,7 +37,8 @@ class Answer:
         if self.why:
             return PLANS["impossible"].format(why=self.why)
         if self.prediction is None:
-            holders = ", ".join(f"{PLANS[name]} {nbytes / 1e9:.3g}" for name, nbytes in self.held.items() if nbytes)
+            most = sorted(self.held.items(), key=lambda one: -one[1])
+            holders = ", ".join(f"{name} {nbytes / 1e9:.3g}" for name, nbytes in most if nbytes)
             needs, has = (f"{nbytes / 1e9:.3g}" for nbytes in (sum(self.held.values()), self.limit))
             return PLANS["oom"].format(needs=needs, has=has, holders=holders)
         return f"{self.prediction.time:.4g} s, MFU {self.prediction.mfu:.1%}, {self.prediction.memory / 1e9:.3g} GB"

@@ -145,7 +145,7 @@ class PlanExplorer extends Widget {
     const { batch, flops } = data.models[chosen[0]], [time] = row.fits, total = row.held.reduce((a, b) => a + b, 0) / data.fine;
     const values = {
       time: three(time), mfu: three((100 * flops) / (time * cluster.devices * cluster.flops)), memory: three((total * cluster.limit) / 1e9), limit: three(cluster.limit / 1e9),
-      place: 1 + this.times.findIndex(([other]) => other === time), count: this.times.length, all: this.whole, m: batch / plan.dp / plan.micro,
+      place: 1 + this.times.findIndex(([other]) => other === time), count: this.times.length, all: this.whole.toLocaleString("en"), m: batch / plan.dp / plan.micro,
       largest: fitting.at(-1) ?? texts.none, why: this.why[row.kind - 1],
     };
     const [head, more] = row.kind > 0 ? ["impossible", ""] : row.kind ? ["", "oom_place"] : ["said", "place"];
@@ -194,23 +194,33 @@ class PlanExplorer extends Widget {
     const { data: { texts, axes }, cluster: { devices, machine }, box, wide, shown, device } = this, height = Math.ceil(shown / wide) * box.h + 2;
     const size = box.cell - Math.max(1, box.cell * 0.16), square = (i) => { const { x, y } = this.at(i); return `M${(x - size / 2).toFixed(2)} ${(y - size / 2).toFixed(2)}h${size.toFixed(2)}v${size.toFixed(2)}h${(-size).toFixed(2)}z`; };
     const drawn = Math.min(devices, shown * machine), boxes = Array.from({ length: shown }, (_, m) => svg("rect", { class: "machine", x: this.left + (m % wide) * box.w + box.gap / 2, y: Math.floor(m / wide) * box.h + 1, width: box.w - box.gap, height: box.h - box.gap, rx: 3 }));
-    const groups = this.row.kind > 0 ? {} : this.groups(), lines = [];
+    const groups = this.row.kind > 0 ? {} : this.groups(), lines = [], names = [];
     for (const [axis, members] of Object.entries(groups)) {
       const seen = members.filter((i) => i < drawn);
       if (members.length < 2) continue;
       const style = `axis-${axes.indexOf(axis)}`;
       lines.push(svg("path", { class: `member ${style}`, d: seen.map(square).join("") }));
-      lines.push(svg("path", { class: `way ${style}`, "data-axis": axis, d: `M${seen.map((i) => { const { x, y } = this.at(i); return `${x.toFixed(1)} ${y.toFixed(1)}`; }).join("L")}` }));
+      const points = seen.map((i) => this.at(i));
+      lines.push(svg("path", { class: `way ${style}`, "data-axis": axis, d: points.map(({ x, y }, i) => `${i && x > points[i - 1].x - box.w ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("") }));
+      names.push(...this.name(axis, style, points));
     }
     const all = svg("path", { class: "device", d: Array.from({ length: drawn }, (_, i) => square(i)).join("") });
     this.drawing.setAttribute("viewBox", `0 0 ${this.width} ${height.toFixed(1)}`);
-    this.drawing.replaceChildren(...boxes, all, ...lines, svg("path", { class: "self", d: square(device) }));
+    this.drawing.replaceChildren(...boxes, all, ...lines, svg("path", { class: "self", d: square(device) }), ...names);
     const told = Object.entries(groups).map(([axis, { length }]) => fill(texts.group, { axis, count: length })).join(", ");
     this.drawing.setAttribute("aria-label", fill(texts.picture, { devices: devices.toLocaleString("en"), device, groups: told }));
     this.drawing.setAttribute("aria-valuemax", devices - 1);
     this.drawing.setAttribute("aria-valuenow", device);
     const part = shown * machine < devices ? ` ${fill(texts.part_of, { shown, machines: devices / machine })}` : "";
     this.parts.note.textContent = fill(texts.cluster, { devices: devices.toLocaleString("en"), machine, device }) + part;
+  }
+
+  // An axis's name, in the middle of its group, if it hides no whole machine.
+  name(axis, style, points) {
+    const at = Math.ceil(0.4 * points.length), { x, y } = mix(points[at - 1] ?? points[at], points[at], 0.5), apart = points.length > 1 && Math.hypot(points[at].x - points[at - 1].x, points[at].y - points[at - 1].y);
+    if (apart < 2 * this.box.cell && this.box.w < 34) return [];
+    const left = clamp(x, 9, this.width - 9);
+    return [svg("g", { class: `token ${style}` }, svg("rect", { x: left - 9, y: y - 6.5, width: 18, height: 13, rx: 3 }), svg("text", { x: left, y: y + 3.5 }, axis))];
   }
 
   pick(event) {
@@ -231,18 +241,18 @@ class PlanExplorer extends Widget {
 
   // ---- bars ---------------------------------------------------------------------------------------------------------
 
-  // Pieces [class, name, share of the whole width, what to say] beside one another, and what each is.
-  bar(pieces, label, ...over) {
-    const { width } = this;
+  // Pieces [class, name, share of the whole width, what to say, in short] beside one another, and what each is.
+  bar(pieces, label, width, ...over) {
     let x = 0;
-    const drawn = pieces.flatMap(([kind, , share]) => {
+    const drawn = pieces.flatMap(([kind, name, share, , short = name]) => {
       const w = share * width, piece = svg("rect", { class: `bar ${kind}`, x: x.toFixed(2), y: 1, width: Math.max(0, w).toFixed(2), height: BAR - 2 });
+      const text = textWidth(short, 11) < w - 6 ? [svg("text", { class: `told ${kind}`, x: x + w / 2, y: BAR / 2 + 4 }, short)] : [];
       x += w;
-      return w > 0.2 ? [piece] : [];
+      return w > 0.2 ? [piece, ...text] : [];
     });
     const legend = pieces.filter(([, , , said]) => said).map(([kind, name, , said]) => html("span", {}, svg("svg", { viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("rect", { class: `bar ${kind}`, x: 0.5, y: 0.5, width: 11, height: 11 })), fill(this.data.texts.value, { name, value: said })));
     const said = pieces.filter(([, , , said]) => said).map(([, name, , said]) => `${name} ${said}`).join(", ");
-    return [svg("svg", { viewBox: `0 0 ${width} ${BAR}`, role: "img", "aria-label": `${label}: ${said}` }, ...drawn, ...over), html("div", { class: "d2lps-legend" }, ...legend)];
+    return [svg("svg", { viewBox: `0 0 ${width} ${BAR}`, role: "img", "aria-label": `${label}: ${said}` }, svg("rect", { class: "bed", x: 0, y: 1, width, height: BAR - 2 }), ...drawn, ...over), html("div", { class: "d2lps-legend" }, ...legend)];
   }
 
   nothing(part) { this.parts[part].replaceChildren(html("div", { class: "note" }, this.data.texts.unknown)); }
@@ -255,8 +265,8 @@ class PlanExplorer extends Widget {
   drawTime() {
     const { data: { parts, fine, texts }, row: { fits: [time, ...rest] } } = this;
     if (!time) return this.nothing("time");
-    const pieces = parts.map((part, i) => [this.kind(part), texts[part === "dp" ? "dp_part" : part], rest[i] / fine, rest[i] && fill(texts.seconds, { x: three((rest[i] / fine) * time) })]);
-    this.parts.time.replaceChildren(...this.bar(pieces, texts.time));
+    const pieces = parts.map((part, i) => [this.kind(part), texts[part === "dp" ? "dp_part" : part], rest[i] / fine, rest[i] && fill(texts.seconds, { x: three((rest[i] / fine) * time) }), part]);
+    this.parts.time.replaceChildren(...this.bar(pieces, texts.time, this.width));
   }
 
   drawMemory() {
@@ -264,20 +274,19 @@ class PlanExplorer extends Widget {
     if (!held.length) return this.nothing("memory");
     const most = Math.max(1.02, total), pieces = holders.map((name, i) => [name, texts[name === "optimizer" ? "state" : name], held[i] / fine / most, held[i] && `${three((held[i] / fine) * limit / 1e9)} GB`]);
     const x = width / most, over = total > 1 ? [svg("rect", { class: "over", x, y: 1, width: width - x, height: BAR - 2 })] : [];
-    this.parts.memory.replaceChildren(...this.bar(pieces, texts.memory, ...over, svg("path", { class: "limit", d: `M${x} 0V${BAR}` })));
+    this.parts.memory.replaceChildren(...this.bar(pieces, texts.memory, width, ...over, svg("path", { class: "limit", d: `M${x} 0V${BAR}` })));
   }
 
   drawLinks() {
-    const { data: { axes, texts, parts }, cluster: { speeds }, row: { fits } } = this, sent = fits.slice(1 + parts.length), nodes = [];
-    ["inside", "across"].forEach((name, way) => {
+    const { data: { axes, texts, parts }, cluster: { speeds }, row: { fits } } = this, sent = fits.slice(1 + parts.length), wide = this.width > 480 ? (this.width - 24) / 2 : this.width;
+    this.parts.links.replaceChildren(...["inside", "across"].map((name, way) => {
       const bytes = axes.map((_, i) => 1e9 * sent[2 * i + way]), total = bytes.reduce((a, b) => a + b, 0), busy = total / speeds[way] / fits[0];
-      nodes.push(html("h4", {}, texts[name]));
-      if (!(total > 0)) return nodes.push(html("div", { class: "note" }, fits.length ? texts.quiet : texts.unknown));
+      const title = html("h4", {}, texts[name]);
+      if (!(total > 0)) return html("div", {}, title, html("div", { class: "note" }, fits.length ? texts.quiet : texts.unknown));
       const scale = Math.max(1, busy), pieces = axes.map((axis, i) => [this.kind(axis), axis, bytes[i] / speeds[way] / fits[0] / scale, bytes[i] && quantity(bytes[i], "B")]);
       const said = fill(texts.busy, { bytes: quantity(total, "B"), speed: `${quantity(speeds[way], "B")}/s`, share: three(100 * busy) });
-      nodes.push(...this.bar(pieces, texts[name]), html("div", { class: "note" }, said));
-    });
-    this.parts.links.replaceChildren(...nodes);
+      return html("div", {}, title, ...this.bar(pieces, texts[name], wide), html("div", { class: "note" }, said));
+    }));
   }
 
   // ---- the timeline -------------------------------------------------------------------------------------------------
@@ -299,7 +308,7 @@ class PlanExplorer extends Widget {
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${ranks.length * LANE + 2}`, role: "img", "aria-label": texts.timeline }, ...names, ...Object.entries(paths).map(([kind, d]) => svg("path", { class: kind, d: d.join("") })));
     const said = fill(texts.drawn, { count, m: this.values.m, forward: quantity(forward, "s"), backward: quantity((forward * backward) / unit, "s") });
     const some = ranks.length < pp ? ` ${fill(texts.drawn_some, { rows: ranks.length, pp })}` : "";
-    const legend = ["F", "B"].map((kind) => html("span", {}, svg("svg", { viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("rect", { class: kind, width: 12, height: 12 })), texts[kind]));
+    const legend = ["F", "B", "F later"].filter((kind) => kind in paths).map((kind) => html("span", {}, svg("svg", { viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("rect", { class: kind, width: 12, height: 12 })), texts[kind.split(" ").at(-1)]));
     this.parts.line.replaceChildren(drawn, html("div", { class: "d2lps-legend" }, ...legend), html("div", { class: "note" }, said + some));
   }
 }

@@ -16,6 +16,7 @@ from d2lps.parallel.prediction.parts import matrix_flops
 from d2lps.topology import Topology
 from d2lps.widgets import still
 from d2lps.widgets.plan_answers import Answer, ask, plan_of
+from d2lps.widgets.step_player import AXIS_COLORS, HELD_COLORS
 from d2lps.widgets.step_scene import AXES
 from d2lps.widgets.texts import PLANS
 from d2lps.widgets.within import packed
@@ -27,6 +28,9 @@ OPTIONS: dict[str, Sequence[Any]] = {
 HOLDERS = ("weights", "gathered", "gradients", "optimizer", "activations", "working")
 PARTS = ("compute", "tp", "cp", "ep", "dp", "pp", "optimizer", "bubble")
 FINE = 2000  # parts of a device's memory, and of a step's time, to which numbers are rounded
+HELD_AS, PARTS_AS = {"optimizer": "state"}, {"dp": "dp_part"}  # in texts: other words than those of a part, of an axis
+COLORS = {"compute": "#57606a", "bubble": "white", "working": "#d8c7fb", "state": HELD_COLORS["optimizer"], **HELD_COLORS}
+COLORS |= {PARTS_AS.get(axis, axis): color for axis, color in zip(AXES, AXIS_COLORS, strict=False)}
 ROWS, UNIT = 8, 8  # of a pipeline's picture: ranks; parts of a forward pass
 
 
@@ -41,7 +45,8 @@ class PlanExplorer(still.Still):
     cluster; by default their fastest. options: what there is to choose from, by fields of a `Plan`, in place of some of
     OPTIONS. Each value that can be chosen shows what it would cost; a plan that can't be says why, as `Plan.check` does.
     `chosen` are the choices made, as indices. ValueError for a field that is not among OPTIONS, a value that no plan can have,
-    and a first plan that is no choice. Cost: some hundredths of a second a plan that fits into memory.
+    and a first plan that is no choice. Cost: a hundredth or two of a second a plan that fits into
+    memory, and some seconds a cluster for its collectives; 6 bytes a plan in the page.
     """
 
     _esm, _css = still.source("within.js", "plan_explorer.js"), still.source("step_player.css", "plan_explorer.css")
@@ -102,20 +107,22 @@ class PlanExplorer(still.Still):
 
     def _figure(self) -> Figure:
         """Where the time of the chosen plan goes, and its memory."""
-        drawn, answer = still.figure(6.4, 2.6), self.answer
+        drawn, answer = still.figure(6.4, 2.8), self.answer
         drawn.suptitle(f"{answer.plan}\n{answer.said()}", fontsize=9)
-        bars = [(answer.prediction.parts if answer.prediction else {}, 1.0, PLANS["time"] + " (s)")]
-        bars.append((answer.held, 1e-9, f"{PLANS['memory']} (GB)"))
-        for ax, (values, scale, name) in zip(drawn.subplots(2), bars, strict=True):
+        time = answer.prediction.parts if answer.prediction else {}
+        held = {HELD_AS.get(holder, holder): nbytes for holder, nbytes in answer.held.items()}
+        parts = {PARTS_AS.get(part, part): seconds for part, seconds in time.items()}
+        bars: list[tuple[str, str, float, dict[str, float]]] = [("time", "s", 1.0, parts), ("memory", "GB", 1e-9, held)]
+        for ax, (name, unit, scale, values) in zip(drawn.subplots(2), bars, strict=True):
             left = 0.0
-            for number, (label, value) in enumerate(values.items()):
+            for label, value in values.items():
                 if value > 0.002 * sum(values.values()):
-                    told = f"{PLANS.get(label, label)} {value * scale:.3g}"
-                    ax.barh(0, value * scale, left=left, color=still.LINES[number][0], label=told)
+                    told = f"{PLANS[label]} {value * scale:.3g}"
+                    ax.barh(0, value * scale, left=left, color=COLORS[label], edgecolor="black", linewidth=0.5, label=told)
                     left += value * scale
-            ax.set(yticks=[], xlabel=name)
+            ax.set(yticks=[], xlabel=f"{PLANS[name]} ({unit})")
             if values:
-                ax.legend(fontsize=7, ncols=4, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+                ax.legend(fontsize=7, ncols=5, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
         return drawn
 
 
