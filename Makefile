@@ -32,7 +32,7 @@ types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py --ignore tests/test_lab.py -n 4 --dist loadfile
+	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py --ignore tests/test_lab.py -n 4 --dist loadfile --no-loadscope-reorder
 
 # Behind hundreds of other tests, in the same process, a cell that was run there never answered. We don't know why yet.
 test-lab: .venv/.done  ## open every chapter in JupyterLab, in a process of its own
@@ -42,7 +42,7 @@ test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation
 	$(PYTEST) tests/test_shaped_hosts.py
 
 test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some
-	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 4 --dist loadscope $(or $(NOTEBOOKS),book)
+	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 4 --dist loadscope --no-loadscope-reorder $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
 	D2LPS_SITE=$(SITE) $(PYTEST) -n 4 --dist loadgroup tests/test_site.py tests/test_slides.py

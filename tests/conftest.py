@@ -1,4 +1,4 @@
-"""Fixtures that several test files share, and how often a test runs."""
+"""Fixtures that several test files share, how often a test runs, and which files come first."""
 
 import os
 from collections.abc import Iterator
@@ -10,6 +10,20 @@ from widget_page import chromium
 
 settings.register_profile("busy", deadline=None)  # no test fails because the machine is busy
 settings.load_profile("busy")
+
+# Files that take longest, by the clock, the longest first. Whoever begins one of them last keeps the others waiting at the end.
+LONGEST = [
+    "bench", "sharedmemory", "resume", "run", "compress", "failures", "wheel", "kvstore_elastic", "backend",
+    "simulated_times", "kvstore_joined", "kvstore_failures", "collectives", "kvstore_run", "train", "simulator", "overlap",
+    "readme", "handout", "kvstore_server", "kvstore_trace", "backend_programs", "torchrun", "hosts",
+]  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, with `--no-loadscope-reorder`: xdist itself begins with the file of the most tests."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="module")

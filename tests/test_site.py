@@ -171,7 +171,10 @@ def open_widgets(page: "playwright.Page", url: str, name: str) -> list["playwrig
     for widget in moving:
         widget.locator("svg :is(path, rect), .choice, .bar").first.wait_for(state="attached", timeout=30 * SECONDS)
     # A bet or a choice that holds no widget is looked at in test_bets.py.
-    return [widget for widget in moving if not widget.evaluate("node => node.matches('.d2lps-bet, .d2lps-choices')")]
+    kept = [widget for widget in moving if not widget.evaluate("node => node.matches('.d2lps-bet, .d2lps-choices')")]
+    for number, widget in enumerate(kept):  # a name, by which the browser itself finds it: Playwright searches all of the page
+        widget.evaluate("(node, number) => node.dataset.moves = number", number)
+    return [page.locator(f'[data-moves="{number}"]') for number in range(len(kept))]
 
 
 def take_over(page: "playwright.Page") -> None:
