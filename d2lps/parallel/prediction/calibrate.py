@@ -48,10 +48,19 @@ def calibrate(rows: Sequence[Row], cluster: Topology, start: Calibration | None 
         now = errors(found)
         nudges = np.diag([1e-3 * found[0], 1e-6])[:free]
         slopes = np.array([(errors(found + nudge) - now) / nudge.sum() for nudge in nudges]).T
-        change = np.linalg.lstsq(slopes, -now, rcond=None)[0]
-        before, found = found, found.copy()
-        found[:free] += change
-        found = np.array([max(found[0], 1.0), max(found[1], 0.0)])
+        before, found = found, _nearest(slopes, slopes @ found[:free] - now, found)
         if np.allclose(before, found, rtol=1e-6, atol=1e-9):
             break
     return made(found)
+
+
+def _nearest(slopes: np.ndarray, wanted: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """The numbers whose slopes come nearest to what is wanted; if one would leave its bounds, it stays there."""
+    best, free = found.copy(), slopes.shape[1]
+    best[:free] = np.linalg.lstsq(slopes, wanted, rcond=None)[0]
+    for number, least in ((1, 0.0), (0, 1.0)):
+        if best[number] < least:
+            best[number], other = least, slopes[:, [1 - number]] if free == 2 else slopes[:, :0]
+            left = np.linalg.lstsq(other, wanted - slopes[:, number] * least, rcond=None)[0]
+            best[[1 - number][: len(left)]] = left
+    return np.maximum(best, (1.0, 0.0))
