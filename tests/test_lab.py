@@ -35,6 +35,12 @@ TEXTS = """[...document.querySelectorAll(".jp-MarkdownCell")].map(cell => {
 })"""
 DRAWN = f"""count => document.querySelectorAll(".jp-MarkdownCell").length === count && {TEXTS}.every(Boolean)
     && document.querySelectorAll(".jp-MarkdownCell:not(.jp-mod-rendered)").length === 0"""
+# "Open With, Notebook (no kernel)", in the place of what is open: a kernel for each chapter would be started for nothing.
+OPEN = """path => {
+    [...jupyterapp.shell.widgets("main")].forEach(widget => widget.dispose());
+    return jupyterapp.commands.execute("docmanager:open", { path, kernelPreference: { shouldStart: false, shouldReuse: false } })
+        .then(() => null);
+}"""
 EXERCISE = [
     new_markdown_cell("# A chapter"),
     new_markdown_cell("````{exercise} Twice\n:label: ex-twice\n\nWrite `double(x)`, as in {doc}`/book/back/notation`.\n````"),
@@ -86,6 +92,7 @@ def address(folder: Path) -> Iterator[str]:
     own = {"HOME": str(home), "JUPYTER_CONFIG_DIR": str(home), "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces")}
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.port_retries=0", f"--port={port}"]
     command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={folder}", "--ServerApp.password="]
+    command += ["--LabApp.expose_app_in_browser=True"]
     environment = os.environ | own | {"JUPYTERLAB_SETTINGS_DIR": str(settings(home / "settings"))}
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -107,18 +114,24 @@ def page(browser: Any) -> Iterator[Any]:
     page.close()
 
 
-def opened(page: Any, address: str, path: Path, folder: Path) -> Any:
-    """The page with a notebook whose cells are all drawn."""
-    cells = nbformat.read(path, as_version=4).cells
-    page.goto(f"{address}/{path.relative_to(folder)}?reset")
-    texts = sum(cell.cell_type == "markdown" for cell in cells)
-    page.wait_for_function(DRAWN, arg=texts, timeout=60_000)
+@pytest.fixture(scope="module")
+def lab(page: Any, address: str) -> Any:
+    """JupyterLab with nothing open, in which one notebook after the other is opened."""
+    page.goto(f"{address}?reset")
+    page.wait_for_function("window.jupyterapp")
+    page.evaluate("jupyterapp.restored")
     return page
 
 
-# The first of all: every chapter that is open has a kernel, and a machine with two cores starts those one after the other.
+def drawn(page: Any, path: Path) -> None:
+    """Wait until all cells of the notebook are drawn."""
+    texts = sum(cell.cell_type == "markdown" for cell in nbformat.read(path, as_version=4).cells)
+    page.wait_for_function(DRAWN, arg=texts, timeout=60_000)
+
+
 def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, address: str, folder: Path) -> None:
-    opened(page, address, folder / "exercise.ipynb", folder)
+    page.goto(f"{address}/exercise.ipynb?reset")
+    drawn(page, folder / "exercise.ipynb")
     shown = page.locator(".jp-Notebook")
     assert "Twice" in page.locator(".jp-MarkdownCell").nth(1).inner_text()
     for hidden in ("The secret is addition.", "return x + x"):
@@ -136,9 +149,10 @@ def test_a_check_says_what_is_missing_and_the_solution_is_folded(page: Any, addr
 
 
 @pytest.mark.parametrize("chapter", notebooks(), ids=lambda path: path.stem)
-def test_a_chapter_shows_nothing_raw_and_no_solution(page: Any, address: str, folder: Path, chapter: Path) -> None:
-    path = folder / chapter.relative_to(BOOK)
-    opened(page, address, path, folder)
+def test_a_chapter_shows_nothing_raw_and_no_solution(lab: Any, folder: Path, chapter: Path) -> None:
+    path, page = folder / chapter.relative_to(BOOK), lab
+    page.evaluate(OPEN, str(path.relative_to(folder)))
+    drawn(page, path)
     until(lambda: not RAW.search("\n".join(page.evaluate(TEXTS))))  # what MyST draws takes the place of what stood there
     shown = "\n".join(page.evaluate(TEXTS))
     assert len(shown) > 5000 and RAW.findall(shown) == []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+from d2lps.cost.numbers import whole
 from d2lps.parallel.experts import Experts
 
 
@@ -50,6 +51,9 @@ class Transformer:
     balance: float = 0.01
 
     def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "sequence", "ffn", "kv_heads", "experts", "top_k"):
+            if (value := getattr(self, name)) is not None:
+                whole(name, value)
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
         if self.heads % (self.kv_heads or self.heads):

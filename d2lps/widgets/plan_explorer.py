@@ -58,6 +58,8 @@ class PlanExplorer(still.Still):
             raise ValueError(f"{', '.join(sorted(unknown))}: there is no such choice; choose among {', '.join(OPTIONS)}")
         self.options = {"model": list(models), "cluster": list(clusters)}
         self.options |= {name: list(options.get(name, values)) for name, values in OPTIONS.items()}
+        if empty := [name for name, values in self.options.items() if not values]:
+            raise ValueError(f"{empty[0]}=() leaves nothing to choose: see {self.options}")
         batches = {name: batch[name] if isinstance(batch, Mapping) else batch for name in models}
         table, self._answers = _Table(), list[Answer]()
         for model, cluster, *choice in product(*self.options.values()):

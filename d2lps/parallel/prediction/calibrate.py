@@ -11,6 +11,7 @@ from d2lps.parallel.prediction.predict import Prediction, described
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.transformer import Transformer
 from d2lps.topology import Topology
+from d2lps.topology.device import is_number
 
 Row = tuple[Transformer, Plan, int, float]  # with a batch of so many sequences, a step took so many seconds
 STEPS = 8
@@ -30,7 +31,7 @@ def calibrate(rows: Sequence[Row], cluster: Topology, start: Calibration | None 
     if not rows:
         raise ValueError("calibrate needs one measured row at least, of (transformer, plan, batch, seconds)")
     for *_, seconds in rows:
-        if not seconds > 0:
+        if not (is_number(seconds) and seconds):
             raise ValueError(f"a step of seconds={seconds!r} was never measured")
     start = start or Calibration()
     found = np.array([1 / start.efficiency, start.overhead])

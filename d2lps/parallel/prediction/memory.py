@@ -10,9 +10,9 @@ from d2lps.parallel.prediction.program import Job
 def held(job: Job) -> dict[str, float]:
     """Bytes by holder, on the rank of the pipeline that holds most.
 
-    weights, gradients, optimizer: what ZeRO leaves of them with a rank, "gathered" what it fetches of weights meanwhile (its
-    largest two units with overlap). activations: kept for backward passes, of as many micro-batches as the schedule keeps at a
-    time; working: of the part that is being computed, besides.
+    weights, gradients, optimizer: what ZeRO leaves of them with a rank, and of gradients the largest unit's whole until it is
+    reduced; "gathered" what it fetches of weights meanwhile. Of either the largest two units' with overlap. activations: kept for
+    backward passes, of as many micro-batches as the schedule keeps at a time; working: of the part being computed.
     """
     return max(_by_rank(job), key=lambda holders: sum(holders.values()))
 
@@ -23,12 +23,13 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
     for place, row in enumerate(ordered(plan.schedule, plan.pp, plan.interleave, few)[0]):
         parts = [part for stage in range(place, len(job.stages), plan.pp) for part in job.stages[stage]]
         weights = sum(part.weights for part in parts)
+        owned = job.owned(weights, sum(part.experts for part in parts))
         largest = sorted((part.weights for part in parts), reverse=True)[: 1 + plan.overlap]
         yield {
-            "weights": weights * job.width / (job.shards if plan.zero == 3 else 1),
+            "weights": (owned if plan.zero == 3 else weights) * job.width,
             "gathered": sum(largest) * job.width if plan.zero == 3 else 0,
-            "gradients": weights * job.gradient_width / (job.shards if plan.zero > 1 else 1),
-            "optimizer": weights * job.state_width / job.shards,
+            "gradients": (owned + sum(largest) if plan.zero > 1 else weights) * job.gradient_width,
+            "optimizer": owned * job.state_width,
             "activations": _kept(job, row),
             "working": max(part.working for part in parts),
         }

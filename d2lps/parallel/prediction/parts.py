@@ -139,7 +139,7 @@ def _block(s: Sizes) -> Part:
     forward = *attention.forward, *mlp.forward
     kept, working, again = attention.kept + mlp.kept, 0.0, attention.again
     if s.plan.recompute == "full":
-        again, working, kept = forward, kept, s.between * s.hidden * s.width
+        again, working, kept = (*attention.forward, *mlp.again), kept, s.between * s.hidden * s.width
     elif s.plan.recompute == "selective":
         kept, working = kept - attention.working, attention.working
     else:
@@ -179,7 +179,8 @@ def _attend(s: Sizes, heads: float) -> tuple[tuple[Step, ...], tuple[Step, ...]]
     if s.plan.cp == 1:
         return forward, backward
     block = 2 * s.tokens * s.kv  # keys and values; on the way back their gradients with them
-    return (Around(forward, block * s.width),), (Around(backward, block * (s.width + max(4, s.width))),)
+    wide = block * max(4, s.width)  # gradients, the last time to where they belong
+    return (Around(forward, block * s.width),), (Around(backward, block * s.width + wide), Message("cp", "pass_on", wide))
 
 
 def _mlp(s: Sizes) -> Part:
@@ -192,7 +193,8 @@ def _mlp(s: Sizes) -> Part:
     backward: tuple[Step, ...] = (add, *_enter(s), down, unbend, *[up] * ups, *_leave(s), s.touch(3 * wide))
     kept = 2 * wide * s.width + (1 + ups) * s.tokens * inner * s.width + s.masks * wide
     weights = ups * (h * inner + inner) + inner * h + 3 * h
-    return Part("mlp", forward, backward, (), (down, *[up] * ups), weights, 0, kept)
+    again = forward if s.masks else forward[: -2 - len(_leave(s))]  # until all is there that was kept: torch stops there
+    return Part("mlp", forward, backward, again, (down, *[up] * ups), weights, 0, kept)
 
 
 def _mixture(s: Sizes) -> Part:
@@ -210,7 +212,8 @@ def _mixture(s: Sizes) -> Part:
     backward = s.touch(3 * wide), *enter, sort, *there, down, bend, bend, *products, route, s.touch(3 * wide)
     experts = here * (ups * (h * inner + inner) + inner * h + h)
     kept = (2 * wide + 2 * slots * h + (1 + ups) * slots * inner) * s.width
-    return Part("experts", forward, backward, (), (down, *products, route), experts + h * s.model.experts + 2 * h, experts, kept)
+    weights = experts + h * s.model.experts + 2 * h
+    return Part("experts", forward, backward, forward, (down, *products, route), weights, experts, kept)
 
 
 def stages(model: Transformer, plan: Plan, fused: bool = False) -> list[list[Part]]:

@@ -50,7 +50,7 @@ class Clock:
         return started
 
     def wait(self, started: Going | None) -> None:
-        while started is not None and started in self.going:
+        while started in self.going:
             self.take(min(going.left for going in self.going) * self._slowed(), started.axis)
 
     def take(self, seconds: float, label: str) -> None:

@@ -26,9 +26,7 @@ Way = Callable[[Communicator, int], None]  # a collective of so many bytes
 MOST = 64  # ranks of a group that are simulated; what more of them take follows from two smaller groups
 TOGETHER = 256  # ranks in all groups that are simulated at once
 SMALL, LARGE = 1 << 20, 1 << 26  # bytes: the two sizes
-
-
-
+AROUND, MADE_OF = 3, ("bandwidth", "latency")  # how many links away those are that may make a device's place another one
 
 class Price(NamedTuple):
     """Seconds, and seconds a byte of the whole tensor. simulated: with how many of a group's ranks. way: the cheapest one."""
@@ -59,7 +57,7 @@ class Prices:
         if "reached" not in self.known:
             self.known["reached"], self.known["places"] = cluster.reached(), list(_places(cluster))
         self.reached: Topology = self.known["reached"]
-        self.places: list[tuple[Hashable, int]] = self.known["places"]
+        self.places: list[tuple[Hashable, Hashable]] = self.known["places"]
         self.continued: set[str] = set()
         self._prices: dict[tuple[str, str], Price] = {}
 
@@ -180,14 +178,19 @@ def axis_groups(plan: Plan, axis: str) -> list[Group]:
     return [tuple(range(rank, rank + stride * count, stride)) for rank in first]
 
 
-def _places(cluster: Topology) -> Iterator[tuple[Hashable, int]]:
+def _places(cluster: Topology) -> Iterator[tuple[Hashable, Hashable]]:
+    """Of each device its machine, or switch, and where it is there; devices with other links around them are somewhere else."""
     counted: Counter[Hashable] = Counter()
     graph = cluster.graph
+    alike: dict[Hashable, int] = dict.fromkeys(graph, 0)
+    for _ in range(AROUND):
+        links = {node: sorted((alike[to], *map(data.get, MADE_OF)) for to, data in graph.adj[node].items()) for node in graph}
+        alike = {node: hash((alike[node], *links[node])) for node in graph}
     for device in cluster.devices:
         machine = graph.nodes[device].get("machine")
         inside = [other for other in graph.successors(device) if graph.nodes[other].get("machine") == machine]
         place = machine or (inside[0] if len(inside) == 1 else cluster.name)
-        yield place, counted[place] if len(inside) > 1 else 0
+        yield place, (alike[device], counted[place] if len(inside) > 1 else 0)
         counted[place] += 1
 
 

@@ -78,6 +78,10 @@ class Job:
         """Among how many the state is shared out."""
         return (self.plan.zero_group or self.plan.dp * self.plan.cp) if self.plan.zero else 1
 
+    def owned(self, weights: float, experts: float) -> float:
+        """So many of a rank's weights, among which are experts', have their state on this rank."""
+        return (weights - experts) / self.shards + experts / max(self.shards // self.plan.ep, 1)
+
     @cached_property
     def message(self) -> float:
         """Bytes from a stage to the next."""
@@ -197,8 +201,9 @@ class Rank:
                     self._reduce(count, axis)
             self._settle()
         if self.job.model.tied and self.plan.pp > 1 and self.place in (0, self.plan.pp - 1):
-            self.world.collective("ends", "all_reduce", self.job.stages[0][0].weights * self.job.gradient_width)
-        self.world.compute(self._step((weights + experts) / self.job.shards), "optimizer")
+            shared = self.job.model.vocab / self.plan.tp * self.job.model.hidden
+            self.world.collective("ends", "all_reduce", shared * self.job.gradient_width)
+        self.world.compute(self._step(self.job.owned(weights + experts, experts)), "optimizer")
         if self.plan.zero in (1, 2):
             for count, axis in ((weights, "dp"), (experts, "edp")):
                 if count:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from d2lps.cost.numbers import whole
 from d2lps.parallel.prediction.calibration import Calibration
 from d2lps.parallel.prediction.memory import held
 from d2lps.parallel.prediction.predict import Prediction, described
@@ -48,17 +49,20 @@ def search(
 
     Tried are all degrees of tp within a machine, pp, dp, all interleavings, with and without sequence parallelism where tp > 1,
     and what is named: sizes of a micro-batch, stages of zero, what to recompute. like: a plan whose other fields all have
-    (precision, cp, ep, overlap). ranks: on the first of the devices only. plans: those to compare, in place of all these.
-    ValueError if no plan can be, for its numbers or for memory. Cost: some thousandths of a second a plan.
+    (precision, cp, ep, overlap, the schedule of one stage a rank). ranks: on the first of the devices only. plans: those to
+    compare, in place of all these. Plans that can't be, for their numbers, are left out. ValueError if none is left, or none
+    fits. Cost: some thousandths of a second a plan.
     """
-    count = len(cluster.devices) if ranks is None else ranks
+    count = len(cluster.devices) if ranks is None else whole("ranks", ranks)
+    whole("batch", batch)
     like = like or Plan()
     tried = plans if plans is not None else _plans(transformer, cluster, count, like, (micro_batches, zero, recompute))
-    found, lost, limit = [], [], 0.0
+    found, lost, limit, refused = [], [], 0.0, ""
     for plan in tried:
         try:
             plan.check(transformer, batch, count)
-        except ValueError:
+        except ValueError as error:
+            refused = refused or str(error)
             continue
         job = described(transformer, plan, cluster, batch, calibration)
         holders, limit = held(job), job.data_sheet.memory
@@ -66,20 +70,24 @@ def search(
             lost.append((plan, holders))
         else:
             found.append(Prediction(job, cluster))
-    if not found:
-        raise ValueError(f"no plan fits: {len(lost)} that {count} ranks can divide need more than {limit / 1e9:.3g} GB a device")
     lost.sort(key=lambda one: sum(one[1].values()))
+    if not found and lost:
+        told = ", ".join(f"{holder} {nbytes / 1e9:.3g}" for holder, nbytes in lost[0][1].items() if nbytes)
+        wanted = f"the nearest of {len(lost)}, {lost[0][0]}, needs {told} GB"
+        raise ValueError(f"no plan fits into {limit / 1e9:.3g} GB a device; {wanted}")
+    if not found:
+        raise ValueError(f"no plan fits {count} ranks: {refused or 'none was named'}")
     return Ranking(sorted(found, key=lambda prediction: prediction.time), lost, limit)
 
 
 def _plans(model: Transformer, cluster: Topology, ranks: int, like: Plan, options: tuple[Sequence[Any], ...]) -> Iterator[Plan]:
     """All that the sizes might allow: what they do not, `Plan.check` says."""
-    machine = machine_size(cluster)
+    machine, one = machine_size(cluster), like.schedule if like.interleave == 1 else "one_f_one_b"
     for tp in divisors(min(machine, model.heads)):
         for pp in (pp for pp in divisors(ranks // (tp * like.cp)) if pp <= model.layers and ranks % (tp * pp * like.cp) == 0):
             chunks = [v for v in divisors(model.layers // pp) if model.layers % (pp * v) == 0] if pp > 1 else [1]
             for v, sequence, micro, zero, again in product(chunks, {False, tp > 1}, *options):
-                dp, schedule = ranks // (tp * pp * like.cp), "interleaved" if v > 1 else "one_f_one_b"
+                dp, schedule = ranks // (tp * pp * like.cp), "interleaved" if v > 1 else one
                 degrees = replace(like, dp=dp, tp=tp, pp=pp, schedule=schedule, interleave=v)
                 yield replace(degrees, micro_batch=micro, zero=zero, recompute=again, sequence_parallel=sequence)
 

@@ -83,6 +83,7 @@ class Plan:
 
     def check(self, model: Transformer, batch: int, ranks: int | None = None) -> None:
         """ValueError, with the numbers, unless so many ranks can train that model with batches of so many sequences."""
+        whole("batch", batch)
         for wrong in self._wrong(model, batch, self.ranks if ranks is None else ranks):
             raise ValueError(wrong)
         if self.schedule == "interleaved" and (count := self.micro_batches(batch)) % self.pp:
@@ -103,7 +104,7 @@ class Plan:
         if self.sequence_parallel and model.sequence % (self.tp * self.cp):
             told = f"tp x cp = {self.tp} x {self.cp}, as sequence_parallel asks"
             yield f"sequence={model.sequence} can't be shared out evenly to {told}"
-        if batch < 1 or batch % (self.dp * self.micro_batch):
+        if batch % (self.dp * self.micro_batch):
             yield f"batch={batch} is no multiple of dp={self.dp} x micro_batch={self.micro_batch}"
         if self.tp % (heads := model.kv_heads or model.heads) and heads % self.tp:
             yield f"kv_heads={heads} can't be shared out evenly to tp={self.tp}, nor each by as many ranks as the next"

@@ -1,0 +1,74 @@
+"""Predictions as anyone first asks for them, and as someone who doubts them does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+from d2lps.parallel import Plan, Transformer, calibrate, predict, search
+from d2lps.parallel.prediction.messages import by_messages
+from d2lps.parallel.prediction.prices import Prices
+from d2lps.topology import A100, dgx_a100, dgx_a100_pod, star
+
+SMALL = Transformer(layers=4, hidden=256, heads=8, vocab=1024, sequence=256)
+
+
+def test_a_plan_of_one_rank_waits_for_nobody() -> None:
+    prediction = predict(SMALL, Plan(), dgx_a100(), 8)
+    assert prediction.parts["dp"] == 0 and prediction.time == predict(SMALL, Plan(overlap=False), dgx_a100(), 8).time
+
+
+@pytest.mark.parametrize("batch", [0, -8, 8.0, True, "8", None, nan, inf])
+def test_a_batch_is_a_number_of_sequences(batch: Any) -> None:
+    for asked in (lambda: predict(SMALL, Plan(), dgx_a100(), batch), lambda: search(SMALL, dgx_a100(), batch)):
+        with pytest.raises(ValueError, match=r"batch=.* is not a whole number from 1 up"):
+            asked()
+
+
+@pytest.mark.parametrize("name", ["layers", "hidden", "heads", "vocab", "sequence", "ffn", "kv_heads", "experts", "top_k"])
+@pytest.mark.parametrize("value", [0, -8, 8.0, True, "8", nan])
+def test_sizes_are_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.* is not a whole number from 1 up"):
+        replace(SMALL, **{name: value})
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, True, "1", None, nan, inf])
+def test_what_was_never_measured_is_not_fitted(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=r"seconds=.* was never measured"):
+        calibrate([(SMALL, Plan(), 8, seconds)], dgx_a100())
+
+
+def test_a_search_without_a_result_says_why() -> None:
+    with pytest.raises(ValueError, match="no plan fits 16 ranks: ep=2 shares out experts, and the model has none"):
+        search(SMALL, dgx_a100_pod(2), 64, like=Plan(ep=2))
+    with pytest.raises(ValueError, match=r"no plan fits 8 ranks: dp=4 .* makes 4 ranks, and there are 8"):
+        search(SMALL, dgx_a100(), 64, plans=[Plan(dp=4)])
+    with pytest.raises(ValueError, match="none was named"):
+        search(SMALL, dgx_a100(), 64, plans=[])
+    with pytest.raises(ValueError, match=r"no plan fits into 80 GB a device; the nearest of 1, dp=8, needs weights [\d.]+"):
+        search(replace(SMALL, hidden=16384, layers=8), dgx_a100(), 64, plans=[Plan(dp=8)])
+    with pytest.raises(ValueError, match=r"ranks=2\.0 is not a whole number"):
+        search(SMALL, dgx_a100(), 64, ranks=2.0)  # type: ignore[arg-type]
+
+
+def test_a_search_keeps_the_schedule_that_it_is_given() -> None:
+    found = search(SMALL, dgx_a100(), 64, like=Plan(schedule="zero_bubble"), micro_batches=[8], zero=[0], recompute=["none"])
+    assert {one.job.plan.schedule for one in found.found} == {"zero_bubble", "interleaved"}
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2, tp=2, overlap=False), Plan(pp=4), Plan(dp=4, zero=1)], ids=str)
+def test_one_slow_link_is_seen_in_whichever_group_it_is(plan: Plan) -> None:
+    even = star(4, 10e9, 1e-5, A100)
+    slow = even.slowed(("gpu2", "switch"), 10)
+    prediction = predict(SMALL, plan, slow, 8)
+    assert prediction.time > 1.01 * predict(SMALL, plan, even, 8).time
+    assert prediction.time == pytest.approx(by_messages(prediction.job, slow).time, rel=0.02)
+
+
+def test_a_slow_machine_far_away_is_seen() -> None:
+    for slow in (dgx_a100_pod(4).straggler("node2/gpu5", 4), dgx_a100_pod(4).slowed(("node3/gpu1", "network"), 4)):
+        prices, plan = Prices(Plan(dp=4, tp=8), slow), Plan(dp=4, tp=8)
+        assert prices("dp", "all_reduce", 1e8) > 3 * Prices(plan, dgx_a100_pod(4))("dp", "all_reduce", 1e8)
