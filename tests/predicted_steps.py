@@ -1,0 +1,206 @@
+"""The published steps, predicted: the rows that *Hybrid parallelism* shows, and the plans of GPT-3 that it compares.
+
+    python tests/predicted_steps.py steps           # minutes; the lines of the chapter's tables of steps
+    python tests/predicted_steps.py plans           # minutes; the fastest plan of each pair of degrees, and how many fit
+    python tests/predicted_steps.py rules           # minutes; Megatron's and DeepSpeed's plans beside search's
+
+With names of tables after `steps`, those only. What is measured is of book/parallel_training/measured_steps.csv.
+"""
+
+import csv
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, search
+from d2lps.topology import A100, Topology, dgx_a100, dgx_a100_pod, dgx_h100_pod, multi_node
+
+MEASURED = Path(__file__).parent.parent / "book" / "parallel_training" / "measured_steps.csv"
+Row = dict[str, str]
+PLAIN, FUSED = Calibration(), Calibration(fused_attention=True)
+
+
+class Table(NamedTuple):
+    """Rows of one software. fitted: two of them, as (model, gpus, tp, recompute or pp); start: what is known of the software."""
+
+    rows: str
+    fitted: tuple[tuple[str, ...], ...]
+    start: Calibration = PLAIN
+
+
+TABLES = {
+    "1a": Table("korthikanti", (("22B", "8", "8", "full"), ("1T", "512", "8", "full"))),
+    "1b": Table("narayanan1", (("1.7B", "32", "1", ""), ("1T", "3072", "8", ""))),
+    "1b, table 2": Table("narayanan2", ()),
+    "1c": Table("vtrain", (("3.6B", "64", "1", ""), ("175B", "512", "8", "8"))),
+    "Ultra-Scale": Table("ultrascale", (("1B", "8", "1", ""), ("8B", "64", "1", "")), FUSED),
+    "Megatron-Core": Table("megatron_core", (("1.7B", "48", "1", ""), ("314B", "3072", "8", "")), FUSED),
+    "MegaScale": Table("megascale", (("175B", "256", "8", ""),), FUSED),
+}  # fmt: skip
+
+
+def rows(table: str) -> list[Row]:
+    """Those of a table that say seconds, in a precision that a Plan has."""
+    lines = [line for line in MEASURED.read_text().splitlines() if not line.startswith("#")]
+    found = [row for row in csv.DictReader(lines) if row["table"] == table and row["seconds"] and row["precision"] != "fp8"]
+    return [row for row in found if row["note"] != "compiled"]
+
+
+@cache
+def cluster(table: str) -> Topology:
+    """As many machines as the table's largest step has."""
+    some = rows(table)
+    nodes = max(-(-int(row["gpus"]) // 8) for row in some)
+    if table == "vtrain":
+        return multi_node(dgx_a100(device=A100), nodes, 12.5e9, reached=0.9)  # 800 Gb/s a machine
+    return dgx_a100_pod(nodes) if some[0]["device"] == "A100" else dgx_h100_pod(nodes)
+
+
+def model(row: Row) -> Transformer:
+    """A vocabulary is filled up so that all degrees of tp divide it, as Megatron-LM does."""
+    gated, layers, hidden, sequence = row["gated"] == "yes", int(row["layers"]), int(row["hidden"]), int(row["sequence"])
+    vocab, heads = -(-int(row["vocab"]) // 1024) * 1024, int(row["heads"] or 96)
+    return Transformer(
+        layers, hidden, heads, vocab, sequence, ffn=int(row["ffn"]), kv_heads=int(row["kv_heads"] or heads), gated=gated,
+        dropout=0.0 if gated or row["device"] == "H100" else 0.1,
+    )  # fmt: skip
+
+
+def plans(row: Row) -> Iterator[Plan]:
+    """All that are what the row says: where it says nothing, search may choose."""
+    dp, tp, pp, cp = (int(row[axis] or 1) for axis in ("dp", "tp", "pp", "cp"))
+    chunks = [v for v in range(1, int(row["layers"]) // pp + 1) if int(row["layers"]) % (pp * v) == 0] if pp > 1 else [1]
+    chunks = [int(row["interleave"])] if row["interleave"] else chunks
+    again = [row["recompute"]] if row["recompute"] else ["none", "selective"]
+    sequence = row["sequence_parallel"] == "yes" or (row["sequence_parallel"] == "" and row["recompute"] == "" and tp > 1)
+    zero = int(row["zero"] or (row["device"] == "H100" and dp > 1))
+    plan = Plan(dp, tp, pp, cp, zero=zero, sequence_parallel=sequence, overlap=row["overlap"] == "yes" or zero == 3)
+    for v in chunks:
+        for recompute in again:
+            schedule = "interleaved" if v > 1 else "one_f_one_b"
+            for micro in [int(row["micro_batch"])] if row["micro_batch"] else [1, 2, 4]:
+                yield replace(plan, interleave=v, schedule=schedule, recompute=recompute, micro_batch=micro)
+
+
+def predicted(row: Row, calibration: Calibration) -> Prediction:
+    gpus, batch = int(row["gpus"]), int(row["batch"])
+    return search(model(row), cluster(row["table"]), batch, calibration, ranks=gpus, plans=plans(row)).best
+
+
+def is_fitted(row: Row, table: Table) -> bool:
+    said = row["model"], row["gpus"], row["tp"]
+    return any(said == one[:3] and one[3] in ("", row["recompute"], row["pp"]) for one in table.fitted)
+
+
+def fit(name: str) -> Calibration:
+    """Of the rows that are fitted; a table without any has the calibration of the one before."""
+    table = TABLES[name]
+    if not table.fitted:
+        return fit("1b")
+    chosen: dict[tuple[str, ...], Row] = {}
+    for row in rows(table.rows):
+        if is_fitted(row, table):
+            chosen.setdefault((row["model"], row["gpus"], row["tp"]), row)
+    found = []
+    for row in chosen.values():
+        plan = predicted(row, table.start).job.plan
+        found.append((model(row), plan, int(row["batch"]), float(row["seconds"])))
+    return calibrate(found, cluster(row["table"]), table.start)
+
+
+def line(row: Row, prediction: Prediction) -> str:
+    """As the chapter has it: model gpus batch micro dp tp pp v zero recompute measured predicted."""
+    plan = prediction.job.plan
+    numbers = (plan.micro_batch, plan.dp, plan.tp, plan.pp, plan.interleave, plan.zero, plan.recompute)
+    measured = float(row["seconds"])
+    said = " ".join(map(str, (row["model"], row["gpus"], row["batch"], *numbers)))
+    return f"{said} {measured:.4g} {prediction.time:.4g}"
+
+
+def steps(names: list[str]) -> None:
+    for name in names or TABLES:
+        calibration, table = fit(name), TABLES[name]
+        print(f"\n{name}: {calibration}", flush=True)
+        errors = []
+        for row in rows(table.rows):
+            try:
+                prediction = predicted(row, calibration)
+            except ValueError as error:
+                print(row["model"], row["gpus"], error)
+                continue
+            error = prediction.time / float(row["seconds"]) - 1
+            fitted = is_fitted(row, table)
+            errors += [] if fitted else [abs(error)]
+            print(f"{line(row, prediction)}    # {'fitted' if fitted else format(error, '+.1%')}", flush=True)
+        print(f"# mean {mean(errors):.1%}, worst {max(errors):.1%}", flush=True)
+
+
+# ---- one model, all plans -----------------------------------------------------------------------------------------
+
+GPT3 = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048, dropout=0.1)
+GPUS, BATCH = 1024, 1536
+TRIED: dict[str, Any] = {"zero": (0, 1), "micro_batches": (1, 2, 4, 8)}
+
+
+def print_plans() -> None:
+    calibration = fit("1a")
+    ranking = search(GPT3, dgx_a100_pod(GPUS // 8), BATCH, calibration, **TRIED)
+    print(calibration, len(ranking.found), "fit", len(ranking.lost), "do not; worst", ranking.found[-1])
+    for prediction in ranking.found[:3]:
+        print(prediction, ranking.why(prediction))
+    best: dict[tuple[int, int], Prediction] = {}
+    for prediction in ranking.found:
+        best.setdefault((prediction.job.plan.tp, prediction.job.plan.pp), prediction)
+    for (tp, pp), prediction in sorted(best.items()):
+        plan = prediction.job.plan
+        numbers = (plan.micro_batch, plan.interleave, plan.zero, plan.recompute, int(plan.sequence_parallel))
+        print(tp, pp, *numbers, f"{prediction.time:.4g} {prediction.memory / 1e9:.3g}")
+
+
+JOBS = (("7.5B", 128, 512), ("175B", 1024, 1536))
+
+
+def print_rules() -> None:
+    calibration = fit("1a")
+    for name, gpus, batch in JOBS:
+        row = next(row for row in rows("narayanan1") + rows("korthikanti") if row["model"] == name)
+        cluster = dgx_a100_pod(gpus // 8)
+        like = {"micro_batches": (1, 2, 4), "zero": (1, 3)}
+        ranking = search(model(row), cluster, batch, calibration, **like)  # type: ignore[arg-type]
+        print(name, gpus, batch, "search", ranking.best, flush=True)
+        for rule, some in (("megatron", list(megatron(model(row), gpus, batch))), ("deepspeed", list(deepspeed(gpus)))):
+            try:
+                print(name, gpus, batch, rule, search(model(row), cluster, batch, calibration, plans=some).best, flush=True)
+            except ValueError as error:
+                print(name, gpus, batch, rule, error, flush=True)
+
+
+def megatron(model: Transformer, gpus: int, batch: int) -> Iterator[Plan]:
+    """tp as large as a machine, the fewest stages of a pipeline that fit, the rest dp; every layer recomputed."""
+    across = [pp for pp in range(2, model.layers + 1) if model.layers % pp == gpus % (8 * pp) == 0]
+    for tp, pp in [(1, 1), (2, 1), (4, 1), (8, 1), *((8, pp) for pp in across)]:
+        tried = [Plan(dp=gpus // (tp * pp), tp=tp, pp=pp, micro_batch=micro, recompute="full") for micro in (1, 2, 4, 8, 16)]
+        for plan in list(tried):
+            chunks = [v for v in (2, 3, 4) if pp > 1 and model.layers % (pp * v) == 0]
+            tried += [replace(plan, interleave=v, schedule="interleaved") for v in chunks]
+        try:
+            search(model, dgx_a100_pod(gpus // 8), batch, plans=tried[:1])
+        except ValueError:
+            continue
+        yield from tried
+        return
+
+
+def deepspeed(gpus: int) -> Iterator[Plan]:
+    """ZeRO-3, and nothing else, with the largest micro-batch."""
+    for micro in (1, 2, 4, 8):
+        for again in ("none", "selective", "full"):
+            yield Plan(dp=gpus, zero=3, micro_batch=micro, recompute=again)
+
+
+if __name__ == "__main__":
+    {"steps": steps, "plans": lambda _: print_plans(), "rules": lambda _: print_rules()}[sys.argv[1]](sys.argv[2:])

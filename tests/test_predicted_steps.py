@@ -1,0 +1,111 @@
+"""The tables of *Hybrid parallelism* are the published steps, and what the code predicts for them now."""
+
+import json
+from functools import cache
+
+import predicted_steps
+import pytest
+from predicted_steps import MEASURED, TABLES, line, plans, predicted, rows
+
+from d2lps.parallel import Calibration, Plan, Transformer, calibrate, predict
+from d2lps.topology import Device, star
+
+CHAPTER = MEASURED.parent / "hybrid_parallelism.ipynb"
+SHOWN = {"FULL": ("1a",), "SCALING": ("1b", "1b, table 2"), "LAYOUTS": ("1c",)}
+
+
+@cache
+def literal(name: str) -> list[str]:
+    """The lines of a cell of the chapter that stores some: `NAME = three quotes, lines, three quotes`."""
+    cells = ("".join(cell["source"]) for cell in json.loads(CHAPTER.read_text())["cells"])
+    source = next(cell for cell in cells if f'{name} = """\n' in cell)
+    return source.split(f'{name} = """\n')[1].split('\n"""')[0].splitlines()
+
+
+def stored_calibration() -> Calibration:
+    cells = ("".join(cell["source"]) for cell in json.loads(CHAPTER.read_text())["cells"])
+    said = next(cell for cell in cells if "megatron = Calibration(" in cell).split("megatron = Calibration(")[1].split(")")[0]
+    return Calibration(**{name.strip(): float(value) for name, _, value in (one.partition("=") for one in said.split(","))})
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_chapter_quotes_the_published_steps(name):
+    published = {
+        (row["model"], row["gpus"], row["batch"], row["dp"], row["tp"], row["pp"], f"{float(row['seconds']):.4g}")
+        for table in SHOWN[name] for row in rows(TABLES[table].rows)
+        if row["zero"] != "3"
+    }  # fmt: skip
+    shown = [text.split() for text in literal(name)]
+    assert {(one[0], one[1], one[2], *one[4:7], one[10]) for one in shown} == published
+    assert len(shown) == len(published)
+
+
+def test_two_rows_of_each_table_are_fitted():
+    assert {name: sum(text.endswith("*") for text in literal(name)) for name in SHOWN} == dict.fromkeys(SHOWN, 2)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_first_table_is_what_the_code_predicts(number):
+    row, shown = rows("korthikanti")[number], literal("FULL")[number]
+    now = line(row, predicted(row, stored_calibration())).split()
+    assert now[:-1] == shown.removesuffix(" *").split()[:-1]
+    assert float(now[-1]) == pytest.approx(float(shown.removesuffix(" *").split()[-1]), rel=2e-3)
+
+
+def test_the_calibration_is_the_fit_of_its_two_rows():
+    fitted, stored = predicted_steps.fit("1a"), stored_calibration()
+    assert (fitted.efficiency, fitted.overhead) == pytest.approx((stored.efficiency, stored.overhead), rel=2e-3)
+
+
+@pytest.mark.parametrize("number", [0, 3, 6])
+def test_a_pair_of_degrees_takes_what_the_code_predicts(number):
+    tp, pp, micro, v, zero, again, sequence, seconds, _ = literal("BEST")[number].split()
+    plan = predicted_steps.Plan(
+        1024 // (int(tp) * int(pp)), int(tp), int(pp), micro_batch=int(micro), zero=int(zero), recompute=again,
+        sequence_parallel=sequence == "1", interleave=int(v), schedule="interleaved" if int(v) > 1 else "one_f_one_b",
+    )  # fmt: skip
+    found = predict(predicted_steps.GPT3, plan, predicted_steps.dgx_a100_pod(128), 1536, stored_calibration())
+    assert found.time == pytest.approx(float(seconds), rel=2e-3)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_without_recomputation_22b_and_175b_are_out_of_memory(number):
+    row = rows("korthikanti")[number] | {"recompute": "none"}
+    with pytest.raises(ValueError, match="the nearest of 1"):
+        predicted(row, stored_calibration())
+
+
+def test_where_a_row_says_nothing_all_that_can_be_is_tried():
+    row = next(row for row in rows("narayanan2") if row["model"] == "175B" and row["pp"] == "12")
+    assert {plan.interleave for plan in plans(row)} == {1, 2, 4, 8}
+
+
+# ---- the fit ------------------------------------------------------------------------------------------------------------
+
+HERE = star(4, 1e9, 1e-5, Device(1e11, 1e10, 1e11))
+SMALL, PLANS = Transformer(4, 64, 4, 96, 32), (Plan(dp=4, precision="fp32"), Plan(dp=4, micro_batch=4, precision="fp32"))
+
+
+def as_if_measured(efficiency, overhead, times=(1.0, 1.0)):
+    calibration = Calibration(efficiency=efficiency, overhead=overhead)
+    told = (predict(SMALL, plan, HERE, 16, calibration).time for plan in PLANS)
+    return [(SMALL, plan, 16, seconds * factor) for plan, seconds, factor in zip(PLANS, told, times, strict=True)]
+
+
+@pytest.mark.parametrize("truth", [(0.5, 1e-4), (0.9, 1e-5), (0.3, 0.0)])
+def test_two_rows_give_two_numbers(truth):
+    found = calibrate(as_if_measured(*truth), HERE)
+    assert (found.efficiency, found.overhead) == pytest.approx(truth, rel=1e-3, abs=1e-8)
+
+
+def test_an_overhead_is_never_negative_and_the_efficiency_then_does_what_it_can():
+    """Many small micro-batches were quicker than they can be: between the two rows lies what is fitted."""
+    rows_ = as_if_measured(0.5, 0.0, (0.9, 1.1))
+    found = calibrate(rows_, HERE)
+    late = [predict(SMALL, plan, HERE, 16, found).time / seconds for _, plan, _, seconds in rows_]
+    assert found.overhead == 0 and late[0] * late[1] == pytest.approx(1, rel=5e-2) and late[0] > 1 > late[1]
+
+
+def test_steps_quicker_than_the_data_sheet_give_an_efficiency_of_one():
+    found = calibrate(as_if_measured(1.0, 0.0, (0.5, 0.5)), HERE)
+    assert (found.efficiency, found.overhead) == (1, 0)
