@@ -111,7 +111,8 @@ def for_each(names: list[str]) -> pytest.MarkDecorator:
 
 # Where a widget of this class is on its page.
 SELECTORS = {"Player": ".d2lps-player", "Race": ".d2lps-race", "Sweep": ".d2lps-sweep", "TopologyExplorer": ".d2lps-topology",
-             "Bet": ".d2lps-bet", "Choices": ".d2lps-choices", "Lanes": ".d2lps-lanes", "StepPlayer": ".d2lps-steps"}
+             "Bet": ".d2lps-bet", "Choices": ".d2lps-choices", "Lanes": ".d2lps-lanes",
+             "StepPlayer": ".d2lps-steps:not(.d2lps-plans)", "PlanExplorer": ".d2lps-plans"}
 
 
 def widgets(name: str) -> list[str]:
@@ -191,6 +192,8 @@ def by_mouse(page: "playwright.Page", widget: "playwright.Locator") -> None:
         plot.hover(position={"x": 70, "y": 50})
     elif (block := widget.locator(".block")).count():
         block.first.click()
+    elif (choice := widget.locator('[data-action="tp"]:not(:checked)')).count():
+        choice.first.click(force=True)
     else:
         page.mouse.click(*middle(widget.locator(".cable .reach").first))
 
@@ -298,7 +301,7 @@ SEEN = """() => {
   const all = (what) => [...document.querySelectorAll("article " + what)];
   const plots = all(".cell_output img").filter((image) => !image.closest("noscript") && !image.matches(".d2lps-dark"));
   const captionOf = (image) => image.closest("figure")?.querySelector("figcaption")?.innerText.trim() ?? "";
-  const tops = all(".d2lps-player").map((player) => player.getBoundingClientRect().top + scrollY);
+  const tops = all(".d2lps-player, .d2lps-steps").map((player) => player.getBoundingClientRect().top + scrollY);
   return {
     alts: [...all("img").map((image) => image.alt), ...all("noscript").flatMap((each) => each.textContent.match(ALT) ?? [""])],
     captions: plots.map(captionOf),
