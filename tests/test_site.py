@@ -131,14 +131,17 @@ def widgets(name: str) -> list[str]:
 WITH_WIDGETS = [name for name in PAGES if widgets(name)]
 
 
+PICTURE = "svg:not(legend svg)"  # a legend's samples of lines never change
+
+
 def drawing(widget: "playwright.Locator") -> str:
     """The widget's picture as text."""
-    return widget.locator("svg").first.evaluate("svg => svg.outerHTML")
+    return widget.locator(PICTURE).first.evaluate("svg => svg.outerHTML")
 
 
 def wait_for(page: "playwright.Page", widget: "playwright.Locator", what: str, picture: str) -> None:
     """Wait until the widget's picture is ("==") or is not ("!=") the given one."""
-    code = f"([widget, picture]) => widget.querySelector('svg').outerHTML {what}= picture"
+    code = f"([widget, picture]) => widget.querySelector('{PICTURE}').outerHTML {what}= picture"
     page.wait_for_function(code, arg=[widget.element_handle(), picture], timeout=30 * SECONDS)
 
 
@@ -193,7 +196,7 @@ def by_mouse(page: "playwright.Page", widget: "playwright.Locator") -> None:
     elif (block := widget.locator(".block")).count():
         block.first.click()
     elif (choice := widget.locator('[data-action="tp"]:not(:checked)')).count():
-        choice.first.click(force=True)
+        choice.last.click(force=True)
     else:
         page.mouse.click(*middle(widget.locator(".cable .reach").first))
 
@@ -209,6 +212,9 @@ def by_keyboard(page: "playwright.Page", widget: "playwright.Locator") -> None:
     elif widget.locator(".block").count():
         widget.focus()
         page.keyboard.press("ArrowRight")
+    elif (choice := widget.locator('[data-action="tp"]:checked')).count():
+        choice.focus()
+        page.keyboard.press("ArrowLeft")
     else:
         widget.locator('.cable[tabindex="0"]').focus()
         page.keyboard.press("Enter")

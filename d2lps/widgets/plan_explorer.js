@@ -30,8 +30,8 @@ class PlanExplorer extends Widget {
     this.parts = Object.fromEntries(["result", "note", "time", "memory", "links", "line"].map((name) => [name, html("div", { class: name })]));
     const { result, note, time, memory, links, line } = this.parts;
     result.setAttribute("aria-live", "polite");
-    const left = html("div", {}, html("h4", {}, texts.time), time, html("h4", {}, texts.memory), memory);
-    this.mount("steps d2lps-plans", data.title, bar(model, cluster, this.fast), bar(...plan.slice(0, 2), dp, ...plan.slice(2)), result, this.drawing, note, left, links, html("h4", {}, texts.timeline), line);
+    const left = html("div", {}, html("p", { class: "heading" }, texts.time), time, html("p", { class: "heading" }, texts.memory), memory);
+    this.mount("steps d2lps-plans", data.title, bar(model, cluster, this.fast), bar(...plan.slice(0, 2), dp, ...plan.slice(2)), result, this.drawing, note, left, links, html("p", { class: "heading" }, texts.timeline), line);
     unpack(data.plans).then(([table]) => {
       if (data !== this.data) return;
       this.read(table);
@@ -281,7 +281,7 @@ class PlanExplorer extends Widget {
     const { data: { axes, texts, parts }, cluster: { speeds }, row: { fits } } = this, sent = fits.slice(1 + parts.length), wide = this.width > 480 ? (this.width - 24) / 2 : this.width;
     this.parts.links.replaceChildren(...["inside", "across"].map((name, way) => {
       const bytes = axes.map((_, i) => 1e9 * sent[2 * i + way]), total = bytes.reduce((a, b) => a + b, 0), busy = total / speeds[way] / fits[0];
-      const title = html("h4", {}, texts[name]);
+      const title = html("p", { class: "heading" }, texts[name]);
       if (!(total > 0)) return html("div", {}, title, html("div", { class: "note" }, fits.length ? texts.quiet : texts.unknown));
       const scale = Math.max(1, busy), pieces = axes.map((axis, i) => [this.kind(axis), axis, bytes[i] / speeds[way] / fits[0] / scale, bytes[i] && quantity(bytes[i], "B")]);
       const said = fill(texts.busy, { bytes: quantity(total, "B"), speed: `${quantity(speeds[way], "B")}/s`, share: three(100 * busy) });
