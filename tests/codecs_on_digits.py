@@ -8,7 +8,7 @@ With names of codecs, those only. The data, the model, the codecs and `train` ar
 import json
 import sys
 
-from solutions import Solution, _statements
+from solutions import solution
 
 import d2lps
 from d2lps.topology import star
@@ -17,8 +17,8 @@ SEEDS, REAL, SIMULATED = 5, 4, 16
 
 
 def main() -> None:
-    chapter = Solution("the chapter", [], _statements("ex-compression-pairs")[0])
-    trials, codecs = chapter["trials"], chapter["CODECS"]
+    chapter = solution("ex-compression-pairs")  # which knows what stands before it
+    trials, codecs = chapter.value("trials"), chapter.value("CODECS")
     table: dict[int, dict[str, list[float]]] = {REAL: {}, SIMULATED: {}}
     for name in sys.argv[1:] or codecs:
         jobs = [(codecs[name], True, seed) for seed in range(SEEDS)]
