@@ -50,6 +50,19 @@ def test_groups_refuses(wrong, word):
     refused(check.groups(wrong), word)
 
 
+def with_parts(axis, dp, tp, pp):
+    return [[rank + 0.4 for rank in one] for one in outermost(axis, dp, tp, pp, ("pp", "dp", "tp"))]
+
+
+def test_groups_are_of_whole_numbers():
+    refused(check.groups(with_parts), "is not a list of lists")
+
+
+def test_the_order_within_a_group_is_free_and_no_group_at_all_is_said():
+    assert check.groups(lambda *given: [set(one) for one in outermost(*given, ("pp", "dp", "tp"))])
+    refused(check.groups(lambda *given: []), "exactly one group")
+
+
 # ---- gradient -----------------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +102,15 @@ def test_gradient_refuses(wrong, word):
     refused(check.gradient(wrong), word)
 
 
+@pytest.mark.parametrize("got", [[1.0], 3, torch.ones(8).numpy()])
+def test_a_gradient_that_is_no_tensor_is_refused_in_words(got):
+    refused(check.gradient(lambda mesh, x, w, y: got), "came back")
+
+
+def test_half_a_gradient_is_refused_in_words():
+    refused(check.gradient(lambda *given: swapped(*given, "tp", "dp") / 2), "a factor of 2")
+
+
 # ---- numbers ------------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +147,8 @@ def fitted(rows, rest=True, inverse=True):
     ("wrong", "word"),
     [(partial(fitted, rest=False), "efficiency of"), (partial(fitted, inverse=False), "1/efficiency"),
      (lambda rows: (0.5, 0.001), "efficiency of"), (lambda rows: 0.5, "is not two numbers"),
-     (lambda rows: (fitted(rows)[0], 0.0), "overhead of")],
+     (lambda rows: (fitted(rows)[0], 0.0), "overhead of"),
+     (lambda rows: (fitted(rows)[0], float("nan")), "overhead of")],
 )  # fmt: skip
 def test_fit_refuses(wrong, word):
     assert check.fit(fitted)
@@ -135,11 +158,11 @@ def test_fit_refuses(wrong, word):
 # ---- fewest -------------------------------------------------------------------------------------------------------------
 
 
-def by_rule(ranks, machine, layers, heads, state, memory, tp_first=True, least=True, divides=True):
+def by_rule(ranks, machine, layers, heads, state, memory, tp_first=True, least=True, divides=True, every_head=True, tps=None):
     found = []
-    for tp in range(1, machine + 1):
+    for tp in tps or range(1, machine + 1):
         for pp in range(1, layers + 1):
-            allowed = not (machine % tp or heads % tp or layers % pp) or not divides
+            allowed = not (machine % tp or (every_head and heads % tp) or layers % pp) or not divides
             if allowed and ranks % (tp * pp) == 0 and state / tp / pp <= memory:
                 found.append((tp * pp if least else pp, -tp if tp_first else tp, tp, pp))
     if not found:
@@ -151,7 +174,9 @@ def by_rule(ranks, machine, layers, heads, state, memory, tp_first=True, least=T
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(partial(by_rule, tp_first=False), "tp comes first"), (partial(by_rule, least=False), "fewer ranks would do"),
-     (partial(by_rule, divides=False), "tp divides machine"), (lambda *given: (given[0], 1, 1), "GB a device"),
+     (partial(by_rule, divides=False), "tp divides machine"), (partial(by_rule, every_head=False), "machine and heads"),
+     (partial(by_rule, tps=(1, 2, 4, 8)), "tp comes first"), (partial(by_rule, least=False, tp_first=False), "fewer ranks"),
+     (lambda *given: (given[0], 1, 1), "GB a device"),
      (lambda *given: (1, 1, 1), "is not all ranks"), (lambda *given: given[6:] or None, "it does fit"),
      (lambda *given: by_rule(*given) or (1, 1, given[0]), "None")],
 )  # fmt: skip
