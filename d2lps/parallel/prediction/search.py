@@ -51,7 +51,7 @@ def search(
     and what is named: sizes of a micro-batch, stages of zero, what to recompute. like: a plan whose other fields all have
     (precision, cp, ep, overlap, the schedule of one stage a rank). ranks: on the first of the devices only. plans: those to
     compare, in place of all these. Plans that can't be, for their numbers, are left out. ValueError if none is left, or none
-    fits. Cost: some tenths of a second for each that fits.
+    fits. Cost: some hundredths of a second for each that fits.
     """
     count = len(cluster.devices) if ranks is None else whole("ranks", ranks)
     whole("batch", batch)
