@@ -96,6 +96,7 @@ def is_fitted(row: Row, table: Table) -> bool:
     return any(said == one[:3] and one[3] in ("", row["recompute"], row["pp"]) for one in table.fitted)
 
 
+@cache
 def fit(name: str) -> Calibration:
     """Of the rows that are fitted; a table without any has the calibration of the one before."""
     table = TABLES[name]
