@@ -123,7 +123,7 @@ class Prices:
         if (size := len(group)) <= MOST:
             return self._fitted(way, group, groups, size)
         half, most = (self._fitted(way, group, groups, count) for count in (MOST // 2, MOST))
-        alpha, beta = ((size - MOST) / (MOST // 2), (MOST - 1 / (size / MOST) * MOST) / MOST)
+        alpha, beta = (size - MOST) / (MOST // 2), 1 - MOST / size
         return most._replace(
             alpha=most.alpha + alpha * (most.alpha - half.alpha), beta=most.beta + beta * (most.beta - half.beta)
         )
