@@ -45,9 +45,13 @@ TABLES = {
 
 def rows(table: str) -> list[Row]:
     """Those of a table that say seconds, in a precision that a Plan has."""
-    lines = [line for line in MEASURED.read_text().splitlines() if not line.startswith("#")]
-    found = [row for row in csv.DictReader(lines) if row["table"] == table and row["seconds"] and row["precision"] != "fp8"]
+    found = [row for row in table_of(MEASURED) if row["table"] == table and row["seconds"] and row["precision"] != "fp8"]
     return [row for row in found if row["note"] != "compiled"]
+
+
+def table_of(path: Path) -> list[Row]:
+    """A file's rows, without the comments before them."""
+    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
 
 
 @cache
@@ -62,10 +66,11 @@ def cluster(table: str) -> Topology:
 
 def model(row: Row) -> Transformer:
     """A vocabulary is filled up so that all degrees of tp divide it, as Megatron-LM does."""
-    gated, layers, hidden, sequence = row["gated"] == "yes", int(row["layers"]), int(row["hidden"]), int(row["sequence"])
+    gated, layers, hidden, sequence = row.get("gated") == "yes", int(row["layers"]), int(row["hidden"]), int(row["sequence"])
     vocab, heads = -(-int(row["vocab"]) // 1024) * 1024, int(row["heads"] or 96)
     return Transformer(
-        layers, hidden, heads, vocab, sequence, ffn=int(row["ffn"]), kv_heads=int(row["kv_heads"] or heads), gated=gated,
+        layers, hidden, heads, vocab, sequence, ffn=int(row.get("ffn") or 4 * hidden), gated=gated,
+        kv_heads=int(row.get("kv_heads") or heads),
         dropout=0.0 if gated or row["device"] == "H100" else 0.1,
     )  # fmt: skip
 

@@ -6,39 +6,20 @@ Each table is one state of one software: two of its rows are fitted, and left ou
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from statistics import mean
 
 import pytest
+from predicted_steps import MEASURED, Row, cluster, model, rows, table_of
 
 from d2lps import OutOfMemory
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, predict
 from d2lps.parallel.prediction.memory import _by_rank, held
 from d2lps.parallel.prediction.predict import described
-from d2lps.topology import A100, Topology, dgx_a100, dgx_a100_pod, dgx_h100_pod, multi_node
+from d2lps.topology import A100, Topology
 
-FOLDER = Path(__file__).parent.parent / "book" / "parallel_training"
 WIDE = Calibration(wide_gradients=True)
 GIB = 2**30
-Row = dict[str, str]
-
-
-def rows(file: str, *tables: str) -> list[Row]:
-    lines = [line for line in (FOLDER / file).read_text().splitlines() if not line.startswith("#")]
-    return [row for row in csv.DictReader(lines) if row["table"] in tables or not tables]
-
-
-def model(row: Row) -> Transformer:
-    """A vocabulary is filled up, as Megatron-LM does it, so that tp divides it."""
-    vocab = -(-int(row["vocab"] or 51200) // 1024) * 1024
-    gated, heads = row.get("gated") == "yes", int(row["heads"])
-    return Transformer(
-        int(row["layers"]), int(row["hidden"]), heads, vocab, int(row["sequence"]), int(row.get("ffn") or 4 * int(row["hidden"])),
-        int(row.get("kv_heads") or heads), gated, dropout=0.0 if row["device"] == "H100" else 0.1,
-    )  # fmt: skip
 
 
 def plan(row: Row) -> Plan:
@@ -50,22 +31,13 @@ def plan(row: Row) -> Plan:
     )  # fmt: skip
 
 
-@cache
-def cluster(table: str, devices: int) -> Topology:
-    nodes = -(-devices // 8)
-    if table == "vtrain":  # 800 Gb/s a machine
-        return multi_node(dgx_a100(device=A100), nodes, 12.5e9, reached=0.9)
-    return dgx_h100_pod(nodes) if table == "ultrascale" else dgx_a100_pod(nodes)
-
-
 def job(row: Row) -> tuple[Transformer, Plan, Topology, int]:
-    return model(row), plan(row), cluster(row["table"], int(row["gpus"])), int(row["batch"])
+    return model(row), plan(row), cluster(row["table"]), int(row["batch"])
 
 
 def predicted(table: str, *fitted: int) -> tuple[list[Row], list[float]]:
     """The rows that are not fitted, and the seconds that are predicted for them."""
-    found = rows("measured_steps.csv", table)
-    largest = cluster(table, max(int(row["gpus"]) for row in found))
+    found, largest = rows(table), cluster(table)
     known = [(model(row), plan(row), int(row["batch"]), float(row["seconds"])) for row in map(found.__getitem__, fitted)]
     calibration = calibrate(known, largest)
     rest = [row for number, row in enumerate(found) if number not in fitted]
@@ -87,7 +59,7 @@ def test_published_steps(table: str, fitted: tuple[int, int], limit: float) -> N
 def test_published_steps_of_many_layouts_and_the_best_of_them() -> None:
     """Fitted: 3.6B on 64 devices, all data parallel, and 175B in 8 x 8 x 8. Seen of the others: 8.4% in
     the mean, tp over two machines 21% too fast. Of 175B's other eight the pick is within 1% of the best that was measured."""
-    found = rows("measured_steps.csv", "vtrain")
+    found = rows("vtrain")
     ways = [(row["dp"], row["tp"], row["pp"]) for row in found]
     fitted = ways.index(("64", "1", "1")), ways.index(("8", "8", "8"))
     rest, times = predicted("vtrain", *fitted)
@@ -99,12 +71,12 @@ def test_published_steps_of_many_layouts_and_the_best_of_them() -> None:
 
 # ---- memory -------------------------------------------------------------------------------------------------------------
 
-MEMORY = rows("published_memory.csv")
+MEMORY = table_of(MEASURED.with_name("published_memory.csv"))
 
 
 def published(row: Row) -> Iterator[tuple[float, float]]:
     """(predicted, published) GiB of the first stage, as the paper has them: without the embedding, of which it keeps a mask."""
-    whole = described(model(row), plan(row), cluster("", int(row["gpus"])), 2 * int(row["gpus"]), WIDE)
+    whole = described(model(row), plan(row), cluster("korthikanti"), 2 * int(row["gpus"]), WIDE)
     whole.__dict__["stages"] = [[part for part in stage if part.name == "block"] for stage in whole.stages]
     first = next(_by_rank(whole))
     base = next(one for one in MEMORY if one["model"] == row["model"])
@@ -120,7 +92,7 @@ def test_published_memory(row: Row) -> None:
         assert told == pytest.approx(said, rel=0.10)
 
 
-RAN = [row for row in rows("measured_steps.csv", "korthikanti", "narayanan1", "vtrain", "ultrascale") if row["micro_batch"]]
+RAN = [row for table in ("korthikanti", "narayanan1", "vtrain", "ultrascale") for row in rows(table) if row["micro_batch"]]
 
 
 def test_no_step_that_ran_is_too_large() -> None:
@@ -132,6 +104,6 @@ def test_no_step_that_ran_is_too_large() -> None:
 
 @pytest.mark.parametrize("name", ["22B", "175B"])
 def test_without_recomputation_the_published_steps_do_not_fit(name: str) -> None:
-    row = next(row for row in rows("measured_steps.csv", "korthikanti") if row["model"] == name)
+    row = next(row for row in rows("korthikanti") if row["model"] == name)
     with pytest.raises(OutOfMemory, match=r"^'activations' needs .* held there: optimizer .* B, .*weights .* B"):
         predict(*job({**row, "recompute": "none"}), WIDE)
