@@ -16,8 +16,9 @@ FILES = sorted((ROOT / "d2lps").rglob("*.py"))
 LAYERS = [
     {"comm", "trace", "topology", "result", "figures", "disk"},
     {"signatures", "processgroup", "launch", "sharedmemory", "simulator"},
-    {"collectives", "aggregate", "compress", "cost"},
-    {"backend", "parallel", "kvstore"},
+    {"collectives", "aggregate", "compress", "gossip", "cost"},
+    {"backend", "parallel", "kvstore", "adaptive", "feeding"},
+    {"architectures", "watch", "planning"},
     {"widgets", "check", "bench"},
 ]
 # What a part may import where that is less than its layer allows: an algorithm knows of no world.
