@@ -14,7 +14,7 @@ from d2lps import cost
 from d2lps.adaptive import AdaptiveAllReduce, Controller, Estimate, by_link, neighbors
 from d2lps.collectives import all_reduce
 from d2lps.simulator import simulate
-from d2lps.topology import hgx_h100, multi_node, star
+from d2lps.topology import multi_node, star
 
 EVERY = ("ring", "tree", "double_tree", "blockwise", "flat", "halving_doubling")
 SIZES = (1, 2, 3, 5, 8)

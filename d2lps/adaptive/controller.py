@@ -25,10 +25,10 @@ class Controller:
     >>> controller.plan([1000, 1000], ranks=8)                                  # and all follow
     ['tree', 'tree']
 
-    topologies: names of all_reduce, of which `first` begins, by default the one that `cost.choose` finds best. gain: the least share of a step that a change must save; horizon:
-    within so many steps it must also save what its connections take. every: agree on measured times after so many steps, or as
-    soon as anything is new. patience: in so many steps what was measured loses its weight by a factor of e, so one that was r
-    times slower is tried again after patience ln r steps.
+    topologies: names of all_reduce, of which `first` begins, by default the one that `cost.choose` finds best. gain: the least
+    share of a step that a change must save; horizon: within so many steps it must also save what its connections take. every:
+    agree on measured times after so many steps, or as soon as anything is new. patience: in so many steps what was measured
+    loses its weight by a factor of e, so one that was r times slower is tried again after patience ln r steps.
     ValueError for a name without a formula, a `first` that is not among them, and numbers out of range.
     """
 
