@@ -1,6 +1,6 @@
 """Which logical topology a training step's all-reduces take: decided from measured times alone, so it runs in no world.
 
-It hopes, tries, and then believes what it saw (Lai, Robbins 1985: optimism in the face of uncertainty). A topology that might be
+It hopes, tries, and then believes what it saw (Auer, Cesa-Bianchi, Fischer 2002: optimism in the face of uncertainty). A topology that might be
 better, at its best, gets one bucket of the next step. What that bucket took decides whether all follow.
 """
 
