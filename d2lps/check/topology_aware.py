@@ -135,7 +135,8 @@ def decide(function: Function) -> str:
                 return function(comm, times[comm.rank])
 
             run = simulate(work, star(p, 1e9, 1e-6))
-            best = min(times[0], key=lambda name, times=times: sum(mine[name] for mine in times))
+            sums = {name: sum(mine[name] for mine in times) for name in times[0]}
+            best = min(sums, key=sums.__getitem__)
             case, said = f"with {p} rank{'s' * (p > 1)}", ", ".join(map(str, run))
             longest = run.trace.messages["nbytes"].max(initial=0)
             refuse(
