@@ -289,7 +289,7 @@ def test_a_process_killed_while_it_loads_ahead_goes_on_where_it_was(tmp_path) ->
         while process.poll() is None and (not place.exists() or place.stat().st_mtime_ns == began):
             time.sleep(0.002)
         time.sleep(dice.uniform(0, 0.06))
-        if kills < 3 and process.poll() is None:
+        if kills < 2 and process.poll() is None:
             process.send_signal(signal.SIGKILL)
             kills += 1
             process.wait()
@@ -363,7 +363,7 @@ def test_a_stream_is_data_for_training_and_a_checkpoint_knows_its_place(tmp_path
     expected = d2lps.simulate(whole, d2lps.topology.star(1, 1e9))[0]
     first = d2lps.simulate(part, d2lps.topology.star(4, 1e9), 3)[0]
     then = d2lps.simulate(part, d2lps.topology.star(2, 1e9), 6)[0]
-    assert first == pytest.approx(expected[:3]) and then == pytest.approx(expected)
+    assert first == pytest.approx(expected[:3], abs=1e-4) and then == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_stream_is_the_loaders_order_cut_anyhow() -> None:

@@ -51,8 +51,8 @@ class Shuffle:
         return found
 
     def _rounds(self, places: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        base = isqrt(self.length - 1) + 1
-        base = np.uint64(base + base % 2)  # of an odd base every round, and so every order, would be an even permutation
+        least = isqrt(self.length - 1) + 1
+        base = np.uint64(least + least % 2)  # of an odd base every round, and so every order, would be an even permutation
         left, right = np.divmod(places.astype(np.uint64), base)
         for key in keys:
             left, right = right, (left + _noise(right ^ key) % base) % base

@@ -2,7 +2,7 @@
 
 Between a reader and a server is a connection, on which one request is answered after another; at its far end sits a rank. All
 ends of one server live on one node, share its link, and share its disks, which are that node's `Device`: a request takes them
-`per_request` seconds and then its bytes, be they read or written.
+`per_request` seconds and then its bytes, be they read or written, while these bytes pass the network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Storage:
     port: bytes/s of each machine's link.
 
     >>> store = Storage(servers=1, bandwidth=100e6, latency=0.030, private=True)
-    >>> round(store.request(1e6), 3)            # 30 ms of latency, 10 ms from the server, 0.08 ms over the port
+    >>> round(store.request(1e6), 3)            # 30 ms of latency, 10 ms for the bytes
     0.04
     >>> def read_two(comm, mount):
     ...     for work in [mount.read(1_000_000), mount.read(1_000_000)]:         # on one connection: one after the other
@@ -56,10 +56,10 @@ class Storage:
     # ---- formulas -------------------------------------------------------------------------------------------------
 
     def request(self, nbytes: float) -> float:
-        """Seconds of one request for so many bytes, when nobody else asks: latency, disks, link."""
-        return self.latency + self.per_request + nbytes / self.bandwidth + nbytes / self.port
+        """Seconds of one request for so many bytes, when nobody else asks: latency, then disks and port at the same time."""
+        return self.latency + max(self.per_request + nbytes / self.bandwidth, nbytes / self.port)
 
-    def rate(self, nbytes: float, outstanding: int = 1, readers: int = 1, per_file: int = 1) -> float:
+    def rate(self, nbytes: float, outstanding: int = 1, readers: int = 1, per_file: float = 1) -> float:
         """Requests a second that each of `readers` gets answered, for so many bytes each, that many of them under way at a time.
 
         >>> store = Storage(servers=64, bandwidth=90e6, latency=0.1, private=True)
@@ -67,7 +67,7 @@ class Storage:
         [10, 99, 633]
 
         The least of four: outstanding / seconds of a request (Little's law), what the servers do, what the port carries, and one
-        lookup after the other for each file of `per_file` requests, with all other readers' before the metadata server.
+        lookup after the other for each file of `per_file` requests (inf, where files are open), with all other readers' before the metadata server.
         """
         busy = self.per_request + nbytes / self.bandwidth
         opening = (self.latency + self.lookup * readers) / per_file if self.lookup else 0.0
@@ -147,11 +147,10 @@ class Mount:
         return self._say(what, nbytes, self.first + (self.comm.rank + self.asked - 1) % self.storage.servers)
 
     def _say(self, what: int, nbytes: int, end: int) -> Work:
-        """A request, its bytes if it is to write, and the answer: bytes, or one that says it is done."""
-        posted = [self.comm.isend(torch.tensor([what, whole("nbytes", nbytes)]), end)]
-        if what == WRITE:
-            posted.append(self.comm.isend(_blank(nbytes), end))
-        posted.append(self.comm.irecv(_blank(nbytes if what == READ else 1), end))
+        """A request, its bytes, this way or that, and a last one that says it is done."""
+        post = self.comm.isend if what == WRITE else self.comm.irecv
+        posted = [self.comm.isend(torch.tensor([what, whole("nbytes", nbytes)]), end), post(_blank(nbytes), end)]
+        posted.append(self.comm.irecv(_blank(1), end))
 
         def finish() -> None:
             for work in posted:
@@ -167,12 +166,12 @@ def _serve(comm: Communicator, reader: int, latency: float) -> None:
         what, nbytes = request.tolist()
         if what == STOP:
             return
-        if what == WRITE:
-            comm.recv(_blank(nbytes), reader)
         comm.sleep(latency)  # beside others' requests: it keeps nobody busy
+        data = (comm.irecv if what == WRITE else comm.isend)(_blank(nbytes), reader)
         with comm.compute("write" if what == WRITE else "read", flops=0, bytes=nbytes):
             pass
-        comm.send(_blank(nbytes if what == READ else 1), reader)
+        data.wait()
+        comm.send(_blank(1), reader)
 
 
 def _blank(nbytes: int) -> torch.Tensor:
