@@ -35,7 +35,7 @@ def test_an_order_has_each_sample_once(length: int, seed: int, epoch: int) -> No
 
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_all_orders_of_a_few_samples_are_equally_likely(length: int) -> None:
-    """Chi-squared over all of them. An odd base, of which all rounds are even permutations, gives four times as much for length 5."""
+    """Chi-squared over all. An odd base, of which all rounds are even permutations, would give four times as much for 5."""
     orders = factorial(length)
     found = Counter(tuple(Shuffle(length, seed)(range(length)).tolist()) for seed in range(20 * orders))
     squares = sum((found[order] - 20) ** 2 / 20 for order in found) + 20 * (orders - len(found))
@@ -92,7 +92,7 @@ def interrupted(dice: random.Random, epochs: int, most: int) -> tuple[int, int]:
 
     How many stops there were, and how many samples had been loaded and were thrown away.
     """
-    length, seed, state, seen, stops, wasted = dice.randint(1, most), dice.randrange(99), None, Counter[tuple[int, int]](), 0, 0
+    length, seed, state, stops, wasted = dice.randint(1, most), dice.randrange(99), None, 0, 0
     expected = [Shuffle(length, seed)(range(length), epoch).tolist() for epoch in range(epochs)]
     line: list[int] = []
     while state is None or state["epoch"] < epochs:

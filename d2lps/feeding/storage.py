@@ -67,7 +67,8 @@ class Storage:
         [10, 99, 633]
 
         The least of four: outstanding / seconds of a request (Little's law), what the servers do, what the port carries, and one
-        lookup after the other for each file of `per_file` requests (inf, where files are open), with all other readers' before the metadata server.
+        lookup after the other for each file of `per_file` requests (inf, where files are open), with all other readers before the
+        metadata server.
         """
         busy = self.per_request + nbytes / self.bandwidth
         opening = (self.latency + self.lookup * readers) / per_file if self.lookup else 0.0
