@@ -161,7 +161,7 @@ def sticky(stream, size, dice):
     [
         (everything, "buffer of 1"), (loses_the_rest, "not each of them once"), (own_dice, "others thrown"),
         (lambda stream, size, dice: iter(stream), "with other dice"),
-        (lambda stream, size, dice: fair(stream, size + 8 * (size > 9), dice), "places forward"),
+        (lambda stream, size, dice: fair(stream, size + 8 * (size > 20), dice), "places forward"),
         (lambda stream, size, dice: everything(stream, size, dice) if size > 9 else fair(stream, size, dice), "no end"),
         (lambda stream, size, dice: fair(stream, max(1, size // 2), dice), "none of"),
     ],
