@@ -125,7 +125,7 @@ def test_requests_take_as_long_as_predicted(measured: dict[str, float], nbytes: 
 
 
 def test_more_connections_fill_the_link_and_no_more(measured: dict[str, float]) -> None:
-    # Four connections meet at the link's queue, and each begins anew for each request: TCP backs off, which no formula here knows.
+    # Four connections meet at the link's queue, new ones for each request: TCP backs off, which no formula here knows.
     least = LARGE / box.BANDWIDTH
     assert 0.8 * least < measured[f"{LARGE} 4"] < 0.85 * measured[f"{LARGE} 1"]
 

@@ -35,7 +35,7 @@ def test_an_order_has_each_sample_once(length: int, seed: int, epoch: int) -> No
 
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_all_orders_of_a_few_samples_are_equally_likely(length: int) -> None:
-    """Chi-squared over all. An odd base, of which all rounds are even permutations, would give four times as much for 5."""
+    """Chi-squared over all. With an odd base, whose orders are all even, it would be four times as much for 5."""
     orders = factorial(length)
     found = Counter(tuple(Shuffle(length, seed)(range(length)).tolist()) for seed in range(20 * orders))
     squares = sum((found[order] - 20) ** 2 / 20 for order in found) + 20 * (orders - len(found))

@@ -52,7 +52,7 @@ class Shuffle:
 
     def _rounds(self, places: np.ndarray, keys: np.ndarray) -> np.ndarray:
         least = isqrt(self.length - 1) + 1
-        base = np.uint64(least + least % 2)  # of an odd base every round, and so every order, would be an even permutation
+        base = np.uint64(least + least % 2)  # with an odd one all orders would be even permutations
         left, right = np.divmod(places.astype(np.uint64), base)
         for key in keys:
             left, right = right, (left + _noise(right ^ key) % base) % base
