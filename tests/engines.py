@@ -72,24 +72,32 @@ def monitoring(folder: Path) -> Path:
 
 
 @contextmanager
-def prometheus(folder: Path) -> Iterator[Prometheus]:
-    """One of its own, with the configuration in the folder; its data lie there, too."""
+def engine(folder: Path, door: str, *command: str) -> Iterator[str]:
+    """A program with {address} in its options, from when it answers at http://{address}{door} until the end of the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = ["prometheus", "--config.file=prometheus.yml", f"--web.listen-address={address}", "--storage.tsdb.path=data"]
+    host, _, port = address.partition(":")
+    words = [word.format(address=address, host=host, port=port) for word in command]
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+        process = subprocess.Popen(words, cwd=folder, stdout=log, stderr=log)
     try:
-        assert until(lambda: ready(address) or process.poll() is not None, 30) is True, (folder / "log").read_text()
-        yield Prometheus(f"http://{address}")
+        up = until(lambda: answers(f"http://{address}{door}") or process.poll() is not None, 60)
+        assert up and process.poll() is None, (folder / "log").read_text()
+        yield f"http://{address}"
     finally:
         process.terminate()
         process.wait(20)
 
 
-def ready(address: str) -> bool:
+def prometheus(folder: Path) -> Any:
+    """One of its own, with the configuration in the folder; its data lie there, too."""
+    options = ["--config.file=prometheus.yml", "--web.listen-address={address}", "--storage.tsdb.path=data"]
+    return engine(folder, "/-/ready", "prometheus", *options)
+
+
+def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{address}/-/ready", timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=5) as answer:
             return answer.status == 200
     except OSError:
         return False
