@@ -81,7 +81,7 @@ def engine(folder: Path, door: str, *command: str) -> Iterator[str]:
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(words, cwd=folder, stdout=log, stderr=log)
     try:
-        up = until(lambda: answers(f"http://{address}{door}") or process.poll() is not None, 60)
+        up = until(lambda: answers(f"http://{address}{door}") or process.poll() is not None, 120)
         assert up and process.poll() is None, (folder / "log").read_text()
         yield f"http://{address}"
     finally:

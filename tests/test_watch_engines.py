@@ -1,14 +1,11 @@
 """Real engines read what the book configures: promtool, Prometheus, node_exporter and TensorBoard, where they are installed."""
 
-# ruff: noqa: F401, F811 - a fixture that looks for processes, ports and files which are left behind
-
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +19,7 @@ import pytest
 import torch
 import yaml
 from engines import MONITORING, Prometheus, Replay, answers, engine, exporting, get, missing, monitoring, prometheus, simulated
-from launching import nothing_left, until
+from launching import until
 from prometheus_client.parser import text_string_to_metric_families
 
 import d2lps
