@@ -77,7 +77,7 @@ def test_any_loop_and_its_bytes(ranks: int, backend: str) -> None:
     for rank in said:
         expected = 4 * 4 * 2 * (ranks - 1) * 840 // ranks  # 4 steps, 4 bytes an element, 2 (p - 1) of p parts
         assert rank.get(("d2lps_bytes_total", "ranks", "sent"), 0) == expected
-        assert rank["d2lps_gradient_norm",] == 0  # nobody has told it
+        assert ("d2lps_gradient_norm",) not in rank  # nobody has told it: 0 would be a lie, and then a jump from 0
         assert rank["d2lps_step_seconds_count",] == 3
 
 

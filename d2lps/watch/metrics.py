@@ -60,9 +60,7 @@ class Metrics:
         self._waiting = prometheus.Counter("d2lps_waiting_seconds", "of them, waiting for others", registry=registry)
         self._bytes = prometheus.Counter("d2lps_bytes", "bytes of messages", ["direction", "axis"], registry=registry)
         self._tokens = prometheus.Counter("d2lps_tokens", "tokens trained on by this rank", registry=registry)
-        self._loss = prometheus.Gauge("d2lps_loss", "loss of the last step", registry=registry)
-        self._norm = prometheus.Gauge("d2lps_gradient_norm", "before it is clipped", registry=registry)
-        self._last = prometheus.Gauge("d2lps_last_step_timestamp_seconds", "when it ended, by the Unix clock", registry=registry)
+        self._gauges: dict[str, prometheus.Gauge] = {}  # from when they have a value: 0 would be one, and a wrong one
 
     def __enter__(self) -> Self:
         address, port = self._address
@@ -96,7 +94,12 @@ class Metrics:
             elif self._ended and lane == 0:  # what goes on beside the rank's own work waits without costing it time
                 self._waiting.inc(count)
         self._ended, self._seen = now, tally
-        for gauge, value in ((self._loss, loss), (self._norm, norm)):
-            if value is not None:
-                gauge.set(value)
-        self._last.set(time.time())
+        self._set("d2lps_loss", "loss of the last step", loss)
+        self._set("d2lps_gradient_norm", "before it is clipped", norm)
+        self._set("d2lps_last_step_timestamp_seconds", "when it ended, by the Unix clock", time.time())
+
+    def _set(self, name: str, told: str, value: float | None) -> None:
+        if value is not None:
+            if name not in self._gauges:
+                self._gauges[name] = prometheus.Gauge(name, told, registry=self.registry)
+            self._gauges[name].set(value)
