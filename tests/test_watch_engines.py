@@ -86,7 +86,7 @@ class Slow:
         self.data, self.slow = text(16), rank == 2
 
     def batch(self, first: int, count: int) -> Any:
-        for _ in range(60 * self.slow):
+        for _ in range(150 * self.slow):
             torch.ones(300, 300) @ torch.ones(300, 300)
         return self.data.batch(first, count)
 
