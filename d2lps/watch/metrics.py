@@ -41,7 +41,7 @@ class Metrics:
 
     Make it before groups are split off, whose messages else are not counted; what the world's own all-reduce ("native") moves is
     not known, only the wait for it. address, port: 0 is any free port; beyond loopback whoever can reach it can read it.
-    ValueError in a simulation, whose trace has all this; OSError for a port that is taken. Costs up to 10 us a message, 70 a step.
+    ValueError in a simulation, whose trace has all this; OSError for a taken port. Costs up to 10 us a message, 70 us a step.
     """
 
     def __init__(
