@@ -100,13 +100,16 @@ def stragglers(trace: Trace, tolerance: float = 0.1, patience: int = 40, kind: K
 
     Blocks of one label are compared across the ranks, the nth with the nth; messages of one step label, size and kind of route
     likewise. kind(src, dst): what two routes must have in common; by default, in a simulation, their links' bandwidths and
-    latencies; on real processes all are alike. Flows that share a link by design must be told apart by it. Needs as many steps
-    as its patience. Cost: some microseconds a block and message.
+    latencies. Flows that share a link by design must be told apart by it. Messages of real processes are compared only if it is
+    given: their times include that of waking who waits, which depends on how long it has waited; ask where they are large.
+    Needs as many steps as its patience. Cost: some microseconds a block and message.
     """
     found, how = [], (tolerance, patience)
     for label, table in _blocks(trace):
         found += [Straggler(f"rank {rank}'s {label!r}", (rank,), factor, since) for rank, factor, since in _slow(table, *how)]
     slow: dict[Pair, tuple[float, int]] = {}
+    if kind is None and trace.topology is None:
+        return found
     for pairs, table in _messages(trace, kind or (lambda src, dst: [link[1:] for link in _links(trace, src, dst)])):
         slow |= {pairs[column]: (factor, since) for column, factor, since in _slow(table, *how)}
     return found + list(_cables(trace, slow))
