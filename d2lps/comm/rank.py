@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from abc import ABC
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,9 @@ class Rank(ABC):
     topology: Any = None  #: the described cluster, in a simulation
     generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
     debug: bool = False  #: whether ranks compare what they are about to do
+    # Where somebody watches (`d2lps.watch.Metrics`), what each lane has sent and received, in bytes, and waited, in seconds: by
+    # ("send", "recv" or "waiting"; axis; lane). Groups that are split off afterwards add to it, too. Not in a simulation.
+    tally: Counter[tuple[str, str, int]] | None = None
     notes_when_long = False  # whether a wait leaves its note only once it turns out to be long: most are shorter than the writing
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
@@ -239,6 +243,8 @@ class Rank(ABC):
             running.note = None
         # Not when the wait fails: the note then says where the rank stood as it failed.
         self.board.write(None, self.lane)
+        if self.tally is not None:
+            self.tally["waiting", self.axis, self.lane] += self.now() - start  # type: ignore[assignment]
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
