@@ -1,4 +1,4 @@
-"""Watching a job: how it is getting on, who is slow, who hangs, whose numbers are wrong, and what all ranks have said, in order."""
+"""Watching a job: how it is getting on, who is slow, who hangs, whose numbers are wrong, and what all have said, in order."""
 
 from d2lps.watch.corruption import checked_all_reduce, checksum, damaged
 from d2lps.watch.flight import Absent, Entry, FlightRecorder, absent, flights
