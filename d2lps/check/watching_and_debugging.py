@@ -141,6 +141,6 @@ def patience(h: Any, minutes: Any) -> str:
     """Check the answers: the patience for one false alarm in 54 days of 16,384 GPUs, and the minutes until one is named."""
     steps = 54 * 86400 / 5
     right = math.ceil(math.log(16384 * steps) / math.log(GOLDEN))
-    parts("54 days", (h, minutes), ("patience", right, "p T g**-h is to be at most 1: take logarithms. T counts steps, not days."),
+    parts("54 days", (h, minutes), ("patience", right, "p T g**-h is to be at most 1: take logarithms. T is in steps."),
           ("minutes", right * 5 / 60, "A slow rank's count goes up by one each step."), within=0.015)  # fmt: skip
     return f"a patience of {right}, for {16384 * steps:.2g} numbers"
