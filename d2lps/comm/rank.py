@@ -60,6 +60,7 @@ class Rank(ABC):
         # What any communicator of this lane has started, and perhaps not yet waited for; a Future, or what is like one.
         self.started: dict[Rank, Future[Any]] = {}
         self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
+        self.watchers: list[Any] = []  # each is told by `entered(comm, collective)` and `left(comm)`, in all of the rank's groups
         self._become(members, rank, name)
 
     def _become(self, members: Sequence[int], rank: int, name: str) -> None:
@@ -254,8 +255,13 @@ class Rank(ABC):
         outermost = not self._collective
         label = self.recorder.step if self.recorder else ()
         self._collective = self._collective or collective
+        watchers = self.watchers if outermost else ()
+        for watcher in watchers:
+            watcher.entered(self, collective)
         try:
             yield outermost
+            for watcher in watchers:
+                watcher.left(self)
         finally:
             if outermost:
                 self._collective = ""
