@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,7 +30,8 @@ class Record:
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
     weights: Tensor | None = None
-    stopped: bool = False  # for somebody who wants to come
+    stopped: bool = False  # before the job was done, for somebody who wants to come
+    topologies: list[str] = field(default_factory=list)  # of each step, where they change
 
 
 class Model:
@@ -89,9 +91,8 @@ class Replica(Model):
     def __init__(self, comm: Communicator, job: Job) -> None:
         super().__init__(comm, job)
         self.moments = torch.zeros_like(self.weights)
-        self.path = Path(job.folder, "checkpoint.safetensors") if job.folder else None
-        self.done = torch.zeros(1, dtype=torch.int64)
-        if self.path is not None and self.path.parent.joinpath("begun").exists():
+        self.path, self.begin = Path(job.folder, "checkpoint.safetensors"), beginning(comm, job)
+        if self.begin:
             self._load()
 
     def share(self, step: int) -> Tensor:
@@ -107,47 +108,43 @@ class Replica(Model):
 
     def steps(self) -> Iterator[int]:
         """The steps still to be made; after each of them all ranks learn its loss, and whether somebody wants to come."""
-        for step in range(int(self.done), self.job.steps):
+        for step in range(self.begin, self.job.steps):
             yield step
-            stop = agreed(self, step)
-            self.done.fill_(step + 1)
-            self._save(stop)
-            if stop:
-                self.record.stopped = step + 1 < self.job.steps
+            self.record.stopped = agreed(self, step)
+            if self.record.stopped or (step + 1) % self.job.every == 0:
+                self._save(step + 1)
+            if self.record.stopped:
                 return
 
-    def _save(self, now: bool) -> None:
-        if self.path is None or self.comm.rank or (int(self.done) % self.job.every and not now):
-            return
-        if not self.job.described:
-            state = {"weights": self.weights, "moments": self.moments, "done": self.done}
-            save_file(state, draft := self.path.with_suffix(".draft"))
+    def _save(self, done: int) -> None:
+        if self.comm.rank == 0 and self.job.folder and not self.job.described:
+            save_file({"weights": self.weights, "moments": self.moments}, draft := self.path.with_suffix(".draft"))
             settle(draft, self.path)
-        note(self.job, saved=int(self.done))
+        saved(self.comm, self.job, done)
 
     def _load(self) -> None:
         """Rank 0 has the file; weights and moments go to all."""
-        assert self.path is not None
-        if self.comm.rank == 0 and not self.job.described and self.path.exists():
+        if self.comm.rank == 0 and not self.job.described:
             state = load_file(self.path)
-            self.weights.copy_(state["weights"]), self.moments.copy_(state["moments"])
-        self.done.fill_(noted(self.job).get("saved", 0))
+            self.weights.copy_(state["weights"])
+            self.moments.copy_(state["moments"])
         with self.comm.about("weights, moments"):
             broadcast(self.comm, self.weights)
             broadcast(self.comm, self.moments)
 
 
-def agreed(model: Model, step: int) -> bool:
-    """The mean of the ranks' losses, told to all, and whether the job shall stop after this step: two numbers, by a tree."""
+def agreed(model: Any, step: int) -> bool:
+    """All ranks learn the mean of their losses, and whether to stop before the next step: two numbers, summed by a tree."""
     job, comm, record = model.job, model.comm, model.record
     mine = [loss for (at, _), loss in record.losses.items() if at == step]
-    words = torch.tensor([sum(mine) / comm.size, float(comm.rank == 0 and somebody_waits(comm, job))], dtype=torch.float64)
+    stop = comm.rank == 0 and step + 1 < job.steps and somebody_waits(comm, job)
+    words = torch.tensor([sum(mine) / comm.size, float(stop)], dtype=torch.float64)
     with comm.about("loss, stop"):
         all_reduce(comm, words, algorithm="tree")
     record.losses = {key: loss for key, loss in record.losses.items() if key[0] != step}
     if not job.described:
         record.losses[step, 0] = words[0].item()
-    model.finished(step)
+    record.ended[step] = comm.now()
     if comm.rank == 0 and job.folder:
         note(job, done=step + 1, losses=noted(job).get("losses", {}) | {str(step): words[0].item()})
     return bool(words[1])
@@ -163,14 +160,28 @@ def somebody_waits(comm: Communicator, job: Job) -> bool:
 # ---- what is known of a job outside of its ranks ------------------------------------------------------------------------------
 
 
-def note(job: Job, **facts: object) -> None:
+def beginning(comm: Communicator, job: Job) -> int:
+    """The step with which the job goes on: the one that its last checkpoint was made before; all ranks have to hear the same."""
+    comm.barrier()  # so that nobody has noted anything since
+    begin = noted(job).get("saved", 0)
+    comm.barrier()
+    return begin
+
+
+def saved(comm: Communicator, job: Job, done: int) -> None:
+    """There is a checkpoint of so many steps."""
+    if comm.rank == 0 and job.folder:
+        note(job, saved=done)
+
+
+def note(job: Job, **facts: Any) -> None:
     """Write down what shall be known even if all ranks die: how many steps are done, how many are saved."""
-    path = Path(job.folder, "begun")
+    path = Path(job.folder, "progress.json")
     path.with_suffix(".draft").write_text(json.dumps(noted(job) | facts))
     path.with_suffix(".draft").rename(path)
 
 
-def noted(job: Job) -> dict[str, object]:
+def noted(job: Job) -> dict[str, Any]:
     """What was written down so far."""
-    path = Path(job.folder, "begun")
-    return json.loads(path.read_text()) if job.folder and path.exists() else {}
+    path = Path(job.folder, "progress.json")
+    return dict(json.loads(path.read_text())) if job.folder and path.exists() else {}
