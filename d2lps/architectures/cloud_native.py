@@ -2,7 +2,6 @@
 
 from d2lps.architectures.job import Job
 from d2lps.architectures.replica import Model, Record
-from d2lps.comm import Work
 from d2lps.kvstore import KVWorker, Refused, Request
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from math import gcd
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import vector_to_parameters
 
 from d2lps.cost.numbers import whole
 from d2lps.parallel.pipeline.schedules import Action
@@ -87,16 +89,26 @@ class Job:
         with torch.device("meta" if self.described else "cpu"):
             return self.transformer.module(self.seed, torch.bfloat16 if self.described else torch.float64)
 
+    def loss(self, weights: Tensor) -> float:
+        """Of a model with these weights, on 16 sequences that no training has seen."""
+        module = self.module()
+        vector_to_parameters(weights, module.parameters())
+        tokens, targets = text(self.transformer.sequence, test=True).batch(0, 16)
+        with torch.no_grad():
+            return cross_entropy(module(tokens).flatten(0, 1), targets.flatten()).item()
+
     def optimizer(self, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
         """That of a rank; a server makes the same one from `hyper`."""
         return torch.optim.SGD(shards, **self.hyper)
 
-    def step_on(self, device: Device, plan: Plan = Plan()) -> Step:
+    def step_on(self, device: Device, plan: Plan) -> Step:
         """What a step of this plan asks of a device, as `predict` has it."""
         return Step(self.transformer, plan, self.batch, device, Calibration())
 
-    def seconds(self, device: Device) -> float:
-        """That a device takes for one sequence, forward and backward."""
+    def seconds(self, device: Device | None) -> float:
+        """That a device takes for one sequence, forward and backward; ValueError where nobody has said what it can do."""
+        if device is None:
+            raise ValueError("the cluster's nodes have no device=Device(...): what is computed there can't be priced")
         clock = Clock()
         rank = Rank(self.step_on(device, Plan(overlap=False)), clock, 0, {})
         for kind in "FB":
