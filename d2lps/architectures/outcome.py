@@ -23,18 +23,19 @@ LONGER = 1.25  # times the usual step: a rank that had such a one was held up
 class Outcome:
     """Of a job that was started once, or again after each accident.
 
-    attempts: its Runs, one after another; began: when each of them did. history: what happened, in sentences. redone: steps that
-    were made twice, since the checkpoint was older. restarted: seconds from each end of an attempt to the next beginning.
+    attempts: its Runs, one after another, without those of processes of which one was killed: of these nothing is left. began:
+    when each of them did. places: where the ranks of each lived. history: what happened, in sentences. redone: steps that were
+    made twice, since the checkpoint was older. told: losses by step that the job has written down.
     """
 
     architecture: str
     job: Job
     attempts: list[Run] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
-    places: list[list[Hashable]] = field(default_factory=list)  # of each attempt, where its ranks lived
+    places: list[list[Hashable]] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
     redone: int = 0
-    told: dict[str, float] = field(default_factory=dict)  # losses by step that a checkpoint knows
+    told: dict[str, float] = field(default_factory=dict)
 
     def add(self, run: Run, began: float, places: list[Any]) -> None:
         """One more attempt."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from d2lps.architectures.accidents import ACCIDENTS
 from d2lps.architectures.job import Job
+from d2lps.architectures.outcome import Outcome
 from d2lps.architectures.simulated import alone, simulate
 from d2lps.architectures.six import ARCHITECTURES
 from d2lps.topology import Topology
@@ -36,18 +37,19 @@ class Row:
         return self.time / self.undisturbed
 
 
-def row(architecture: str, accident: str, job: Job, cluster: Topology, ranks: int | None = None) -> Row:
-    """Do the job with and without: three or four simulations.
+def row(
+    architecture: str, accident: str, job: Job, cluster: Topology, ranks: int | None = None, whole: Outcome | None = None
+) -> Row:
+    """Do the job with and without the accident. whole: without, on all ranks, if that is known already.
 
     >>> row("ring", "kill", Job(steps=6), dgx_a100_pod(1)).redone                       # doctest: +SKIP
     0
     """
-    quiet = alone(architecture, job, cluster, ranks, accident, trace=False)
-    found = simulate(architecture, job, cluster, ranks, accident, trace=False)
+    whole = whole or simulate(architecture, job, cluster, ranks, trace=False)
+    quiet = alone(architecture, job, cluster, ranks, accident, trace=False) if accident == "join" else whole
+    found = simulate(architecture, job, cluster, ranks, accident, trace=False, quiet=quiet)
     same = None
-    if not job.described:
-        whole = quiet if accident != "join" else simulate(architecture, job, cluster, ranks, trace=False)
-        assert found.loss is not None and whole.loss is not None
+    if found.loss is not None and whole.loss is not None:
         same = abs(found.loss - whole.loss) < 1e-5
     steps = 1 + max(max(ended) for ended in found.ended.values())
     return Row(
@@ -57,5 +59,6 @@ def row(architecture: str, accident: str, job: Job, cluster: Topology, ranks: in
 
 
 def rows(job: Job, cluster: Topology, ranks: int | None = None) -> list[Row]:
-    """All 24 of them."""
-    return [row(architecture, accident, job, cluster, ranks) for architecture in ARCHITECTURES for accident in ACCIDENTS]
+    """All 24 of them: for each architecture six simulations."""
+    whole = {architecture: simulate(architecture, job, cluster, ranks, trace=False) for architecture in ARCHITECTURES}
+    return [row(name, accident, job, cluster, ranks, whole[name]) for name in ARCHITECTURES for accident in ACCIDENTS]

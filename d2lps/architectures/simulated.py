@@ -24,7 +24,7 @@ RESTART = 5.0  # seconds from a job's end to its next beginning, as described; o
 
 def simulate(
     architecture: str, job: Job, cluster: Topology, ranks: int | None = None, accident: str | None = None,
-    servers: list[Hashable] | None = None, restart: float = RESTART, trace: bool = True,
+    servers: list[Hashable] | None = None, restart: float = RESTART, trace: bool = True, quiet: Outcome | None = None,
 ) -> Outcome:  # fmt: skip
     """Do the job in virtual time; with an accident, in the middle of the third step, or where it would have been.
 
@@ -34,7 +34,9 @@ def simulate(
     ranks: on the first devices, by default on all. accident: "kill", "slow" (4 times) or "cut" (for three steps) of the device in
     the middle, or "join" of the last one: it begins with as many as can share the batch without it. servers: where the store's
     live, by default on the last device of each machine, and for "cloud-native" on every second one. Links have what collectives
-    reach of them. ValueError for a name that is none, or a job of less than 4 steps with an accident.
+    reach of them. quiet: the same without the accident, if that is known (see `alone`), from which the time of the third step
+    follows. Compare the times of described jobs: a small one's are made of latencies and of what `predict` takes for overhead.
+    ValueError for a name that is none, or a job of less than 4 steps with an accident.
     """
     known(architecture)
     cluster = cluster.reached()
@@ -44,8 +46,7 @@ def simulate(
     named("accident", accident, dict.fromkeys(ACCIDENTS))
     if job.steps < 4:
         raise ValueError(f"steps={job.steps}: an accident in the third step needs some after it, at least 4")
-    before = _before(architecture, job, nodes) if accident == "join" else nodes
-    quiet = _world(architecture, replace(job, steps=3), cluster, before, None, servers, False)
+    quiet = quiet or alone(architecture, replace(job, steps=3), cluster, ranks, accident, servers=servers, trace=False)
     ends = next(iter(quiet.ended.values()))
     step, node = ends[2] - ends[1], nodes[len(nodes) // 2]
     happens = Accident(accident, ends[1] + step / 2, step, node, cable(cluster, nodes, node), restart)
@@ -130,12 +131,12 @@ def _stored(
         job = replace(job, comes=accident.at)
     faults = accident.faults(nodes, 0.0) if accident else []
     events = accident.given_up(nodes) if accident else []
-    rules = {"consistency": "bsp" if outcome.architecture == "parameter server" else "asp", "absent": late, "events": events}
+    rules: dict[str, Any] = {"consistency": "bsp" if outcome.architecture == "parameter server" else "asp", "absent": late, "events": events}
     run = kvstore.simulate(member, cluster, nodes, homes, function, job, late, at_its_time, faults=faults, **rules, **options)
     outcome.add(run, 0.0, nodes)
-    if events:
+    if accident is not None and events:
         outcome.history.append(f"{accident.noticed:.3g} s: {accident.node} is given up; the others go on")
-    if late and accident.at < inf:
+    if accident is not None and late and accident.at < inf:
         outcome.history.append(f"{accident.at:.3g} s: {len(late)} more join")
 
 
