@@ -155,7 +155,8 @@ def agreed(model: Any, step: int) -> bool:
         record.losses[step, 0] = words[0].item()
     record.ended[step] = comm.now()
     if comm.rank == 0 and job.folder:
-        note(job, done=step + 1, losses=noted(job).get("losses", {}) | {str(step): words[0].item()})
+        loss = {} if job.described else {str(step): words[0].item()}
+        note(job, done=step + 1, losses=noted(job).get("losses", {}) | loss)
     return bool(words[1])
 
 

@@ -131,7 +131,8 @@ def _stored(
         job = replace(job, comes=accident.at)
     faults = accident.faults(nodes, 0.0) if accident else []
     events = accident.given_up(nodes) if accident else []
-    rules: dict[str, Any] = {"consistency": "bsp" if outcome.architecture == "parameter server" else "asp", "absent": late, "events": events}
+    consistency = {"parameter server": "bsp", "cloud-native": "asp"}[outcome.architecture]
+    rules: dict[str, Any] = {"consistency": consistency, "absent": late, "events": events}
     run = kvstore.simulate(member, cluster, nodes, homes, function, job, late, at_its_time, faults=faults, **rules, **options)
     outcome.add(run, 0.0, nodes)
     if accident is not None and events:
