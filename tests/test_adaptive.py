@@ -249,6 +249,16 @@ def test_one_controller_may_go_on_with_fewer_ranks() -> None:
     assert simulate(work, star(8, 1e9, 1e-6), device="meta").results == ["blockwise"] * 8
 
 
+def test_buckets_as_short_as_what_the_ranks_agree_by_end_too() -> None:
+    def work(comm: d2lps.Communicator) -> int:
+        summing = AdaptiveAllReduce(comm)
+        for _ in range(5):
+            summing.step([torch.zeros(2, dtype=torch.float64)])  # 16 bytes, as two numbers
+        return len(summing.history)
+
+    assert simulate(work, star(3, 1e9), trace=False)[0] >= 1
+
+
 def test_an_average_is_one() -> None:
     def work(comm: d2lps.Communicator) -> list[float]:
         AdaptiveAllReduce(comm).step(buckets := [torch.full((3,), float(comm.rank))], d2lps.ReduceOp.AVG)

@@ -12,7 +12,7 @@ from d2lps.collectives import all_reduce, broadcast
 @pytest.mark.parametrize(
     ("answers", "word"),
     [((15, 8, 0.8, 139), "only one"), ((1.875, 1.875, 0.8, 139), "each of 8"), ((1.875, 8, 800, 139), "thousand times too large"),
-     ((1.875, 8, 0.6, 139), "for which n"), ((1.875, 8, 0.8, 400), "which age")],
+     ((1.875, 8, 0.6, 139), "when is 30"), ((1.875, 8, 0.8, 400), "which age")],
 )  # fmt: skip
 def test_by_hand_refuses(answers, word):
     refused(check.by_hand(*answers), word)
@@ -21,7 +21,7 @@ def test_by_hand_refuses(answers, word):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(lambda topology, nodes: nodes, "links"), (lambda topology, nodes: sorted(nodes), "links"),
-     (lambda topology, nodes: nodes[:-1], "each of the nodes once"), (lambda topology, nodes: None, "a list of nodes"),
+     (lambda topology, nodes: nodes[:-1], "each of the nodes once"), (lambda topology, nodes: len(nodes), "a list of nodes"),
      (lambda topology, nodes: topology.devices[::2] + topology.devices[1::2], "links")],
 )  # fmt: skip
 def test_place_refuses(wrong, word):

@@ -47,6 +47,7 @@ class Controller:
         self.gain, self.horizon, self.every = gain, whole("horizon", horizon), whole("every", every)
         self.estimate = Estimate(patience)
         self.sizes, self.ranks, self.step, self.due_at = Counter[int](), 0, 0, 0
+        self.observed = 0  # the step of the last agreement
         self.setup = 0.0  # seconds that the last connections took to set up
         self.history: list[tuple[int, str]] = []  # (step, topology): the first, and each change
         self.trials: list[tuple[int, str]] = []
@@ -77,8 +78,9 @@ class Controller:
         changed = [factor for (name, _), factor in factors.items() if name == self.current and factor != 1.0]
         if changed:
             self.estimate.doubt(self.current, self.ranks, changed[0])
-        sizes = self.estimate.rows.get((self.current, self.ranks), {})
-        self.due_at = self.step + (self.every if len(sizes) > 1 else 0)  # one size alone does not tell latency from bytes
+        again = len(self.estimate.rows.get((self.current, self.ranks), {})) < 2 and self.observed < self.step
+        self.due_at = self.step + (0 if again else self.every)  # one size alone does not tell latency from bytes
+        self.observed = self.step
         self._decide()
 
     def _begin(self) -> None:
