@@ -1,12 +1,13 @@
 """Which logical topology a training step's all-reduces take: decided from measured times alone, so it runs in no world.
 
-It hopes, tries, and then believes what it saw (Lai, Robbins 1985: optimism in the face of uncertainty). A topology that might be
+It hopes, tries, and then believes what it saw (Auer, Cesa-Bianchi, Fischer 2002: optimism in the face of uncertainty). A topology that might be
 better, at its best, gets one bucket of the next step. What that bucket took decides whether all follow.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from d2lps import cost
 from d2lps.adaptive.estimate import Estimate
 from d2lps.cost.numbers import named, whole
 from d2lps.cost.reducing import FORMULAS
@@ -14,7 +15,7 @@ from d2lps.cost.reducing import FORMULAS
 
 class Controller:
     """
-    >>> controller = Controller(["ring", "tree"], every=1)
+    >>> controller = Controller(["ring", "tree"], first="ring")
     >>> controller.plan([1000, 1000], ranks=8)
     ['ring', 'ring']
     >>> controller.observe({("ring", 1000): 140e-6, ("ring", 16): 140e-6})      # by the formula a tree takes 60
@@ -24,20 +25,20 @@ class Controller:
     >>> controller.plan([1000, 1000], ranks=8)                                  # and all follow
     ['tree', 'tree']
 
-    topologies: names of all_reduce, of which `first` begins. gain: the least share of a step that a change must save; horizon:
-    within so many steps it must also save what its connections take. every: agree on measured times after so many steps, or as
-    soon as anything is new. patience: in so many steps what was measured loses its weight by a factor of e, so one that was r
-    times slower is tried again after patience ln r steps.
+    topologies: names of all_reduce, of which `first` begins, by default the one that `cost.choose` finds best. gain: the least
+    share of a step that a change must save; horizon: within so many steps it must also save what its connections take. every:
+    agree on measured times after so many steps, or as soon as anything is new. patience: in so many steps what was measured
+    loses its weight by a factor of e, so one that was r times slower is tried again after patience ln r steps.
     ValueError for a name without a formula, a `first` that is not among them, and numbers out of range.
     """
 
     def __init__(
-        self, topologies: Sequence[str] = ("ring", "double_tree", "blockwise"), first: str = "ring",
+        self, topologies: Sequence[str] = ("ring", "double_tree", "blockwise"), first: str = "",
         gain: float = 0.05, horizon: int = 50, every: int = 8, patience: float = 100,
     ) -> None:  # fmt: skip
         for name in topologies:
             named("topology", name, FORMULAS)
-        named("first", first, dict.fromkeys(topologies, 0))
+        named("first", first, dict.fromkeys(["", *topologies], 0))
         if not 0 <= gain < 1:
             raise ValueError(f"gain={gain!r} is not a share from 0 to 1")
         if not patience > 0:
@@ -46,8 +47,9 @@ class Controller:
         self.gain, self.horizon, self.every = gain, whole("horizon", horizon), whole("every", every)
         self.estimate = Estimate(patience)
         self.sizes, self.ranks, self.step, self.due_at = Counter[int](), 0, 0, 0
+        self.observed = 0  # the step of the last agreement
         self.setup = 0.0  # seconds that the last connections took to set up
-        self.history: list[tuple[int, str]] = [(1, first)]  # (step, topology)
+        self.history: list[tuple[int, str]] = []  # (step, topology): the first, and each change
         self.trials: list[tuple[int, str]] = []
 
     def plan(self, sizes: Sequence[int], ranks: int) -> list[str]:
@@ -56,8 +58,7 @@ class Controller:
         counted = Counter(sizes)
         if (counted, ranks) != (self.sizes, self.ranks):
             self.sizes, self.ranks, self.due_at = counted, whole("ranks", ranks), self.step
-            if self.step > 1:
-                self._decide()
+            self._decide() if self.estimate.rows else self._begin()
         names = [self.current] * len(sizes)
         if self.trial and names:
             names[self._probe(sizes)] = self.trial
@@ -77,18 +78,27 @@ class Controller:
         changed = [factor for (name, _), factor in factors.items() if name == self.current and factor != 1.0]
         if changed:
             self.estimate.doubt(self.current, self.ranks, changed[0])
-        sizes = self.estimate.rows.get((self.current, self.ranks), {})
-        self.due_at = self.step + (self.every if len(sizes) > 1 else 1)  # one size alone does not tell latency from bytes
+        again = len(self.estimate.rows.get((self.current, self.ranks), {})) < 2 and self.observed < self.step
+        self.due_at = self.step + (0 if again else self.every)  # one size alone does not tell latency from bytes
+        self.observed = self.step
         self._decide()
+
+    def _begin(self) -> None:
+        """Nothing is measured yet: what the formulas say of links that are taken to be ordinary ones."""
+        mean = sum(size * count for size, count in self.sizes.items()) / max(1, self.sizes.total())
+        choice = cost.choose(mean, self.ranks, cost.ALPHA, cost.BETA, candidates=self.topologies)
+        self.current = self.current or choice.algorithm
+        self.history.append((1, self.current))
 
     # ---- the decision ---------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
         """Follow what is known to be better; else try what might be; else stay."""
         self.trial = ""
-        known = {name: self._total(name) for name in self.topologies if (name, self.ranks) in self.estimate.sure}
-        best = min(known, key=lambda name: known[name], default=self.current)
-        if self._pays(known.get(best, 0.0)) and best != self.current:
+        most = max(self.sizes, default=0)
+        known = [name for name in self.topologies if self.estimate.knows(name, self.ranks, most)]
+        best = min([self.current, *known], key=self._total)
+        if best != self.current and self._pays(self._total(best)):
             self.current = best
             self.history.append((self.step + (self.due_at != self.step), best))
             self.due_at = self.step + 1

@@ -16,6 +16,9 @@ from d2lps.trace import Trace
 
 SAME = 0.25  # a measured time that differs by less from the last one of its kind is the same, but for noise
 HOPE = 0.5  # what a time may have shrunk to by a change that was seen elsewhere
+TICK = 1e-12  # less than any clock tells: ranks of one simulated node exchange messages in no time
+OLD = 5  # times the patience: rows do not get older than that
+NEAR = 4  # a size that differs by no larger factor is about the same
 Line = tuple[float, float]  # seconds, and seconds per byte
 Key = tuple[str, int]  # a topology, and how many ranks
 
@@ -32,7 +35,7 @@ class Estimate:
 
     >>> estimate = Estimate(patience=100)
     >>> for nbytes in (0, 1e6):                     # a ring of 4 with alpha = 10 us, beta = 1 ns
-    ...     estimate.learn("ring", 4, nbytes, cost.all_reduce("ring", nbytes, 4, 10e-6, 1e-9), step=1)
+    ...     _ = estimate.learn("ring", 4, nbytes, cost.all_reduce("ring", nbytes, 4, 10e-6, 1e-9), step=1)
     >>> [round(1e6 * estimate.seconds(name, 4, 2e6)) for name in ("ring", "tree")]      # never tried: by the formula
     [3060, 8040]
     """
@@ -45,14 +48,15 @@ class Estimate:
 
     def learn(self, name: str, ranks: int, nbytes: float, seconds: float, step: int) -> float:
         """A measured time; by what factor it differs from what is known, 1 if it does not."""
-        self.step, key = step, (name, ranks)
+        self.step, key, seconds = step, (name, ranks), max(seconds, TICK)
         rows = self.rows.setdefault(key, {})
-        before = rows[nbytes].seconds if nbytes in rows else seconds
-        factor = seconds / before if abs(seconds / before - 1) > SAME else 1.0
-        if factor != 1.0:
+        known = nbytes in rows or _tell(rows)
+        factor = seconds / self.seconds(name, ranks, nbytes) if known else 1.0
+        if abs(factor - 1) > (SAME if nbytes in rows else 2 * SAME):  # a line through other sizes is less exact
             rows = self.rows[key] = {size: row for size, row in rows.items() if row.step == step}
         else:
-            seconds = (seconds + before) / 2
+            seconds = (seconds + rows[nbytes].seconds) / 2 if nbytes in rows else seconds
+            factor = 1.0
         rows[nbytes] = Row(seconds, step)
         self.sure.add(key)
         self.hope.pop(key, None)
@@ -74,14 +78,23 @@ class Estimate:
         return a + b * nbytes
 
     def hopeful(self, name: str, ranks: int, nbytes: float) -> float:
-        """The least that it may take by now: what was measured long ago says less and less."""
-        rows = self.rows.get((name, ranks), {})
-        age = self.step - max((row.step for row in rows.values()), default=0)
-        return self.seconds(name, ranks, nbytes) * self.hope.get((name, ranks), 1.0) * math.exp(-age / self.patience)
+        """The least that it may take by now: what was measured long ago, at about this size, says less and less."""
+        age = self.step - self._nearest(name, ranks, nbytes)[1]
+        hope = 1.0 if self.knows(name, ranks, nbytes) else self.hope.get((name, ranks), HOPE)
+        return self.seconds(name, ranks, nbytes) * hope * math.exp(-age / self.patience)
+
+    def knows(self, name: str, ranks: int, nbytes: float) -> bool:
+        """Whether it was measured at about this size since the last change that was seen. Else there are only hopes."""
+        return (name, ranks) in self.sure and self._nearest(name, ranks, nbytes)[0] <= NEAR
+
+    def _nearest(self, name: str, ranks: int, nbytes: float) -> tuple[float, int]:
+        """Of the sizes that were measured the nearest one: by what factor it is another, and the step."""
+        rows = self.rows.get((name, ranks), {}).items()
+        return min(((max(size, nbytes, 1) / max(min(size, nbytes), 1), row.step) for size, row in rows), default=(math.inf, 0))
 
     def _line(self, name: str, ranks: int) -> Line:
         rows = self.rows.get((name, ranks), {})
-        if len(rows) >= 2 and max(rows) > 2 * min(rows):
+        if _tell(rows):
             return self._fitted(rows)
         a, b = self._formula(name, ranks)
         for nbytes, row in rows.items():  # with one size alone, which share of it is latency is the formula's guess
@@ -92,16 +105,22 @@ class Estimate:
     def _fitted(self, rows: Mapping[float, Row]) -> Line:
         """Relative least squares, of which old rows count less."""
         sizes, seconds, steps = np.array([(size, *row) for size, row in rows.items()]).T
-        b, a = np.polyfit(sizes, seconds, 1, w=np.exp((steps - self.step) / self.patience) / seconds)
+        fresh = np.exp(np.maximum(steps - self.step, -OLD * self.patience) / self.patience)
+        b, a = np.polyfit(sizes, seconds, 1, w=fresh / seconds)
         return max(float(a), 0.0), max(float(b), 0.0)
 
     def _formula(self, name: str, ranks: int) -> Line:
         """With the least alpha and beta that a measured topology shows."""
-        lines = [(key, self._fitted(rows)) for key, rows in self.rows.items() if len(rows) >= 2 and max(rows) > 2 * min(rows)]
+        lines = [(key, self._fitted(rows)) for key, rows in self.rows.items() if _tell(rows)]
         alpha = min((a / parts(*key)[0] for key, (a, _) in lines if a), default=cost.ALPHA)
         beta = min((b / parts(*key)[1] for key, (_, b) in lines if b), default=cost.BETA)
         steps, tensors = parts(name, ranks)
         return steps * alpha, tensors * beta
+
+
+def _tell(rows: Mapping[float, Row]) -> bool:
+    """Whether they tell latency from bandwidth."""
+    return len(rows) > 1 and max(rows) > 2 * min(rows)
 
 
 def parts(name: str, ranks: int) -> tuple[float, float]:
