@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What few programs need (`d2lps.backend`, `bench`, `parallel`, `watch`, `widgets`) is imported when first asked for."""
-    if name in ("backend", "bench", "parallel", "watch", "widgets"):
+    """What few programs need is imported when it is first asked for: `d2lps.architectures`, `backend`, `watch` and others."""
+    if name in ("adaptive", "architectures", "backend", "bench", "feeding", "parallel", "planning", "watch", "widgets"):
         return importlib.import_module(f"d2lps.{name}")
     raise AttributeError(f"module 'd2lps' has no attribute {name!r}")
