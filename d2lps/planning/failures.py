@@ -48,7 +48,7 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
     """The share of the time that ends up in the model, in the long run: interval / (M e^(R/M) (e^((interval + save)/M) - 1)).
 
     >>> round(goodput(interval=20 * 60, save=60, restart=600, mtbf=3 * 3600), 3)
-    0.859
+    0.849
 
     Failures may come while it saves and while it restarts. Source: Daly 2006.
     """
