@@ -1,4 +1,4 @@
-"""The planning explorer: what leaves each unit is what a trace shows, and its page moves from the cluster to a device and back."""
+"""The planning explorer: what leaves a unit is what a trace shows, and its page goes down to a device and back."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from d2lps.planning import pods, predict_on_pods
 from d2lps.topology import dgx_h100_pod
 from d2lps.widgets import PlanningExplorer
 
-SMALL = Transformer(layers=2, hidden=2048, heads=16, vocab=51200, sequence=512)
+SMALL = Transformer(layers=2, hidden=1024, heads=16, vocab=51200, sequence=512)
 CLUSTER = pods(2, per_pod=4, oversubscription=4)
 PLANS = {"tp 8": Plan(dp=4, tp=8, pp=2), "dp 32": Plan(dp=32, pp=2, zero=1), "tp 2": Plan(dp=16, tp=2, pp=2, overlap=False)}
 

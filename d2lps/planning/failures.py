@@ -11,7 +11,7 @@ import torch
 from d2lps.comm import Communicator
 from d2lps.result import Run
 from d2lps.simulator import simulate
-from d2lps.topology import Device, star
+from d2lps.topology import star
 from d2lps.topology.device import is_number
 
 
@@ -69,15 +69,14 @@ def lives(
     >>> [round(share, 2) for share in lives(2, 30 * 86400, interval=20 * 60, save=60, restart=600, mtbf=3 * 3600)]
     [0.85, 0.85]
 
-    Failures come at the same times whatever the interval. A trace shows "train", which is computed, and "save", "restart" and
-    "lost", what a failure takes, which is not. ValueError for jobs that would hardly ever get through an interval.
+    Failures come at the same times whatever the interval. A trace shows "train", work that is kept; between, unnamed, the job saves,
+    loses what a failure takes, and restarts. ValueError for jobs that would hardly ever get through an interval.
     Cost: some 10 us for each interval and each failure.
     """
     if goodput(interval, save, restart, mtbf) < 1e-3:
         raise ValueError(f"interval={interval!r}, save={save!r} s: with a failure every {mtbf!r} s it would never end")
     _check(work=work)
-    clock = star(jobs, 1.0, device=Device(flops=1.0, memory=1.0, memory_bandwidth=1.0))  # an operation takes a second
-    return simulate(_live, clock, work, interval, save, restart, mtbf, trace=trace)
+    return simulate(_live, star(jobs, 1.0), work, interval, save, restart, mtbf, trace=trace)
 
 
 def _live(comm: Communicator, work: float, interval: float, save: float, restart: float, mtbf: float) -> float:
@@ -85,15 +84,14 @@ def _live(comm: Communicator, work: float, interval: float, save: float, restart
     while done < work:
         step = min(interval, work - done)
         if step + save < left:
-            with comm.compute("train", flops=step, bytes=0):
-                pass
-            comm.sleep(save, "save")
+            comm.sleep(step, "train")
+            comm.sleep(save)
             left, done = left - step - save, done + step
             continue
-        comm.sleep(left, "lost")
+        comm.sleep(left)
         while (left := _chance(comm, mtbf)) < restart:
-            comm.sleep(left, "restart")
-        comm.sleep(restart, "restart")
+            comm.sleep(left)
+        comm.sleep(restart)
         left -= restart
     return work / (comm.now() - start)
 

@@ -87,11 +87,11 @@ class _Meter(Clock):
         return super().start(axis, collective, nbytes)
 
 
-def walk(answer: Answer) -> None:
-    """A rank in the middle of the pipeline goes through a micro-batch, for the others, and through the last."""
+def walk(answer: Answer, at: int | None = None) -> None:
+    """A rank of the pipeline, by default one in its middle, goes through a micro-batch, for the others, and through the last."""
     assert answer.prediction is not None
     job, plan, prices = answer.prediction.job, answer.plan, answer.prediction.prices
-    meter, place, count = _Meter(prices), plan.pp // 2, job.micro_batches
+    meter, place, count = _Meter(prices), plan.pp // 2 if at is None else at, job.micro_batches
     rank, stages = Rank(job, meter, place, answer.prediction.known.passes), range(place, len(job.stages), plan.pp)
     times = [_through(rank, meter, kind, stages, 0) / len(stages) for kind in "FB"]
     answer.passes = times[0], times[1], prices.message(place - 1, job.message) if place else 0.0

@@ -107,49 +107,46 @@ def _sizes(cluster: Topology, rack: int) -> list[int]:
 
 def _sent(told: Prediction, sizes: list[int]) -> dict[str, dict[str, float]]:
     """Of each level the bytes that leave its busiest unit in a step, by axis. A rank lives on the device of its number."""
-    answer = Answer(told.job.plan, prediction=told)
-    walk(answer)
     left = {kind: defaultdict[str, np.ndarray](lambda: np.zeros(1)) for kind in (*LEVELS, "inside")}
-    for (axis, collective), nbytes in answer.sent.items():
-        name = COUNTED_AS.get(axis, axis)
-        for src, dst, each in _between_stages(told) if axis == "pp" else _messages(told.prices, axis, collective, nbytes):
-            near = src // sizes[3] == dst // sizes[3]  # inside a machine there are other links than a device's port
-            for kind, size in zip((*LEVELS, "inside"), (*sizes, 1), strict=True):
-                here, there = src // size, dst // size
-                goes = (here != there) & (near if kind == "inside" else ~near)
-                left[kind][name] = left[kind][name] + np.bincount(here, goes * each, minlength=sizes[0] // size)
+    for axis, src, dst, each in _messages(told):
+        near = src // sizes[3] == dst // sizes[3]  # inside a machine there are other links than a device's port
+        for kind, size in zip((*LEVELS, "inside"), (*sizes, 1), strict=True):
+            here, there = src // size, dst // size
+            goes = (here != there) & (near if kind == "inside" else ~near)
+            left[kind][axis] = left[kind][axis] + np.bincount(here, goes * each, minlength=sizes[0] // size)
     return {kind: {axis: float(units.max()) for axis, units in found.items()} for kind, found in left.items()}
 
 
-def _between_stages(told: Prediction) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
-    """Activations ahead and gradients back, for each micro-batch and each two stages."""
+def _messages(told: Prediction) -> Iterator[tuple[str, np.ndarray, np.ndarray, float]]:
+    """Who sends whom how much in a step: (axis, ranks, ranks, bytes each)."""
     job, pp = told.job, told.job.plan.pp
     across = np.arange(job.plan.ranks // pp)
-    for stage in range(len(job.stages) - 1):
+    for stage in range(len(job.stages) - 1 if pp > 1 else 0):
         here, there = (across + place % pp * len(across) for place in (stage, stage + 1))
-        for src, dst in ((here, there), (there, here)):
-            yield src, dst, job.micro_batches * job.message
+        for src, dst in ((here, there), (there, here)):  # activations ahead, gradients back
+            yield "pp", src, dst, job.micro_batches * job.message
+    for place in range(pp):
+        answer = Answer(job.plan, prediction=told)
+        walk(answer, place)
+        for (axis, collective), nbytes in answer.sent.items():
+            groups = np.array(axis_groups(job.plan, axis))
+            groups = groups[groups[:, 0] // len(across) == place]
+            if axis != "pp" and groups.shape[1] > 1 and len(groups):
+                for dst, part in _around(told.prices, axis, collective, groups):
+                    yield COUNTED_AS.get(axis, axis), groups.ravel(), dst.ravel(), part * nbytes
 
 
-def _messages(
-    prices: Prices, axis: str, collective: str, nbytes: float
-) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:  # fmt: skip
-    """Who sends whom how much, in all: (ranks, ranks, bytes each)."""
-    groups = np.array(axis_groups(prices.plan, axis))
+def _around(prices: Prices, axis: str, collective: str, groups: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
+    """To whom each rank of the groups sends, and which part of the collective's bytes."""
     p, rounds = groups.shape[1], 2 if collective == "all_reduce" else 1
-    if p == 1:
-        return
-    ring = np.roll(groups, -1, axis=1)
     if collective != "pass_on" and prices.price(axis, collective).way.func is two_levels:  # type: ignore[attr-defined]
-        machines = np.array([prices.places[rank][0] for rank in groups[0]])
-        g = int((machines == machines[0]).sum())
-        grid = groups.reshape(len(groups), -1, g)
-        m = grid.shape[1]
-        yield grid.ravel(), np.roll(grid, -1, axis=2).ravel(), rounds * nbytes * (g - 1) / g
-        yield grid.ravel(), np.roll(grid, -1, axis=1).ravel(), rounds * nbytes / g * (m - 1) / m
+        machines = [prices.places[rank][0] for rank in groups[0]]
+        g = machines.count(machines[0])
+        grid, m = groups.reshape(len(groups), -1, g), p // g
+        yield np.roll(grid, -1, axis=2), rounds * (g - 1) / g
+        yield np.roll(grid, -1, axis=1), rounds / g * (m - 1) / m
     elif collective == "all_to_all":
         for by in range(1, p):
-            yield groups.ravel(), np.roll(groups, -by, axis=1).ravel(), nbytes / p
+            yield np.roll(groups, -by, axis=1), 1 / p
     else:
-        whole = 1.0 if collective == "pass_on" else rounds * (p - 1) / p
-        yield groups.ravel(), ring.ravel(), whole * nbytes
+        yield np.roll(groups, -1, axis=1), 1.0 if collective == "pass_on" else rounds * (p - 1) / p
