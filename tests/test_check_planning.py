@@ -28,8 +28,8 @@ def test_answer_passes(name):
      ("bisection", (1228.8, 175.5, 0.245), "Half of the devices"), ("bisection", (614.4, 614.4, 0.245), "a seventh"),
      ("bisection", (614.4, 87.77, 0.28), "Seven eighths"), ("power", (167.1, 184, 238), "2,048 machines"),
      ("power", (20.89, 32.8, 42.5), "PUE 1.1"), ("power", (20.89, 22.98, 1.24), "MWh"),
-     ("units", (1600, 4.44, 64), "8 bits are a byte"), ("units", (200, 0.556, 64), "12.5 GB/s"), ("units", (200, 4.44, 8), "divides"),
-     ("units", ..., "nothing is filled in")],
+     ("units", (1600, 4.44, 64), "8 bits are a byte"), ("units", (200, 0.556, 64), "12.5 GB/s"),
+     ("units", (200, 4.44, 8), "divides"), ("units", ..., "nothing is filled in")],
 )  # fmt: skip
 def test_numbers_are_refused(name, answer, word):
     refused(getattr(check, name)(answer), word)
@@ -42,8 +42,9 @@ def lived(failures, work, interval, save, restart, again=True, whole=False, savi
         end = now + step + (save if saving else 0.0)
         if failures and failures[0] < end and late:
             now = failures.pop(0) + restart
-            while again and failures and failures[0] < now:
-                now = failures.pop(0) + restart
+            while failures and failures[0] < now:
+                failure = failures.pop(0)
+                now = failure + restart if again else now
             continue
         now, done = now + step + save, done + step
     return now

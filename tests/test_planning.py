@@ -2,12 +2,14 @@
 
 import random
 from collections import Counter
+from math import log
 from typing import Any
 
 import pytest
 import torch
 
 from d2lps import simulate
+from d2lps.check.planning import _survived
 from d2lps.parallel import Calibration, Plan, Transformer
 from d2lps.parallel.prediction.messages import by_messages
 from d2lps.parallel.prediction.prices import axis_groups
@@ -38,17 +40,19 @@ def test_dalys_interval_is_nearly_the_best_and_youngs_hardly_worse(save: float, 
 @pytest.mark.parametrize(("save", "restart", "mean"), [(60, 600, LLAMA3.mtbf), (60, 1200, 0.4 * HOUR), (0.001, 0.001, HOUR)])
 def test_goodput_is_what_lives_have(save: float, restart: float, mean: float) -> None:
     interval = daly(60, mean)
-    run = lives(8, 1500 * mean, interval, save, restart, mean)
-    assert sum(run) / 8 == pytest.approx(goodput(interval, save, restart, mean), rel=0.02)
+    run = lives(8, 600 * mean, interval, save, restart, mean)
+    assert sum(run) / 8 == pytest.approx(goodput(interval, save, restart, mean), rel=0.03)
     assert len(set(run)) == 8  # each has its own luck
 
 
-def test_a_life_can_be_worked_out_from_its_failures() -> None:
-    chance = torch.Generator().manual_seed(0)
-    first, second = (-1000 * (1 - torch.rand((), generator=chance, dtype=torch.float64)).log().item() for _ in range(2))
-    [share] = lives(1, 2 * first, interval=1.5 * first, save=1, restart=10, mtbf=1000)
-    ends = first + 10 + 2 * first + 2  # all lost, a restart, two intervals
-    assert second > ends - first and share == pytest.approx(2 * first / ends)
+@pytest.mark.parametrize(("interval", "save", "restart"), [(100, 5, 50), (700, 20, 300), (3000, 1, 900)])
+def test_a_life_is_what_its_failures_leave_of_it(interval: float, save: float, restart: float) -> None:
+    chance, now, failures = torch.Generator().manual_seed(0), 0.0, list[float]()
+    for _ in range(500):
+        now -= 1000 * log(1 - torch.rand((), generator=chance, dtype=torch.float64).item())
+        failures.append(now)
+    [share] = lives(1, 20_000, interval, save, restart, mtbf=1000)
+    assert share == pytest.approx(20_000 / _survived(failures, 20_000, interval, save, restart))
 
 
 def test_the_same_failures_whatever_the_interval() -> None:
@@ -134,8 +138,7 @@ def test_a_group_of_many_pods_is_sampled_in_each_of_them() -> None:
 def test_who_shares_a_link_to_the_core_gets_a_share_of_it() -> None:
     """Stages in two pods: 32 messages at once through an uplink that has room for 8 ports."""
     net = pods(2, per_pod=4, oversubscription=4)
-    crowd, alone = (SharedPrices(plan, net).message(0, 1e9) for plan in (Plan(dp=32, pp=2), Plan(dp=4, pp=2)))
-    assert crowd == pytest.approx(4 * alone, rel=0.01)
+    assert SharedPrices(Plan(dp=32, pp=2), net).message(0, 1e9) == pytest.approx(32 * 1e9 / (8 * 50e9 * 0.9), rel=0.01)
 
 
 # ---- routes -------------------------------------------------------------------------------------------------------------
@@ -167,7 +170,8 @@ def test_the_simulator_takes_the_ways_that_are_given() -> None:
 
     def send(comm: Any) -> None:
         out, room = torch.empty(25_000_000, device="meta"), torch.empty(25_000_000, device="meta")
-        comm.exchange([(out, to[comm.rank])], [(room, to.index(comm.rank))])
+        if to[comm.rank] != comm.rank:
+            comm.exchange([(out, to[comm.rank])], [(room, to.index(comm.rank))])
 
     for routed in (hashed(tree, pairs, 1), adaptive(tree, pairs)):
         took = simulate(send, routed, device="meta", trace=False).time

@@ -13,7 +13,7 @@ from d2lps.widgets import PlanningExplorer
 
 SMALL = Transformer(layers=2, hidden=1024, heads=16, vocab=51200, sequence=512)
 CLUSTER = pods(2, per_pod=4, oversubscription=4)
-PLANS = {"tp 8": Plan(dp=4, tp=8, pp=2), "dp 32": Plan(dp=32, pp=2, zero=1), "tp 2": Plan(dp=16, tp=2, pp=2, overlap=False)}
+PLANS = {"tp 8": Plan(dp=4, tp=8, pp=2), "tp 2": Plan(dp=16, tp=2, pp=2, zero=1, overlap=False)}
 
 
 @pytest.fixture(scope="module")

@@ -69,8 +69,8 @@ def lives(
     >>> [round(share, 2) for share in lives(2, 30 * 86400, interval=20 * 60, save=60, restart=600, mtbf=3 * 3600)]
     [0.85, 0.85]
 
-    Failures come at the same times whatever the interval. A trace shows "train", work that is kept; between, unnamed, the job saves,
-    loses what a failure takes, and restarts. ValueError for jobs that would hardly ever get through an interval.
+    Failures come at the same times whatever the interval. A trace shows "train", work that is kept; between, unnamed, the job
+    saves, loses what a failure takes, and restarts. ValueError for jobs that would hardly ever get through an interval.
     Cost: some 10 us for each interval and each failure.
     """
     if goodput(interval, save, restart, mtbf) < 1e-3:

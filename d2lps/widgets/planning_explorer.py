@@ -49,7 +49,7 @@ class PlanningExplorer(still.Still):
 
     def __repr__(self) -> str:
         job = self.data["jobs"][self.job]
-        told = "; ".join(f"{level['kind']}: {level['count']} parts, {level['over']:.3g} : 1" for level in job["levels"][:-1])
+        told = "; ".join(f"{level['kind']}: {level['count']} parts, {level['over']:.3g} : 1" for level in job["levels"][1:-1])
         return f"PlanningExplorer: {job['name']}, {job['time']:.4g} s a step; {told}"
 
     def _figure(self) -> Figure:
