@@ -67,12 +67,15 @@ class Groups:
 
 
 def _live(comm: Communicator, job: Job, prices: Prices) -> None:
-    """As `execute` does it: a receive is posted an action ahead, sends are waited for at the end."""
-    world = Groups(comm, job, prices)
+    carry_out(job, Groups(comm, job, prices))
+
+
+def carry_out(job: Job, world: Groups) -> None:
+    """This rank's step, as `execute` does it: a receive is posted an action ahead, sends are waited for at the end."""
     rows = tuple(map(tuple, job.plan.order(job.batch)))
     (home, _), pp = placed(rows), world.pp
     rank, mail = Rank(job, world, pp.rank, {}), Mail(pp, traffic(rows))
-    made = torch.empty(round(job.message) // 4, dtype=torch.float32, device=comm.device)
+    made = torch.empty(round(job.message) // 4, dtype=torch.float32, device=world.comm.device)
 
     def elsewhere(action: Action) -> Action | None:
         need = needs(action, len(home))
