@@ -35,7 +35,7 @@ def test_one_peer() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (lambda comm, t, step: None, "2 ranks, after 1 step, rank 0 has 1 of rank 0, not 0.5 of rank 0, 0.5 of rank 1"),
+    (lambda comm, t, step: t.add_(0), "2 ranks, after 1 step, rank 0 has 1 of rank 0, not 0.5 of rank 0, 0.5 of rank 1"),
     (lambda comm, t, step: told(comm, t, comm.rank + 1, comm.rank - 1), "4 ranks, after 2 steps"),
     (lambda comm, t, step: told(comm, t, comm.rank - hop(comm, step), comm.rank + hop(comm, step)), "4 ranks, after 1 step"),
     (lambda comm, t, step: mix(comm, t, "one_peer", step), "mix is the library's"),
