@@ -1,8 +1,9 @@
 """All state in a store that outlives workers; these have none, and may come and go."""
 
+from torch import Tensor
+
 from d2lps.architectures.job import Job
 from d2lps.architectures.replica import Model, Record
-from d2lps.comm import Work
 from d2lps.kvstore import KVWorker, Refused, Request
 
 
@@ -56,8 +57,8 @@ class Batch:
         asked = [(part, Request("pull", part.name, options={"step": step})) for part in self.parts]
         self.kv.fetch("pull", "weights", asked, [part.of(self.model.weights) for part in self.parts]).wait()
 
-    def bring(self, step: int, part: int, gradient: object) -> None:
+    def bring(self, step: int, part: int, gradient: Tensor) -> None:
         """To the home last, when all others have it."""
         told = {"step": step, "part": part}
         for some in (self.parts[1:], self.parts[:1]):
-            self.kv.ask("bring", "weights", [(p, Request("bring", p.name, p.of(gradient).clone(), options=told)) for p in some])
+            self.kv.ask("bring", "weights", [(p, Request("bring", p.name, p.of(gradient), options=told)) for p in some])

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from d2lps.architectures.job import Job
-from d2lps.architectures.replica import Record, agreed, beginning, saved
+from d2lps.architectures.replica import Record, agreed, beginning, busy, saved
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.parallel.prediction.messages import Groups, carry_out
@@ -65,16 +65,15 @@ class Described(Groups):
     """The messages of such steps, and the time that computing takes, without any content."""
 
     def __init__(self, comm: Communicator, job: Job) -> None:
-        self.device = comm.topology.device(comm.node)
-        self.described = job.step_on(self.device, job.plan(comm.size))
-        super().__init__(comm, self.described, None)
+        self.described = job.step_on(comm.topology.device(comm.node), job.plan(comm.size))
+        super().__init__(comm, self.described)
         self.job, self.record, self.begin = job, Record(), beginning(comm, job)
 
     def step(self) -> None:
         carry_out(self.described, self)
 
     def compute(self, seconds: float, label: str = "compute") -> None:
-        with self.comm.compute(label, seconds * self.device.flops * self.device.efficiency, 0):
+        with busy(self.comm, seconds, label):
             pass
 
     def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, field
+from functools import partial
+from math import gcd, prod
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import vector_to_parameters
 
 from d2lps.cost.numbers import whole
 from d2lps.parallel.pipeline.schedules import Action
 from d2lps.parallel.prediction.calibration import Calibration
 from d2lps.parallel.prediction.program import Job as Step
-from d2lps.parallel.prediction.program import Rank
+from d2lps.parallel.prediction.program import Rank, World
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.training.text import LETTERS, Text, text
 from d2lps.parallel.transformer import Transformer
@@ -44,7 +48,7 @@ class Job:
     lr: float = 0.2
     momentum: float = 0.9
     seed: int = 0
-    data: Text | None = text(SMALL.sequence)
+    data: Text | None = field(default_factory=partial(text, SMALL.sequence))
     every: int = 2
     folder: str = ""
     comes: float | None = None
@@ -65,7 +69,8 @@ class Job:
         return self.batch // self.part
 
     @property
-    def hyper(self) -> dict[str, float]:
+    def hyper(self) -> dict[str, Any]:
+        """The optimizer's numbers."""
         return {"lr": self.lr, "momentum": self.momentum}
 
     @property
@@ -77,9 +82,9 @@ class Job:
         return next(count for count in range(ranks, 0, -1) if self.batch % count == 0)
 
     def plan(self, ranks: int) -> Plan:
-        """Of the ranks two share each layer, and two each half of the layers, where there are so many; the rest share the batch."""
-        tp, pp = next((tp, pp) for tp, pp in ((2, 2), (2, 1), (1, 1)) if tp * pp <= ranks)
-        dp = self.fits(ranks // (tp * pp))
+        """Two share each layer, two such pairs the layers, if that uses as many ranks as can be; such groups share the batch."""
+        shapes = [(self.fits(ranks // (tp * pp)), tp, pp) for tp, pp in ((2, 2), (2, 1), (1, 1)) if tp * pp <= ranks]
+        dp, tp, pp = max(shapes, key=prod)
         return Plan(dp, tp, pp, micro_batch=gcd(self.batch // dp, 8), precision=self.precision, overlap=False)
 
     def module(self) -> nn.Sequential:
@@ -87,25 +92,35 @@ class Job:
         with torch.device("meta" if self.described else "cpu"):
             return self.transformer.module(self.seed, torch.bfloat16 if self.described else torch.float64)
 
+    def loss(self, weights: Tensor) -> float:
+        """Of a model with these weights, on 16 sequences that no training has seen."""
+        module = self.module()
+        vector_to_parameters(weights, module.parameters())
+        tokens, targets = text(self.transformer.sequence, test=True).batch(0, 16)
+        with torch.no_grad():
+            return cross_entropy(module(tokens).flatten(0, 1), targets.flatten()).item()
+
     def optimizer(self, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
         """That of a rank; a server makes the same one from `hyper`."""
         return torch.optim.SGD(shards, **self.hyper)
 
-    def step_on(self, device: Device, plan: Plan = Plan()) -> Step:
+    def step_on(self, device: Device, plan: Plan) -> Step:
         """What a step of this plan asks of a device, as `predict` has it."""
         return Step(self.transformer, plan, self.batch, device, Calibration())
 
-    def seconds(self, device: Device) -> float:
-        """That a device takes for one sequence, forward and backward."""
+    def seconds(self, device: Device | None) -> float:
+        """That a device takes for one sequence, forward and backward; ValueError where nobody has said what it can do."""
+        if device is None:
+            raise ValueError("the cluster's nodes have no device=Device(...): what is computed there can't be priced")
         clock = Clock()
-        rank = Rank(self.step_on(device, Plan(overlap=False)), clock, 0, {})
+        rank = Rank(self.step_on(device, Plan(overlap=False)), cast(World, clock), 0, {})
         for kind in "FB":
             rank.act(Action(kind, 0, 0))
         return clock.seconds
 
 
 class Clock:
-    """A world for a rank's program that only adds up how long it computes."""
+    """Of a world, what a rank alone with its copy of the model needs; it only adds up how long that computes."""
 
     seconds = 0.0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ class Model:
             p.data, p.grad = weights.view_as(p), gradient.view_as(p)
 
     def gradient(self, step: int, first: int, count: int) -> Tensor:
-        """Of the mean loss of so many sequences of a step's batch. In a simulation it takes the time that the device needs."""
-        device = self.comm.topology.device(self.comm.node) if self.comm.topology else None
-        flops = self.job.seconds(device) * count * device.flops * device.efficiency if device else None
-        with self.comm.compute("gradient", flops, 0):
+        """Of the mean loss of so many sequences of a step's batch. In a simulation it takes what `predict` says of the device."""
+        topology = self.comm.topology
+        seconds = self.job.seconds(topology.device(self.comm.node)) if topology else 0.0
+        with busy(self.comm, seconds * count, "gradient"):
             if self.job.data is not None:
                 self.flat.zero_()
                 tokens, targets = self.job.data.batch(step * self.job.batch + first, count)
@@ -68,11 +69,19 @@ class Model:
     def finished(self, step: int) -> None:
         """Note that a step is over."""
         self.record.ended[step] = self.comm.now()
+        if self.comm.rank == 0 and self.job.folder:
+            note(self.job, done=step + 1)
 
     def final(self) -> Record:
         """All that there is to say, with the weights."""
         self.record.weights = None if self.job.described else self.weights.clone()
         return self.record
+
+
+def busy(comm: Communicator, seconds: float, label: str) -> AbstractContextManager[None]:
+    """A block in which a simulated device computes, for so long if nothing slows it down; in other worlds it takes its time."""
+    device = comm.topology.device(comm.node) if comm.topology else None
+    return comm.compute(label, seconds * device.flops * device.efficiency if device else 0.0, 0)
 
 
 class Replica(Model):

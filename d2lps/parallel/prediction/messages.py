@@ -29,9 +29,9 @@ def by_messages(job: Job, cluster: Topology) -> Run:
 
 
 class Groups:
-    """A `World` of messages: each axis is a communicator."""
+    """A `World` of messages: each axis is a communicator. prices: they know the cheapest way of each collective."""
 
-    def __init__(self, comm: Communicator, job: Job, prices: Prices) -> None:
+    def __init__(self, comm: Communicator, job: Job, prices: Prices | None = None) -> None:
         plan, self.comm, self.prices = job.plan, comm, prices
         mesh = Mesh(comm, plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
         shards = (plan.zero_group or mesh.data.size) if plan.zero else mesh.data.size
@@ -63,6 +63,7 @@ class Groups:
 
     def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:
         if comm.size > 1:
+            assert self.prices is not None
             self.prices.price(axis, collective).way(comm, round(nbytes))
 
 
