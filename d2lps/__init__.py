@@ -8,7 +8,7 @@ Run(['rank 0 of 2', 'rank 1 of 2'])
 import importlib
 from typing import Any
 
-from d2lps import aggregate, check, collectives, compress, cost, kvstore, topology
+from d2lps import aggregate, check, collectives, compress, cost, gossip, kvstore, topology
 from d2lps.comm import Communicator, Deadlock, Event, Mismatch, OutOfMemory, RankDied, RankFailed, RankHung, ReduceOp, Work
 from d2lps.figures import style
 from d2lps.launch import run
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Communicator", "Cut", "Deadlock", "Device", "Event", "Kill", "Mismatch", "Model", "Narrow", "OutOfMemory", "RankDied",
     "RankFailed", "RankHung", "ReduceOp", "Run", "Slow", "Topology", "Trace", "Work", "aggregate", "check", "collectives",
-    "compress", "cost", "kvstore", "run", "simulate", "style", "topology",
+    "compress", "cost", "gossip", "kvstore", "run", "simulate", "style", "topology",
 ]
 
 
