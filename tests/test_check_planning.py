@@ -54,7 +54,8 @@ def lived(failures, work, interval, save, restart, again=True, whole=False, savi
     ("wrong", "word"),
     [(partial(lived, again=False), "while it restarts"), (partial(lived, whole=True), "is shorter"),
      (partial(lived, saving=False), "does not count"), (partial(lived, late=False), "one failure in the second interval"),
-     (lambda *given: "soon", "no number of seconds"), (lambda failures, work, interval, save, restart: work, "without a failure")],
+     (lambda *given: "soon", "no number of seconds"),
+      (lambda failures, work, interval, save, restart: work, "without a failure")],
 )  # fmt: skip
 def test_survive_refuses(wrong, word):
     assert check.survive(lived)
