@@ -33,7 +33,8 @@ def cloud_native(kv: KVWorker, job: Job) -> Record:
 class Batch:
     """A worker's view of the store: who works on which part is the affair of one server, the first that has a part of the key.
 
-    It hears of a gradient last: what it takes for complete is complete on all servers, which go on when they hear of the next step.
+    It hears of a gradient last: what it takes for complete is complete on all servers, which end it when they hear
+    of the next step.
     """
 
     def __init__(self, kv: KVWorker, job: Job) -> None:

@@ -86,7 +86,7 @@ def push(state: State, request: Request) -> Moved:
 def pull(state: State, request: Request) -> Moved:
     """The value is read when it is answered; so too for peek. {"step": 3}: that of a step, of a key with leases."""
     check_key(state, request)
-    if (wanted := request.options.get("step")) is not None:
+    if type(wanted := request.options.get("step")) is int:
         leases = leases_of(state, request)
         _come_to(state, request.key, wanted)
         if wanted != leases.step:
