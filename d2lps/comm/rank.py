@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from abc import ABC
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -40,6 +39,30 @@ class _Running(threading.local):
 running = _Running()
 
 
+class Watcher:
+    """What is told of a rank's communication, in all of its groups and lanes, while it is in `comm.watchers`.
+
+    >>> class Calls(Watcher):                               # prints what is called         # doctest: +SKIP
+    ...     def entered(self, comm, collective): print(comm.name, collective)
+    >>> comm.watchers.append(Calls())                                                       # doctest: +SKIP
+
+    Lanes tell at the same time: `comm.lane` keeps their accounts apart. A simulation, whose trace has messages and waits, tells
+    of collectives only.
+    """
+
+    def entered(self, comm: "Rank", collective: str) -> None:
+        """The outermost collective has begun."""
+
+    def left(self, comm: "Rank") -> None:
+        """It is through; not if it has failed."""
+
+    def moved(self, comm: "Rank", action: str, nbytes: int) -> None:
+        """A message has been posted; action: "send" or "recv"."""
+
+    def waited(self, comm: "Rank", seconds: float) -> None:
+        """A wait for others, or for their messages, has ended."""
+
+
 class Rank(ABC):
     """The half of a communicator that needs no other rank."""
 
@@ -48,9 +71,6 @@ class Rank(ABC):
     topology: Any = None  #: the described cluster, in a simulation
     generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
     debug: bool = False  #: whether ranks compare what they are about to do
-    # Where somebody watches (`d2lps.watch.Metrics`), what each lane has sent and received, in bytes, and waited, in seconds: by
-    # ("send", "recv" or "waiting"; axis; lane). Groups that are split off afterwards add to it, too. Not in a simulation.
-    tally: Counter[tuple[str, str, int]] | None = None
     notes_when_long = False  # whether a wait leaves its note only once it turns out to be long: most are shorter than the writing
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
@@ -60,7 +80,7 @@ class Rank(ABC):
         # What any communicator of this lane has started, and perhaps not yet waited for; a Future, or what is like one.
         self.started: dict[Rank, Future[Any]] = {}
         self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
-        self.watchers: list[Any] = []  # each is told by `entered(comm, collective)` and `left(comm)`, in all of the rank's groups
+        self.watchers: list[Watcher] = []  # the same list in all of the rank's groups
         self._become(members, rank, name)
 
     def _become(self, members: Sequence[int], rank: int, name: str) -> None:
@@ -243,8 +263,8 @@ class Rank(ABC):
             running.note = None
         # Not when the wait fails: the note then says where the rank stood as it failed.
         self.board.write(None, self.lane)
-        if self.tally is not None:
-            self.tally["waiting", self.axis, self.lane] += self.now() - start  # type: ignore[assignment]
+        for watcher in self.watchers:
+            watcher.waited(self, self.now() - start)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from d2lps.comm import Communicator
+from d2lps.comm.rank import Rank, Watcher
 from d2lps.comm.status import readers_line
 
 _SLOT = 4096  # bytes of an entry: a group of so many ranks that it does not fit is left out of it
@@ -41,7 +42,7 @@ class Entry(NamedTuple):
         return f"{self.call} {self.number} (in {self.function}, line {self.line})"
 
 
-class FlightRecorder:
+class FlightRecorder(Watcher):
     """Note what a rank enters and leaves, until it is closed, in a file of its own.
 
     >>> with FlightRecorder(comm, "flights"):               # on every rank                 # doctest: +SKIP
@@ -63,14 +64,14 @@ class FlightRecorder:
         self._inside: dict[str, tuple[int, Entry]] = {}  # by group: one lane has it
         comm.watchers.append(self)
 
-    def entered(self, comm: Communicator, collective: str) -> None:
+    def entered(self, comm: Rank, collective: str) -> None:
         self._numbers[comm.name] += 1
         line = readers_line(sys._getframe())
         entry = Entry(collective, self._numbers[comm.name], comm.name, list(comm.members), *line, time.time())
         self._inside[comm.name] = slot, _ = next(self._slots) % self.size, entry
         self._write(slot, entry)
 
-    def left(self, comm: Communicator) -> None:
+    def left(self, comm: Rank) -> None:
         slot, entry = self._inside.pop(comm.name)
         self._write(slot, entry._replace(left=time.time()))
 

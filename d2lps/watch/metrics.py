@@ -17,12 +17,13 @@ from typing import Self
 import prometheus_client as prometheus
 
 from d2lps.comm import Communicator
+from d2lps.comm.rank import Rank, Watcher
 
 EDGES = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds; the last bucket has what took longer
 _DIRECTIONS = {"send": "sent", "recv": "received"}
 
 
-class Metrics:
+class Metrics(Watcher):
     """A rank's numbers, at a port of its own for as long as the block lasts; called at the end of every step.
 
     >>> with Metrics(comm, "targets", tokens=8 * 64) as metrics:                                    # doctest: +SKIP
@@ -39,8 +40,8 @@ class Metrics:
     and `folder`, if one is given, has an entry rank-3.json for Prometheus's file_sd, with the labels rank and node. A rank that
     comes to its end takes it along; one that fails or is killed leaves it, so that Prometheus sees that nobody answers.
 
-    Make it before groups are split off, whose messages else are not counted; what the world's own all-reduce ("native") moves is
-    not known, only the wait for it. address, port: 0 is any free port; beyond loopback whoever can reach it can read it.
+    What the world's own all-reduce ("native") moves is not known, only the wait for it. address, port: 0 is any free port; beyond
+    loopback whoever can reach it can read it.
     ValueError in a simulation, whose trace has all this; OSError for a taken port. Costs up to 10 us a message, 70 us a step.
     """
 
@@ -54,7 +55,9 @@ class Metrics:
         self.comm, self.tokens, self.url = comm, tokens / comm.size, ""
         self._entry = Path(folder) / f"rank-{comm.rank}.json" if folder else None
         self._address = address, port
-        self._ended, self._seen = 0.0, Counter[tuple[str, str, int]]()  # at the end of the step before
+        # Bytes by (action, axis, lane), seconds by ("wait", "", lane): no two lanes add to the same entry.
+        self._tally = Counter[tuple[str, str, int]]()
+        self._ended, self._seen = 0.0, self._tally.copy()  # at the end of the step before
         self.registry = registry = prometheus.CollectorRegistry()
         self._seconds = prometheus.Histogram("d2lps_step_seconds", "from step to step", registry=registry, buckets=EDGES)
         self._waiting = prometheus.Counter("d2lps_waiting_seconds", "of them, waiting for others", registry=registry)
@@ -66,7 +69,8 @@ class Metrics:
         address, port = self._address
         self._server, self._thread = prometheus.start_http_server(port, address, self.registry)
         target = f"{address}:{self._server.server_port}"
-        self.url, self.comm.tally = f"http://{target}/metrics", Counter()
+        self.url = f"http://{target}/metrics"
+        self.comm.watchers.append(self)
         if self._entry:
             labels = {"rank": str(self.comm.rank), "node": str(self.comm.node)}
             draft = self._entry.with_suffix(".draft")  # Prometheus may look at any moment
@@ -75,16 +79,22 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self.comm.tally = None
+        self.comm.watchers.remove(self)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
         if self._entry and kind is None:
             self._entry.unlink()
 
+    def moved(self, comm: Rank, action: str, nbytes: int) -> None:
+        self._tally[action, comm.axis, comm.lane] += nbytes
+
+    def waited(self, comm: Rank, seconds: float) -> None:
+        self._tally["wait", "", comm.lane] += seconds  # type: ignore[assignment]
+
     def __call__(self, step: int, loss: float | None = None, norm: float | None = None) -> None:
         """A step has ended: what `train` calls its `callback` with."""
-        now, tally = self.comm.now(), Counter(self.comm.tally)  # other lanes go on counting
+        now, tally = self.comm.now(), self._tally.copy()  # other lanes go on counting
         if self._ended:
             self._seconds.observe(now - self._ended)
             self._tokens.inc(self.tokens)
