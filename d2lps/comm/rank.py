@@ -17,6 +17,7 @@ from d2lps.comm import ops
 from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.status import Board, Status, readers_line
+from d2lps.comm.watcher import Watcher
 from d2lps.comm.work import Event
 from d2lps.trace.recorder import Recorder, axis_of
 
@@ -37,30 +38,6 @@ class _Running(threading.local):
 
 
 running = _Running()
-
-
-class Watcher:
-    """What is told of a rank's communication, in all of its groups and lanes, while it is in `comm.watchers`.
-
-    >>> class Calls(Watcher):                               # prints what is called         # doctest: +SKIP
-    ...     def entered(self, comm, collective): print(comm.name, collective)
-    >>> comm.watchers.append(Calls())                                                       # doctest: +SKIP
-
-    Lanes tell at the same time: `comm.lane` keeps their accounts apart. A simulation, whose trace has messages and waits, tells
-    of collectives only.
-    """
-
-    def entered(self, comm: "Rank", collective: str) -> None:
-        """The outermost collective has begun."""
-
-    def left(self, comm: "Rank") -> None:
-        """It is through; not if it has failed."""
-
-    def moved(self, comm: "Rank", action: str, nbytes: int) -> None:
-        """A message has been posted; action: "send" or "recv"."""
-
-    def waited(self, comm: "Rank", seconds: float) -> None:
-        """A wait for others, or for their messages, has ended."""
 
 
 class Rank(ABC):

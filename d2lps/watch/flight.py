@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from d2lps.comm import Communicator
-from d2lps.comm.rank import Rank, Watcher
 from d2lps.comm.status import readers_line
+from d2lps.comm.watcher import Watcher
 
 _SLOT = 4096  # bytes of an entry: a group of so many ranks that it does not fit is left out of it
 
@@ -64,14 +64,14 @@ class FlightRecorder(Watcher):
         self._inside: dict[str, tuple[int, Entry]] = {}  # by group: one lane has it
         comm.watchers.append(self)
 
-    def entered(self, comm: Rank, collective: str) -> None:
+    def entered(self, comm: Communicator, collective: str) -> None:
         self._numbers[comm.name] += 1
         line = readers_line(sys._getframe())
         entry = Entry(collective, self._numbers[comm.name], comm.name, list(comm.members), *line, time.time())
         self._inside[comm.name] = slot, _ = next(self._slots) % self.size, entry
         self._write(slot, entry)
 
-    def left(self, comm: Rank) -> None:
+    def left(self, comm: Communicator) -> None:
         slot, entry = self._inside.pop(comm.name)
         self._write(slot, entry._replace(left=time.time()))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from d2lps.comm import Communicator
-from d2lps.comm.rank import Rank, Watcher
+from d2lps.comm.watcher import Watcher
 
 Line = dict[str, Any]
 
@@ -33,7 +33,7 @@ class Log(Watcher):
         self.passed, self.latest = 0, float("-inf")
         comm.watchers.append(self)
 
-    def left(self, comm: Rank) -> None:
+    def left(self, comm: Communicator) -> None:
         self.passed += comm.name == self.comm.name
 
     def __call__(self, said: str, **more: Any) -> None:

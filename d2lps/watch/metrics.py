@@ -17,7 +17,7 @@ from typing import Self
 import prometheus_client as prometheus
 
 from d2lps.comm import Communicator
-from d2lps.comm.rank import Rank, Watcher
+from d2lps.comm.watcher import Watcher
 
 EDGES = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds; the last bucket has what took longer
 _DIRECTIONS = {"send": "sent", "recv": "received"}
@@ -86,10 +86,10 @@ class Metrics(Watcher):
         if self._entry and kind is None:
             self._entry.unlink()
 
-    def moved(self, comm: Rank, action: str, nbytes: int) -> None:
+    def moved(self, comm: Communicator, action: str, nbytes: int) -> None:
         self._tally[action, comm.axis, comm.lane] += nbytes
 
-    def waited(self, comm: Rank, seconds: float) -> None:
+    def waited(self, comm: Communicator, seconds: float) -> None:
         self._tally["wait", "", comm.lane] += seconds  # type: ignore[assignment]
 
     def __call__(self, step: int, loss: float | None = None, norm: float | None = None) -> None:
