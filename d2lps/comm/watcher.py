@@ -10,8 +10,8 @@ class Watcher:
     ...     def entered(self, comm, collective): print(comm.name, collective)
     >>> comm.watchers.append(Calls())                                                       # doctest: +SKIP
 
-    comm: the group's communicator. Lanes tell at the same time: `comm.lane` keeps their accounts apart. A simulation, whose trace has messages and waits, tells
-    of collectives only.
+    comm: the group's communicator. Lanes tell at the same time, each with its own `comm.lane`. A simulation, whose trace has
+    messages and waits, tells of collectives only.
     """
 
     def entered(self, comm: Any, collective: str) -> None:

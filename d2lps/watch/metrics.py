@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -55,9 +54,7 @@ class Metrics(Watcher):
         self.comm, self.tokens, self.url = comm, tokens / comm.size, ""
         self._entry = Path(folder) / f"rank-{comm.rank}.json" if folder else None
         self._address = address, port
-        # Bytes by (action, axis, lane), seconds by ("wait", "", lane): no two lanes add to the same entry.
-        self._tally = Counter[tuple[str, str, int]]()
-        self._ended, self._seen = 0.0, self._tally.copy()  # at the end of the step before
+        self._ended, self._waited = 0.0, 0.0  # when the last step did, and how long has been waited since
         self.registry = registry = prometheus.CollectorRegistry()
         self._seconds = prometheus.Histogram("d2lps_step_seconds", "from step to step", registry=registry, buckets=EDGES)
         self._waiting = prometheus.Counter("d2lps_waiting_seconds", "of them, waiting for others", registry=registry)
@@ -87,23 +84,20 @@ class Metrics(Watcher):
             self._entry.unlink()
 
     def moved(self, comm: Communicator, action: str, nbytes: int) -> None:
-        self._tally[action, comm.axis, comm.lane] += nbytes
+        self._bytes.labels(_DIRECTIONS[action], comm.axis).inc(nbytes)
 
     def waited(self, comm: Communicator, seconds: float) -> None:
-        self._tally["wait", "", comm.lane] += seconds  # type: ignore[assignment]
+        if comm.lane == 0:  # what goes on beside the rank's own work waits without costing it time
+            self._waited += seconds
 
     def __call__(self, step: int, loss: float | None = None, norm: float | None = None) -> None:
         """A step has ended: what `train` calls its `callback` with."""
-        now, tally = self.comm.now(), self._tally.copy()  # other lanes go on counting
+        now = self.comm.now()
         if self._ended:
             self._seconds.observe(now - self._ended)
             self._tokens.inc(self.tokens)
-        for (what, axis, lane), count in (tally - self._seen).items():
-            if what in _DIRECTIONS:
-                self._bytes.labels(_DIRECTIONS[what], axis).inc(count)
-            elif self._ended and lane == 0:  # what goes on beside the rank's own work waits without costing it time
-                self._waiting.inc(count)
-        self._ended, self._seen = now, tally
+            self._waiting.inc(self._waited)  # now, as the step's seconds: one without the other would mislead
+        self._ended, self._waited = now, 0.0
         self._set("d2lps_loss", "loss of the last step", loss)
         self._set("d2lps_gradient_norm", "before it is clipped", norm)
         self._set("d2lps_last_step_timestamp_seconds", "when it ended, by the Unix clock", time.time())
