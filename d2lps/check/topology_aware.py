@@ -116,7 +116,7 @@ def oracle(function: Function) -> str:
         wanted = min(sum(s[n] for s, n in zip(stages, way, strict=True)) + cost * _changes(way) for way in ways)
         got = function(stages, cost)
         said = f"for {stages} and {cost} s a change it gives {got!r}, and {wanted} is possible and the least"
-        refuse((not isinstance(got, Real) or abs(got - wanted) > 1e-9, said))
+        refuse((not isinstance(got, Real) or abs(float(got) - wanted) > 1e-9, said))
     long = [{"ring": 1 + k % 2, "tree": 2 - k % 2} for k in range(200)]
     got = function(long, 0.5)
     said = f"200 stages, 1 s by ring and tree in turn, else 2, changes 0.5 s: 299.5 s are the least, not {got!r}"
