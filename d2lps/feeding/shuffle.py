@@ -27,7 +27,8 @@ class Shuffle:
     A place is written as (left, right), two digits of base ⌈√length⌉ (or one more). A round turns it into (right, left + noise of
     right), which can be undone whatever the noise is, so that different places stay different. Where the result is not below
     `length`, it goes through the rounds again until it is (cycle walking). Memory: none; time: 8 rounds for each place that is
-    asked for, and again for a share 3/√length of them. ValueError for a place that there is not, and for more than 2**62 samples.
+    asked for, and again for at most about 4/√length of them. ValueError for a place that there is not, and for more than 2**62
+    samples.
     Source: Black and Rogaway 2002.
     """
 

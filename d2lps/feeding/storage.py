@@ -68,7 +68,8 @@ class Storage:
 
         The least of four: outstanding / seconds of a request (Little's law), what the servers do, what the port carries, and one
         lookup after the other for each file of `per_file` requests (inf, where files are open), with all other readers before the
-        metadata server.
+        metadata server. The first three are bounds; the lookups' is for readers in step, as ranks of one job are (those who come
+        one after the other get up to 1 / (readers lookup) each).
         """
         busy = self.per_request + nbytes / self.bandwidth
         opening = (self.latency + self.lookup * readers) / per_file if self.lookup else 0.0
