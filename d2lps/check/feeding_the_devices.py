@@ -19,7 +19,7 @@ __all__ = ["next_batch", "noisy", "queue", "sample_at", "saved", "shuffled"]
 def queue(answer: Any) -> str:
     """Check five numbers: batches under way, MB, ms of a step, batches of shards under way, devices."""
     hints = (
-        ("batches under way", 205, "64 samples of 80 ms, one after the other, are a batch's W; a (whole) one is used each 25 ms."),
+        ("batches under way", 205, "64 samples of 80 ms, one after the other, are a batch's W; a (whole) one is used in 25 ms."),
         ("MB", 1968, "As many batches as are under way, each of 64 samples of 0.15 MB."),
         ("ms of a step", 160, "32 batches under way, each for its 5.12 s: how often is one ready?"),
         ("batches of shards", 6, "W is 130 ms now, and 5.2 batches are not enough with 5."),
@@ -155,7 +155,7 @@ def noisy(function: Function) -> str:
         refuse((str(np.random.get_state()) != same, "the state of np.random has changed"))
         for key in reversed(keys):
             refuse((not np.allclose(_noise(function, key, 1.0), found[key]),
-                    "sample {} of epoch {}, seed {}, has other noise when asked again, in another order".format(*key)))  # fmt: skip
+                    "sample {} of epoch {}, seed {} has other noise when asked again in another order".format(*key)))  # fmt: skip
     finally:
         np.random.set_state(before)
     _all_differ(found)
@@ -169,7 +169,7 @@ def _noise(function: Function, key: tuple[int, ...], value: float) -> Any:
     sample = np.full((2, 4), value)
     given = np.asarray(function(sample, *key))
     refuse((given.shape != (2, 4), f"of a sample of shape (2, 4) it makes one of shape {given.shape}"),
-           (bool((sample != value).any()), "the sample itself has changed: the next epoch adds to this one's noise"))  # fmt: skip
+           (bool((sample != value).any()), "the sample itself has changed: the next epoch will add to that"))  # fmt: skip
     return given - value
 
 

@@ -53,6 +53,12 @@ class Storage:
     port: float = 12.5e9
     private: bool = False
 
+    def __post_init__(self) -> None:
+        whole("servers", self.servers)
+        for name, least in (("bandwidth", 1e-9), ("port", 1e-9), ("latency", 0.0), ("per_request", 0.0), ("lookup", 0.0)):
+            if not least <= getattr(self, name) < inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number {'above' if least else 'from'} 0")
+
     # ---- formulas -------------------------------------------------------------------------------------------------
 
     def request(self, nbytes: float) -> float:
