@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What few programs need, `d2lps.backend`, `bench`, `parallel` and `widgets`, is imported when it is first asked for."""
-    if name in ("backend", "bench", "parallel", "widgets"):
+    """What few programs need (`d2lps.backend`, `bench`, `parallel`, `watch`, `widgets`) is imported when first asked for."""
+    if name in ("backend", "bench", "parallel", "watch", "widgets"):
         return importlib.import_module(f"d2lps.{name}")
     raise AttributeError(f"module 'd2lps' has no attribute {name!r}")
