@@ -17,6 +17,7 @@ BOXES = Path(__file__).parents[1] / "book" / "at_scale" / "cluster"
 sys.path.insert(0, str(BOXES))
 
 import elastic_box  # noqa: E402
+import host_box  # noqa: E402
 import manifests  # noqa: E402
 import sidecar_box  # noqa: E402
 import slurm_box  # noqa: E402
@@ -59,7 +60,7 @@ class Queue:
 
     def start_again(self) -> None:
         """A job that goes back into the queue waits two minutes there, which need not be."""
-        assert until(lambda: self.state() == "PENDING", 60), self.state()
+        assert until(lambda: self.state() == "PENDING", 120), self.state()
         self.ask("scontrol", "update", f"JobId={self.job}", "StartTime=now")
 
 
@@ -75,13 +76,13 @@ def test_a_job_of_slurms_survives_preemption_and_the_loss_of_a_node(
     slurm: dict[str, str], undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     queue = Queue(tmp_path, slurm)
-    assert until(queue.said("step 3 "), 120), queue.output.read_text()
+    assert until(queue.said("step 3 "), 280), queue.output.read_text()
     queue.ask("scancel", "--signal=USR1", queue.job)  # as --signal does ahead of the end of a job's time
     queue.start_again()
-    assert until(queue.said("world size 4", 2), 120), queue.output.read_text()
+    assert until(queue.said("world size 4", 2), 280), queue.output.read_text()
     queue.ask("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     queue.start_again()
-    assert until(lambda: queue.state() in ("COMPLETED", "FAILED"), 120)
+    assert until(lambda: queue.state() in ("COMPLETED", "FAILED"), 280)
     assert queue.state() == "COMPLETED" and "Restarts=2" in queue.ask("scontrol", "show", "job", queue.job)
     found = losses(queue.output.read_text())  # a line may be lost with the node
     assert found.items() <= undisturbed.items() and max(found) == 14
@@ -99,7 +100,7 @@ def test_slurm_admits_a_job_whole_or_not_at_all(slurm: dict[str, str]) -> None:
         seen.add(tuple(now))
         return "RUNNING" not in now and "PENDING" not in now
 
-    assert until(over, 60)
+    assert until(over, 120)
     assert ("RUNNING", "PENDING") in seen and ("RUNNING", "RUNNING") not in seen
 
 
@@ -117,7 +118,7 @@ def pod() -> Iterator[list[str]]:
 
 def in_pod(inside: list[str], script: str) -> str:
     command = [*inside, sys.executable, str(BOXES / script)]
-    return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True, timeout=280).stdout
 
 
 def test_the_store_works_through_a_sidecar_that_it_does_not_know(pod: list[str]) -> None:
@@ -151,6 +152,18 @@ def test_elastic_torchrun_goes_on_with_the_machines_that_are_left(undisturbed: d
     text = output_of([sys.executable, str(BOXES / "elastic_box.py"), str(tmp_path / "run")])
     assert re.findall(r"world size (\d)", text) == ["3", "2"]
     assert losses(text) == undisturbed
+
+
+# ---- hosts --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_runs_on_each_host_and_ends_with_the_first_that_fails(undisturbed: dict[int, str], tmp_path: Path) -> None:
+    if reason := host_box.why_not():
+        pytest.skip(reason)
+    box = [sys.executable, str(BOXES / "host_box.py"), "3"]
+    assert losses(output_of([*box, sys.executable, str(BOXES / "train.py"), str(tmp_path / "run"), "--steps", "14"])) == undisturbed
+    done = subprocess.run([*box, "sh", "-c", "[ $RANK = 1 ] && exit 7; exec sleep 1000"], timeout=60)
+    assert done.returncode == 7
 
 
 # ---- Kubernetes ---------------------------------------------------------------------------------------------------------
@@ -202,7 +215,7 @@ def test_workers_and_servers_of_the_manifests_find_one_another(tmp_path: Path) -
             subprocess.Popen(command, env=environment(RANK=str(rank), MASTER_PORT=port, **job), stdout=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
-        told = [pod.communicate(timeout=120)[0] for pod in pods]
+        told = [pod.communicate(timeout=280)[0] for pod in pods]
         assert [pod.returncode for pod in pods] == [0] * world
         losses.append(float(told[0].split()[-1]))
     assert losses[1] < losses[0]

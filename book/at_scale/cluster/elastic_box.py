@@ -1,7 +1,7 @@
 """Elastic torchrun in a box: an agent for each machine, all of them here; one is killed, and may come back.
 
     python elastic_box.py runs/a                three agents; the third is killed with kill -9, and its worker with it
-    python elastic_box.py runs/a --back         and a new agent joins later
+    python elastic_box.py runs/a --back         and a new agent joins later; over when it is in
 
 An agent starts this machine's workers and watches them. When one is lost, all agents stop their workers, agree on who is there
 (the rendezvous), and start them again with new numbers: the script then goes on from its checkpoint. Agent 1 keeps the store in
@@ -56,7 +56,6 @@ class Agent:
                     process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-
     def last_words(self) -> str:
         self.words.seek(0)
         return self.words.read()[-2000:]
@@ -86,14 +85,17 @@ def main(folder: str, steps: int, back: bool) -> None:
     port, script = free_port(), [str(TRAIN), folder, f"--steps={steps}", "--every=2"]
     agents = [Agent(number, port, lines, script) for number in (1, 2, 3)]
     try:
-        show(until(lines, "step 6 ", 120))
+        show(until(lines, "step 6 ", 280))
         print("(kill -9: agent 3 and its worker)", flush=True)
         agents[2].kill()
-        show(until(lines, "step 10 ", 120))
+        show(until(lines, "step 10 ", 280))
         if back:
             print("(a new agent joins)", flush=True)
             agents.append(Agent(4, port, lines, script))
-        show(until(lines, f"step {steps} ", 120))
+            show(until(lines, "world size 3", 280))
+            show(until(lines, "step ", 280))
+        else:
+            show(until(lines, f"step {steps} ", 280))
     except TimeoutError:
         for agent in agents:
             print(f"(agent {agent.number} said last)\n{agent.last_words()}", file=sys.stderr)
@@ -112,6 +114,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--back", action="store_true")
+    parser.add_argument("--back", action="store_true", help="until three are there again: steps enough for that")
     given = parser.parse_args()
-    main(given.folder, given.steps, given.back)
+    main(given.folder, 100_000 if given.back else given.steps, given.back)
