@@ -28,7 +28,8 @@ def uneven(done: int, batch: int, rank: int, size: int) -> range:
 
 @pytest.mark.parametrize(("wrong", "words"), [
     (each, "the batch is of all ranks together"), (restarted, "is read a second time"), (cut, "is never read"),
-    (uneven, "all wait for the largest"), (lambda done, batch, rank, size: range(done * batch, (done + 1) * batch), "a second time"),
+    (uneven, "all wait for the largest"),
+    (lambda done, batch, rank, size: range(done * batch, (done + 1) * batch), "a second time"),
 ], ids=["a batch each", "from the start", "no remainder", "rank 0 alone", "all read all"])  # fmt: skip
 def test_reading(wrong: Any, words: str) -> None:
     refused(check.mine(wrong), words)

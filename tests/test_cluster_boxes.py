@@ -1,6 +1,6 @@
 """The engines that clusters run, for real on this machine: Slurm, elastic torchrun, Envoy, and what judges Kubernetes' files.
 
-They are not Python packages that the book needs: where one is missing, its tests are skipped with the reason. `.ci/run` installs them.
+The book does not need them: where one is missing, its tests are skipped with the reason. `.ci/run` installs them.
 """
 
 import os
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from launching import environment, output_of, until
+
+pytestmark = pytest.mark.timeout(1200)  # of a test: on a busy machine, starting Python with torch takes minutes
 
 BOXES = Path(__file__).parents[1] / "book" / "at_scale" / "cluster"
 sys.path.insert(0, str(BOXES))
@@ -45,9 +47,10 @@ class Queue:
     """A job of Slurm's, and what can be done to it."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self.output, self.environment = folder / "output", environment | {"PYTHON": sys.executable, "SCRIPT": str(BOXES / "train.py")}
-        told = ["sbatch", "--parsable", f"--output={self.output}", str(BOXES / "job.sbatch"), str(folder / "run"), "--steps", "14"]
-        self.job = self.ask(*told).strip()
+        self.output, script = folder / "output", str(BOXES / "train.py")
+        self.environment = environment | {"PYTHON": sys.executable, "SCRIPT": script}
+        told = ["sbatch", "--parsable", f"--output={self.output}", str(BOXES / "job.sbatch"), str(folder / "run")]
+        self.job = self.ask(*told, "--steps", "14").strip()
 
     def ask(self, *command: str) -> str:
         return subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True).stdout
@@ -161,7 +164,8 @@ def test_a_command_runs_on_each_host_and_ends_with_the_first_that_fails(undistur
     if reason := host_box.why_not():
         pytest.skip(reason)
     box = [sys.executable, str(BOXES / "host_box.py"), "3"]
-    assert losses(output_of([*box, sys.executable, str(BOXES / "train.py"), str(tmp_path / "run"), "--steps", "14"])) == undisturbed
+    train = [sys.executable, str(BOXES / "train.py"), str(tmp_path / "run"), "--steps", "14"]
+    assert losses(output_of([*box, *train])) == undisturbed
     done = subprocess.run([*box, "sh", "-c", "[ $RANK = 1 ] && exit 7; exec sleep 1000"], timeout=60)
     assert done.returncode == 7
 

@@ -1,4 +1,4 @@
-"""Checks of the chapter *Clusters and the cloud*: who reads what, who is let in, how long a burst lasts, and when to stop asking."""
+"""Checks of the chapter *Clusters and the cloud*: who reads what, who is let in, how long a burst lasts, when to stop asking."""
 
 import math
 import random
@@ -17,7 +17,7 @@ def mine(function: Function) -> str:
         found: list[int] = []
         for done, size in enumerate(sizes):
             shares = [[int(sample) for sample in function(done, batch, rank, size)] for rank in range(size)]
-            found += sorted(sum(shares, []))
+            found += [sample for share in shares for sample in share]
             case, wanted = f"batch {batch}, {done} steps done, {size} ranks", (done + 1) * batch
             twice = sorted({sample for sample in found if found.count(sample) > 1})
             missing, beyond = sorted({*range(wanted)} - {*found}), sorted({*found} - {*range(wanted)})
@@ -25,7 +25,7 @@ def mine(function: Function) -> str:
             refuse((twice, f"{case}: sample {twice[:1]} is read a second time; who began where?"),
                    (beyond, f"{case}: sample {beyond[:1]} belongs to a later step: the batch is of all ranks together"),
                    (missing, f"{case}: sample {missing[:1]} is never read"),
-                   (max(lengths) > min(lengths) + 1, f"{case}: shares of {lengths} samples; all wait for the largest"))  # fmt: skip
+                   (max(lengths) > min(lengths) + 1, f"{case}: shares of {lengths} samples: all wait for the largest"))
     return f"{len(jobs)} jobs that grow and shrink, every sample once"
 
 
@@ -46,7 +46,7 @@ def admit(function: Function) -> str:
         taken = sum(dict(waiting)[name] for name in said if name in dict(waiting))
         refuse((unknown, f"{unknown[0] if unknown else ''!r} is no job that waits"),
                (taken > free, f"{free} free, {waiting}: {said} need {taken} devices"),
-               (said != right, f"{free} free, {waiting}: not {said}. In order, each job that fits into what is left, whole"))  # fmt: skip
+               (said != right, f"{free} free, {waiting}: not {said}. In order, each job that fits into what is left, whole"))
     return f"{len(queues)} queues"
 
 
@@ -59,16 +59,17 @@ def lasts(function: Function) -> str:
                 said, drain = function(bucket, peak, base, share), share * peak - base
                 right = bucket / drain if drain > 1e-6 * peak else math.inf
                 case = f"lasts({bucket:g}, {peak:g}, {base:g}, {share:g})"
-                refuse((right == math.inf and said != math.inf, f"{case}: not {said!r}. As much comes in as goes out: for how long?"),
-                       (right != math.inf and said == math.inf, f"{case}: the bucket does get empty"))  # fmt: skip
-                if right != math.inf:
+                ever = right == math.inf
+                refuse((ever and said != right, f"{case}: not {said!r}. As much comes in as goes out: for how long?"),
+                       (not ever and said == math.inf, f"{case}: the bucket does get empty"))  # fmt: skip
+                if not ever:
                     near(case, said, right, "What comes into the bucket in a second, and what goes out?")
     return "36 links, some of which last for ever"
 
 
 @answered
 def cold(seconds: Any) -> str:
-    """Check (image, weights, all) in seconds: 16 nodes, 12 GB of image of which 3/4 are there, a registry of 2.5 GB/s, 140 GB of weights."""
+    """Check (image, weights, all), in seconds, of a cold start on 16 nodes: 12 GB of image, 3/4 there, and 140 GB of weights."""
     parts("cold start", seconds,
           ("image", 16 * 3 / 2.5, "Each node pulls 3 GB, no faster than 1 GB/s; what can the registry give to sixteen at once?"),
           ("weights", 140.0, "Each node needs all 140 GB over its own port of 1 GB/s; the store could give more."),

@@ -36,10 +36,11 @@ class Agent:
     def __init__(self, number: int, port: int, lines: Queue[str], script: list[str]) -> None:
         self.number = number
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=9"]
-        command += ["--rdzv-backend=c10d", "--rdzv-id=box", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={PATIENCE},is_host={number == 1}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-id=box", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        command += [f"--rdzv-conf={PATIENCE},is_host={number == 1}", "--local-addr=127.0.0.1", *script]
         self.words = tempfile.TemporaryFile("w+")  # its own, and its workers' errors
         options = {"stdout": subprocess.PIPE, "stderr": self.words, "text": True, "env": os.environ | QUIET}
-        self.process = subprocess.Popen([*command, "--local-addr=127.0.0.1", *script], **options)
+        self.process = subprocess.Popen(command, **options)
         threading.Thread(target=self._read, args=[lines], daemon=True).start()
 
     def _read(self, lines: Queue[str]) -> None:

@@ -101,7 +101,8 @@ def daemons(folder: Path, nodes: int) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def daemon(command: list[str], environment: dict[str, str]) -> Iterator[None]:
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    process = subprocess.Popen(command, env=environment, **options)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ SIGUSR1 that Slurm's --signal sends ahead of the end), it finishes its step, sav
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -47,10 +48,8 @@ def work(comm: Communicator, folder: Path, steps: int, every: int) -> bool:
     """Train until all steps are done, or somebody says stop; whether all are done."""
     trainer = Trainer(comm, MODEL, Plan(dp=comm.size, precision="fp32"), text(64), BATCH, partial(torch.optim.AdamW, lr=3e-3))
     checkpoints = Checkpoints(comm, folder)
-    try:
+    with contextlib.suppress(CheckpointMissing):  # a first start
         resume(trainer, folder)
-    except CheckpointMissing:
-        pass  # a first start
     say(comm, f"world size {comm.size}, from step {trainer.done}")
     while trainer.done < steps:
         loss, _ = trainer.step()
