@@ -1,6 +1,8 @@
-"""What a worker of the store sees over TCP, whatever stands between: the median time of a push with the pull that follows it."""
+"""What a worker of the store sees over TCP, whatever stands between: the time of a push with the pull that follows it.
 
-import statistics
+Of many, the fastest: whatever else the machine does can only add to it.
+"""
+
 import time
 
 import torch
@@ -16,11 +18,11 @@ def laps(kv: kvstore.KVWorker, key: str, numel: int, count: int) -> float:
         start = time.monotonic()
         kv.pushpull(key, value, weights).wait()
         taken.append(time.monotonic() - start)
-    return 1e3 * statistics.median(taken)
+    return 1e3 * min(taken)
 
 
 def worker(kv: kvstore.KVWorker) -> tuple[float, float]:
-    return laps(kv, "small", 1, 300), laps(kv, "large", 1_000_000, 30)
+    return laps(kv, "small", 1, 1000), laps(kv, "large", 1_000_000, 60)
 
 
 if __name__ == "__main__":
