@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-lab test-hosts test-notebooks test-site soak versions bench size lab colab handout slides execute serve clean
+.PHONY: help setup book test style types test-library test-lab test-hosts test-notebooks test-site soak versions bench cluster size lab colab handout slides execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -58,6 +58,9 @@ versions: .venv/.done  ## test the library under other PyTorch and Python: 30 GB
 
 bench: .venv/.done  ## measure ours beside its peers; TABLES=... for some
 	$(BIN)/python -m d2lps.bench $(TABLES)
+
+cluster: .venv/.done  ## run a script on hosts with shaped links, all of them here; HOSTS=4, RUN="..." for another command
+	$(BIN)/python book/at_scale/cluster/host_box.py $(or $(HOSTS),3) $(or $(RUN),$(BIN)/python book/at_scale/cluster/train.py $$(mktemp -d) --steps 10)
 
 size:            ## count the lines that hold code, by folder
 	@$(PYTHON) tests/size.py
