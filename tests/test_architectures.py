@@ -105,7 +105,7 @@ def test_only_the_server_loses_a_part_of_the_batch(rows: Any) -> None:
 @pytest.mark.parametrize("name", COLLECTIVE)
 def test_collectives_end_and_begin_again(name: str, rows: Any) -> None:
     kill, slow, cut, join = (rows[name, accident] for accident in ACCIDENTS)
-    assert kill.at > 5 and kill.of == 4 and kill.affected == 4 and "is dead, and the job is ended" in kill.history[0]
+    assert kill.time > 5 and kill.of == 4 and kill.affected == 4 and "is dead, and the job is ended" in kill.history[0]
     assert "it begins again on 4 devices" in kill.history[1]
     assert join.time > 5 and join.of == 8 and "all stop after 3 steps" in join.history[0] and join.redone == 0
     assert not slow.history and not cut.history, "nobody is told: they wait"
