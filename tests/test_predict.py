@@ -31,7 +31,7 @@ def together(prices: Prices, price: Price, groups: Sequence[tuple[int, ...]], nb
     color = [number for number, group in enumerate(groups) for _ in group]
 
     def work(comm: Communicator) -> None:
-        price.way(comm.split(color[comm.rank]), nbytes)
+        price.run(comm.split(color[comm.rank]), nbytes)
 
     nodes = [prices.cluster.devices[rank] for rank in ranks]
     return d2lps.simulate(work, prices.reached, ranks=nodes, device="meta", trace=False).time
