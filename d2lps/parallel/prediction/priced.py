@@ -51,17 +51,20 @@ class Clock:
 
     def collective(self, axis: str, collective: str, nbytes: float) -> None:
         if self.going:
-            self.wait(self.start(axis, collective, nbytes))
+            self.wait(self._begin(axis, collective, nbytes))
         else:
             self.take(self.prices(axis, collective, nbytes), axis)
 
     def around(self, seconds: float, nbytes: float) -> None:
         for piece in range(self.cp):
-            coming = self.start("cp", "pass_on", nbytes) if piece < self.cp - 1 else None
+            coming = self._begin("cp", "pass_on", nbytes) if piece < self.cp - 1 else None
             self.take(seconds / self.cp, "compute")
             self.wait(coming)
 
     def start(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
+        return self._begin(axis, collective, nbytes, behind)
+
+    def _begin(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
         started = Going(axis, collective, self.prices.price(axis, collective).phases(nbytes), behind)
         if started.goes_on(0.0):  # a group of one rank has nothing to send
             self.going.append(started)
