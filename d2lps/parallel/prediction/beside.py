@@ -21,8 +21,8 @@ def slowed(prices: Prices, one: Asked, other: Asked) -> float:
     >>> slowed(prices, ("dp", "all_gather", 0), ("dp", "reduce_scatter", 1))        # both across           # doctest: +SKIP
     2.0
 
-    Both are simulated at once, in all groups that meet, with so many bytes that alone they would take equally long. Remembered
-    for the cluster, as prices are.
+    Each is simulated alone and both at once, in all groups that meet, with so many bytes that they take about equally long.
+    Remembered for the cluster, as prices are.
     """
     groups = [axis_groups(prices.plan, axis) for axis, *_ in (one, other)]
     mesh = [(some[0], len(some), *asked[1:]) for some, asked in zip(groups, (one, other), strict=True)]
@@ -33,14 +33,18 @@ def slowed(prices: Prices, one: Asked, other: Asked) -> float:
 
 
 def _slowed(prices: Prices, groups: list[list[Group]], both: Sequence[Asked]) -> tuple[float, float]:
-    """From when each ends, which alone would both have ended at `whole`: the longer one is slowed until the other has ended."""
-    alone = [(prices.price(*asked), number) for *asked, number in both]
-    whole = max(price.phases(LARGE)[number] for price, number in alone)
-    sizes = [round((whole - price.alphas[number]) / price.betas[number]) for price, number in alone]
-    ends = _at_once(prices, _meeting(prices, groups), groups, [price.way[number] for price, number in alone], sizes)
-    short, long = sorted(ends)
-    found = max(1.0, short / whole), max(1.0, short / (whole - (long - short)))
-    return found if ends[0] == short else (found[1], found[0])
+    """From when each ends alone, and beside the other: the longer one is slowed until the other has ended."""
+    ways = [(prices.price(*asked), number) for *asked, number in both]
+    whole = max(price.phases(LARGE)[number] for price, number in ways)
+    sizes = [round((whole - price.alphas[number]) / price.betas[number]) for price, number in ways]
+    todo = [(price.way[number], nbytes) for (price, number), nbytes in zip(ways, sizes, strict=True)]
+    ranks = _meeting(prices, groups)
+    alone = [_ends(prices, ranks, [some], [one])[0] for some, one in zip(groups, todo, strict=True)]
+    ends = _ends(prices, ranks, groups, todo)
+    short, long = sorted((0, 1), key=ends.__getitem__)
+    done = alone[long] - (ends[long] - ends[short])  # of the longer one, when the shorter one ends
+    found = {short: max(1.0, ends[short] / alone[short]), long: max(1.0, ends[short] / done)}
+    return found[0], found[1]
 
 
 def _meeting(prices: Prices, groups: list[list[Group]]) -> list[int]:
@@ -54,25 +58,26 @@ def _meeting(prices: Prices, groups: list[list[Group]]) -> list[int]:
     return sorted(ranks)
 
 
-def _at_once(
-    prices: Prices, ranks: Sequence[int], groups: list[list[Group]], phases: Sequence[Phase], sizes: Sequence[int]
+def _ends(
+    prices: Prices, ranks: Sequence[int], groups: list[list[Group]], todo: Sequence[tuple[Phase, int]]
 ) -> list[float]:  # fmt: skip
-    """When each of two phases that begin at the same time ends, among these ranks."""
+    """When each of some phases of so many bytes ends, if they begin at the same time, among these ranks."""
     colors = [{rank: number for number, group in enumerate(some) for rank in group} for some in groups]
 
     def program(comm: Communicator) -> list[float]:
-        ends = [0.0, 0.0]
+        ends = [0.0] * len(todo)
 
         def one(comm: Communicator, number: int) -> None:
+            phase, nbytes = todo[number]
             if comm.size > 1:
-                phases[number](comm, sizes[number])
+                phase(comm, nbytes)
             ends[number] = comm.now()
 
-        works = [comm.split(color[ranks[comm.rank]]).start(one, number) for number, color in enumerate(colors)]
-        for work in works:
+        meshes = [comm.split(color[ranks[comm.rank]]) for color in colors]
+        for work in [mesh.start(one, number) for number, mesh in enumerate(meshes) if mesh is not None]:
             work.wait()
         return ends
 
     nodes: list[Hashable] = [prices.cluster.devices[rank] for rank in ranks]
     run = simulate(program, prices.reached.only(nodes), ranks=nodes, device="meta", trace=False)
-    return [max(ends[number] for ends in run) for number in (0, 1)]
+    return [max(ends[number] for ends in run) for number in range(len(todo))]
