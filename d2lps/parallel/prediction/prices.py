@@ -50,7 +50,7 @@ Way = tuple[Phase, ...]  # a collective, one phase after another
 
 
 class Price(NamedTuple):
-    """Seconds, and seconds a byte of the whole tensor, by phase of the cheapest way. simulated: with so many of a group's ranks."""
+    """Seconds, and seconds a byte of the whole tensor, by phase of the cheapest way. simulated: with so many ranks."""
 
     alphas: tuple[float, ...]
     betas: tuple[float, ...]

@@ -45,7 +45,8 @@ class Zero:
     group: so many consecutive ranks share the state, and such groups hold copies: FSDP2's two-dimensional mesh, or hybrid
     sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters.
     parameters: those that it looks after, by default all that need gradients; others are as if frozen.
-    overlap: reductions go on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
+    overlap: reductions go on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one
+    unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
     are not alike; RuntimeError with the names of parameters that a backward pass has left out.
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
