@@ -13,7 +13,7 @@ settings.load_profile("busy")
 
 # Files that take longest, by the clock, the longest first. Whoever begins one of them last keeps the others waiting at the end.
 LONGEST = [
-    "bench", "sharedmemory", "resume", "run", "compress", "failures", "wheel", "kvstore_elastic", "backend",
+    "bench", "watch_engines", "sharedmemory", "resume", "run", "compress", "failures", "wheel", "kvstore_elastic", "backend",
     "simulated_times", "kvstore_joined", "kvstore_failures", "collectives", "kvstore_run", "train", "simulator", "overlap",
     "readme", "handout", "kvstore_server", "kvstore_trace", "backend_programs", "torchrun", "hosts",
 ]  # fmt: skip

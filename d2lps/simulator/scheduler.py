@@ -157,7 +157,9 @@ class Scheduler:
 
     def end(self, task: Task) -> None:
         """End a task where it stands."""
-        task.killed, task.wanted = True, -1  # whatever happens to it now comes too late
+        task.killed, task.wanted = True, -1  # whatever happens to it now comes too late,
+        if task.ended is None:
+            task.error = None  # and so does what it was to hear, such as that another has died with it
         if task.flow is not None:
             self.network.cancel(task.flow)
         if task.ended is None and task.greenlet:

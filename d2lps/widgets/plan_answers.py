@@ -31,6 +31,7 @@ class Answer:
     held: dict[str, float] = field(default_factory=dict)
     prediction: Prediction | None = None
     links: dict[str, tuple[float, float]] = field(default_factory=dict)  # by axis: bytes inside a machine, bytes out of it
+    sent: dict[tuple[str, str], float] = field(default_factory=dict)  # by axis and collective: bytes that a rank asks for
     passes: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds: forward and backward through a stage, a message
 
     def said(self) -> str:
@@ -62,7 +63,7 @@ def ask(model: Transformer, plan: Plan, cluster: Topology, batch: int, calibrati
     answer = Answer(plan, limit=job.data_sheet.memory, held=held(job))
     if sum(answer.held.values()) <= answer.limit:
         answer.prediction = Prediction(job, cluster)
-        _walk(answer)
+        walk(answer)
     return answer
 
 
@@ -86,11 +87,11 @@ class _Meter(Clock):
         return super().start(axis, collective, nbytes, behind)
 
 
-def _walk(answer: Answer) -> None:
-    """A rank in the middle of the pipeline goes through a micro-batch, for the others, and through the last."""
+def walk(answer: Answer, at: int | None = None) -> None:
+    """A rank of the pipeline, by default one in its middle, goes through a micro-batch, for the others, and through the last."""
     assert answer.prediction is not None
     job, plan, prices = answer.prediction.job, answer.plan, answer.prediction.prices
-    meter, place, count = _Meter(prices), plan.pp // 2, job.micro_batches
+    meter, place, count = _Meter(prices), plan.pp // 2 if at is None else at, job.micro_batches
     rank, stages = Rank(job, meter, place, answer.prediction.known.passes), range(place, len(job.stages), plan.pp)
     times = [_through(rank, meter, kind, stages, 0) / len(stages) for kind in "FB"]
     answer.passes = times[0], times[1], prices.message(place - 1, job.message) if place else 0.0
@@ -102,7 +103,7 @@ def _walk(answer: Answer) -> None:
     if plan.pp > 1:
         ends = sum((stage > 0) + (stage < len(job.stages) - 1) for stage in stages)  # gradients back, activations ahead
         meter.sent["pp", "pass_on"] = ends * count * job.message
-    answer.links = _links(prices, meter.sent)
+    answer.sent, answer.links = dict(meter.sent), _links(prices, meter.sent)
 
 
 def _through(rank: Rank, meter: _Meter, kind: str, stages: range, micro_batch: int) -> float:

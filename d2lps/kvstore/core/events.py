@@ -24,7 +24,7 @@ from msgspec.structs import replace as replace
 # What a client can ask for.
 Op = Literal[
     "declare", "offer", "choose", "init", "push", "pull", "pushpull", "peek",
-    "clock", "barrier", "hold", "settle", "set_optimizer", "state", "restore", "join", "leave",
+    "clock", "barrier", "hold", "settle", "set_optimizer", "state", "restore", "join", "leave", "share", "lease", "bring",
 ]  # fmt: skip
 OPS: tuple[Op, ...] = get_args(Op)
 READS = ("pull", "pushpull", "peek")  # what is answered with a value
@@ -123,7 +123,7 @@ class Reply(_Record, frozen=True):
     clock: Count = 0  # join: the clock to begin at
     priority: int = 0  # of the request
     view: Count = 0  # of the server
-    owner: tuple[Count, ...] = ()  # choose: whose first value it is, a worker's rank and which of its lives
+    owner: tuple[Count, ...] = ()  # choose: whose first value it is, a worker's rank and which of its lives; lease: step, part
 
 
 Executed = Request | Lost | Membership  # what changes a server, and is logged

@@ -7,23 +7,26 @@ It returns the places whose slowest worker has thereby moved on (see `Clocks`): 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import torch
 
 from d2lps.comm.rank import describe
-from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import READS, Refused, Request
-from d2lps.kvstore.core.reductions import COMPARE, total
-from d2lps.kvstore.core.state import BARRIER, State, made_of
+from d2lps.kvstore.core.leases import Leases
+from d2lps.kvstore.core.refusals import (
+    between_rounds,
+    check_key,
+    check_options,
+    first_value,
+    leases_of,
+    named_tensor,
+    pushed,
+    whole_of,
+)
+from d2lps.kvstore.core.state import BARRIER, State
 
 Moved = set[Hashable]
-# What values may be: what can be added (bools are or-ed), and what the format of checkpoints has a name for.
-KEPT = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64,
-)  # fmt: skip
 
 
 def declare(state: State, request: Request) -> Moved:
@@ -40,7 +43,7 @@ def declare(state: State, request: Request) -> Moved:
 
 def offer(state: State, request: Request) -> Moved:
     """A first value of one part, kept until one worker's has been chosen for all parts."""
-    value = _first(state, request)
+    value = first_value(state, request)
     if request.key not in state.entries:
         state.offers.setdefault(request.key, {}).setdefault((request.client, request.epoch), value.clone())
     return set()
@@ -63,7 +66,7 @@ def choose(state: State, request: Request) -> Moved:
 
 def init(state: State, request: Request) -> Moved:
     """The first writer wins."""
-    value = _first(state, request)
+    value = first_value(state, request)
     if request.key not in state.entries:
         state.make(request.key, value.clone(), (request.client, request.epoch))
     return set()
@@ -71,7 +74,7 @@ def init(state: State, request: Request) -> Moved:
 
 def push(state: State, request: Request) -> Moved:
     """Aside, until the round ends, or at once into the value."""
-    value = _pushed(state, request)
+    value = pushed(state, request)
     entry, worker, contribution = state.entries[request.key], request.client, (request.rows, value)
     if state.consistency.rounds:
         entry.push(state.clocks.at[worker], worker, contribution)
@@ -81,8 +84,10 @@ def push(state: State, request: Request) -> Moved:
 
 
 def pull(state: State, request: Request) -> Moved:
-    """The value is read when it is answered; so too for peek."""
+    """The value is read when it is answered; so too for peek. {"step": 3}: that of a step, of a key with leases."""
     check_key(state, request)
+    if (wanted := request.options.get("step")) is not None and wanted != (step := leases_of(state, request).step):
+        raise Refused(f"key {request.key!r} is at step {step}: its value of step {wanted} is not there")
     return set()
 
 
@@ -106,6 +111,8 @@ def barrier(state: State, request: Request) -> Moved:
 
 def hold(state: State, request: Request) -> Moved:
     """The servers are to change: this worker will go no further than to this clock before it knows where all of them stop."""
+    if state.leases:
+        raise Refused(f"servers can't come or go while the parts of {[*state.leases]} are leased")
     state.stops.setdefault(request.client, request.clock)
     return {BARRIER}
 
@@ -119,14 +126,14 @@ def set_optimizer(state: State, request: Request) -> Moved:
     """Done when it is answered: under bsp, after the rounds before it."""
     if not request.options:
         raise Refused("set_optimizer names no optimizer, nor a reduction")
-    _check_options(state, request.options)
+    check_options(state, request.options)
     return set()
 
 
 def look(state: State, request: Request) -> Moved:
     """For `kv.save`: what there is, or of one key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
     if request.key:
-        _named(state, request)
+        named_tensor(state, request)
     return set()
 
 
@@ -134,10 +141,10 @@ def restore(state: State, request: Request) -> Moved:
     """For `kv.load`: what `set_optimizer` was told, or one key's value, and after it each of the optimizer's tensors."""
     moment, value = request.options.get("moment"), request.value
     if not request.key:
-        _check_options(state, request.options)
+        check_options(state, request.options)
         state.optimize(request.options)
         return set()
-    entry = _between_rounds(state, request)
+    entry = between_rounds(state, request)
     told = "nothing" if value is None else describe(value)
     if value is None or (told != describe(entry.like) and (value.dim() or not moment)):
         raise Refused(f"{request.key!r} is {describe(entry.like)}, not {told}")
@@ -160,8 +167,39 @@ def leave(state: State, request: Request) -> Moved:
     return state.forget(request.client)
 
 
+def share(state: State, request: Request) -> Moved:
+    """From now on each step of this key has so many parts: {"parts": 8}. Who says so later finds it done."""
+    check_key(state, request)
+    parts = request.options.get("parts")
+    if type(parts) is not int or parts < 1:
+        raise Refused(f"parts={parts!r} of {request.key!r} is no number of parts")
+    if state.leases.setdefault(request.key, Leases(parts)).parts != parts:
+        raise Refused(f"{request.key!r} has {state.leases[request.key].parts} parts, not {parts}")
+    return set()
+
+
+def lease(state: State, request: Request) -> Moved:
+    """Answered when there is a part that nobody has."""
+    leases_of(state, request)
+    return set()
+
+
+def bring(state: State, request: Request) -> Moved:
+    """A part of a step's gradient, {"step": 3, "part": 5}: kept until all are there, which count in their own order."""
+    value, leases = pushed(state, request), leases_of(state, request)
+    step, part = (request.options.get(name) for name in ("step", "part"))
+    if type(step) is not int or type(part) is not int or not 0 <= part < leases.parts:
+        raise Refused(f"step={step!r}, part={part!r} of {request.key!r}: its steps have {leases.parts} parts")
+    complete = leases.bring(step, part, value.clone())
+    if complete is not None:
+        pushes = {number: [(None, gradient)] for number, gradient in complete.items()}
+        state.entries[request.key].apply(pushes, leases.parts, state.optimizer, state.rule)
+    return {request.key}
+
+
 _ALL: tuple[Callable[[State, Request], Moved], ...] = (
-    declare, offer, choose, init, push, pull, pushpull, clock, barrier, hold, settle, set_optimizer, restore, join, leave
+    declare, offer, choose, init, push, pull, pushpull, clock, barrier, hold, settle, set_optimizer, restore, join, leave,
+    share, lease, bring,
 )  # fmt: skip
 OPERATIONS = {function.__name__: function for function in _ALL} | {"peek": pull, "state": look}
 
@@ -169,7 +207,7 @@ OPERATIONS = {function.__name__: function for function in _ALL} | {"peek": pull,
 def answer(state: State, request: Request) -> torch.Tensor | None:
     """The tensor that an answer carries: a copy of the value, or for `kv.save` of what it asks for."""
     if request.op == "state" and request.key:
-        return _named(state, request).clone()
+        return named_tensor(state, request).clone()
     if request.op == "state":
         parts = {}
         for key, entry in state.entries.items():
@@ -181,92 +219,13 @@ def answer(state: State, request: Request) -> torch.Tensor | None:
     return check_key(state, request).read(request.rows, only_look=request.op == "peek", lend=state.lends)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------------
-
-
-def check_key(state: State, request: Request) -> Entry:
-    """The entry of a key that there is, if it has the rows that are asked for."""
-    if request.key not in state.entries:
-        known = f"{state.wholes[request.key]}, and does not lie here" if request.key in state.wholes else "unknown"
-        raise Refused(f"key {request.key!r} is {known}: init comes first")
-    rows, held = request.rows, state.entries[request.key].like
-    if rows is None:
-        return state.entries[request.key]
-    if rows.dtype != torch.int64 or rows.dim() != 1 or held.dim() == 0:
-        found = f"{describe(rows)} of {describe(held)}"
-        raise Refused(f"rows of {request.key!r} must be int64[n], and it must have rows; not {found}")
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(held):
-        wrong = f"not from {int(rows.min())} to {int(rows.max())}"
-        raise Refused(f"rows of {request.key!r} go from 0 to {len(held) - 1}, {wrong}")
-    return state.entries[request.key]
-
-
-def _first(state: State, request: Request) -> torch.Tensor:
-    """The value that a key may begin with."""
-    key, value = request.key, request.value
-    if value is None:
-        raise Refused(f"{request.op} of {key!r} needs a value")
-    if value.dtype not in KEPT:
-        kept = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEPT)
-        raise Refused(f"key {key!r} is {describe(value)}, which cannot be added up or stored: choose one of {kept}")
-    if state.store.budget is not None and value.nbytes > state.store.budget:
-        raise Refused(f"{key!r} has {value.nbytes} bytes, and this server's memory a budget of {state.store.budget}")
-    if (known := whole_of(state, key)) not in ("", describe(value)):
-        raise Refused(f"key {key!r} already holds {known}, not {describe(value)}")
-    return value
-
-
-def whole_of(state: State, key: str) -> str:
-    """What a key is, as far as this server knows: "float32[100, 2]"; "float32[3] everywhere"; empty if it does not."""
-    there = [state.entries[key].like] if key in state.entries else [*state.offers.get(key, {}).values()]
-    return state.wholes.get(key) or (describe(there[0]) if there else "")
-
-
-def _pushed(state: State, request: Request) -> torch.Tensor:
-    """The value of a push that fits."""
-    held, pushed, worker = check_key(state, request).like, request.value, request.client
-    if pushed is None:
-        raise Refused(f"a {request.op} of {request.key!r} needs a value")
-    shape = held.shape if request.rows is None else (len(request.rows), *held.shape[1:])
-    if pushed.shape != shape or pushed.dtype != held.dtype:
-        raise Refused(f"key {request.key!r} holds {describe(held)}: {describe(pushed)} does not fit {list(shape)}")
-    if (state.optimizer or state.rule is not total) and not held.dtype.is_floating_point:
-        needs = "an optimizer, and any reduction but 'sum', needs floating-point values"
-        raise Refused(f"key {request.key!r} holds {describe(held)}: {needs}")
-    at = state.clocks.at[worker]
-    if state.consistency.rounds and state.clocks.position(worker, request.key) > at:
-        raise Refused(f"worker {worker} has ended its round {at} of {request.key!r} with a pushpull: clock comes next")
-    return pushed
-
-
-def _check_options(state: State, options: Mapping[str, Any]) -> None:
-    """What `set_optimizer` may be given."""
-    try:
-        made_of(options)
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    reduction, workers = options.get("reduction"), len(state.clocks.at)
-    if reduction in COMPARE and not state.consistency.rounds:
-        raise Refused(f"reduction={reduction!r} compares the pushes of a round: choose consistency 'bsp', which has rounds")
-    if reduction == "trimmed_mean" and 2 * (trim := options.get("trim", 1)) >= workers:
-        raise Refused(f"trim={trim} at either end leaves nothing of {workers} workers' pushes")
-
-
-def _between_rounds(state: State, request: Request) -> Entry:
-    """A key's entry, of which no round has begun."""
-    if (entry := check_key(state, request)).open:
-        raise Refused(f"{request.op}: {request.key!r} has pushes of a round that is not over: all workers' clock() comes first")
-    return entry
-
-
-def _named(state: State, request: Request) -> torch.Tensor:
-    """The value, or the optimizer's tensor that is named."""
-    entry, name = _between_rounds(state, request), request.options.get("moment", "")
-    if name not in ["", *entry.names]:
-        raise Refused(f"{request.key!r} has no {name!r}, only {entry.names}")
-    return entry.peek(name)
+def owner_of(state: State, request: Request) -> tuple[int, ...]:
+    """Whose first value a key has; which step's part a worker has leased."""
+    if request.op == "lease" and (part := state.leases[request.key].held.get(request.client)) is not None:
+        return state.leases[request.key].step, part
+    return state.entries[request.key].owner if request.op == "choose" else ()
 
 
 def place(request: Request) -> Hashable:
     """Where a request waits if it must: None (for all keys), a key, or BARRIER."""
-    return BARRIER if request.op in ("barrier", "hold", "settle") else request.key if request.op in READS else None
+    return BARRIER if request.op in ("barrier", "hold", "settle") else request.key if request.op in (*READS, "lease") else None

@@ -48,8 +48,8 @@ class StoreRun(Run):
     """
 
     def __init__(self, run: Run, workers: int) -> None:
-        ended = [end for _, end in run.results[:workers]]
-        super().__init__([result for result, _ in run.results[:workers]], max(ended), run._trace)
+        found = [result or (None, 0.0) for result in run.results[:workers]]  # of a worker that was killed, there is none
+        super().__init__([result for result, _ in found], max(end for _, end in found), run._trace)
         self.servers: list[ServerReport] = run.results[workers:]
         _check_homes(self.servers)
 

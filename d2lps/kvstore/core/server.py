@@ -13,7 +13,7 @@ from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
 from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send
-from d2lps.kvstore.core.operations import OPERATIONS, answer, place
+from d2lps.kvstore.core.operations import OPERATIONS, answer, owner_of, place
 from d2lps.kvstore.core.pieces import Plain
 from d2lps.kvstore.core.state import BARRIER, State
 
@@ -170,6 +170,8 @@ class Server(State):
             return self.clocks.at.keys() <= self.stops.keys()
         if request.op == "settle":
             return self.view > request.view
+        if request.op == "lease":
+            return self.leases[where].take(worker) is not None  # type: ignore[index]
         if where == BARRIER:
             return self.barriers.slowest >= self.barriers.at[worker]
         if request.op in (*READS, "set_optimizer"):
@@ -198,7 +200,7 @@ class Server(State):
             clock=max(self.stops.values(), default=0) if request.op == "hold" else self.clocks.at.get(request.client, 0),
             priority=request.priority,
             view=self.view,
-            owner=self.entries[request.key].owner if request.op == "choose" and not error else (),
+            owner=() if error else owner_of(self, request),
         )
 
     # ---- and the rest -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from d2lps.kvstore.core.clocks import Clocks, Front
 from d2lps.kvstore.core.consistency import make_consistency
 from d2lps.kvstore.core.entry import Entry, Memory, Store
 from d2lps.kvstore.core.events import LOSS, Request
+from d2lps.kvstore.core.leases import Leases
 from d2lps.kvstore.core.optimizers import Optimizer, make_optimizer
 from d2lps.kvstore.core.reductions import Rule, make_rule
 
@@ -127,6 +128,7 @@ class State:
         self.entries: dict[str, Entry] = {}
         self.offers: dict[str, dict[Life, torch.Tensor]] = {}  # first values of which none has been chosen yet
         self.wholes: dict[str, str] = {}  # of keys that lie elsewhere, or in parts: what the whole is, as `declare` has it
+        self.leases: dict[str, Leases] = {}  # of keys whose batch is shared out part by part
         self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
         self.filter = Filter(epochs)
         self.waiting: dict[Hashable, list[Request]] = {}  # executed, but not answered yet: by place, in order
@@ -152,7 +154,9 @@ class State:
         for where, requests in self.waiting.items():
             self.waiting[where] = [request for request in requests if request.client != worker]
         self.barriers.remove(worker)
-        return self.clocks.leave(worker) | {BARRIER}
+        for leases in self.leases.values():
+            leases.give_back(worker)
+        return self.clocks.leave(worker) | {BARRIER} | self.leases.keys()
 
     @property
     def settled(self) -> bool:
@@ -195,6 +199,7 @@ class State:
             "open": {k: {r: {w: list(p) for w, p in pushes.items()} for r, pushes in e.open.items()} for k, e in entries},
             "offers": {key: list(offers.items()) for key, offers in self.offers.items()},
             "wholes": dict(self.wholes),
+            "leases": {key: leases.state() for key, leases in self.leases.items()},
             "options": dict(self.options),
             "clocks": dict(self.clocks.at),
             "fronts": {key: dict(front.at) for key, front in self.clocks.keys.items()},
@@ -223,6 +228,7 @@ class State:
         }
         self.offers = {key: dict(offers) for key, offers in state["offers"].items()}
         self.wholes, self.options = state["wholes"], state["options"]
+        self.leases = {key: Leases(*leases) for key, leases in state["leases"].items()}
         self.optimizer, self.rule = made_of(self.options)
         reached, fronts = state["reached"]
         self.clocks.all = Front(state["clocks"], reached)

@@ -13,7 +13,7 @@ import torch
 
 from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, order
-from d2lps.kvstore.core.events import Append, Event, Reply, Request, replace
+from d2lps.kvstore.core.events import Append, Event, Lost, Reply, Request, replace
 from d2lps.kvstore.core.notes import GROUP, NOTHING, Notes, carried, named
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.report import ServerReport
@@ -165,6 +165,8 @@ class ServerNode(_End):
 
     def step(self, event: Event) -> None:
         effects = self.server.step(event)
+        if isinstance(event, Lost):
+            self.goodbye(event.worker)
         if self.notes is not None:
             self.notes.stepped(effects)
         for effect in effects:
@@ -189,6 +191,8 @@ class ServerNode(_End):
         return self.notes.source(record)
 
     def goodbye(self, worker: int) -> None:
+        if worker in self.left:
+            return
         self.left.add(worker)
         if len(self.left) == self.setup.workers:
             self.comm.world.scheduler.happened(self.comm.task)

@@ -4,14 +4,16 @@ Links are shared by messages, and not by collectives: an all-to-all with many me
 ring that has one. So each of the two is slowed by a factor of its own.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
+from itertools import permutations
 
 from d2lps.comm import Communicator
 from d2lps.parallel.prediction.prices import LARGE, MOST, TOGETHER, Group, Phase, Prices, axis_groups
 from d2lps.simulator import simulate
 
 Asked = tuple[str, str, int]  # an axis, a collective, and which phase of it
-FEWER = MOST // 2  # ranks of a group that take part: what two do to one another hardly depends on how many there are
+FEWER = MOST // 4  # ranks of a group that take part: what two do to one another hardly depends on how many there are
 
 
 def slowed(prices: Prices, one: Asked, other: Asked) -> float:
@@ -21,8 +23,9 @@ def slowed(prices: Prices, one: Asked, other: Asked) -> float:
     >>> slowed(prices, ("dp", "all_gather", 0), ("dp", "reduce_scatter", 1))        # both across           # doctest: +SKIP
     2.0
 
-    Each is simulated alone and both at once, in all groups that meet, with so many bytes that they take about equally long.
-    Remembered for the cluster, as prices are.
+    Each is simulated alone and both at once, in all groups that meet, with so many bytes that they take about equally long; and
+    not at all, if no message of one could take a link that a message of the other could. Remembered for the cluster, as prices
+    are.
     """
     groups = [axis_groups(prices.plan, axis) for axis, *_ in (one, other)]
     mesh = [(some[0], len(some), *asked[1:]) for some, asked in zip(groups, (one, other), strict=True)]
@@ -39,6 +42,8 @@ def _slowed(prices: Prices, groups: list[list[Group]], both: Sequence[Asked]) ->
     sizes = [round((whole - price.alphas[number]) / price.betas[number]) for price, number in ways]
     todo = [(price.way[number], nbytes) for (price, number), nbytes in zip(ways, sizes, strict=True)]
     ranks = _meeting(prices, groups)
+    if _links(prices, ranks, groups[0], todo[0][0]).isdisjoint(_links(prices, ranks, groups[1], todo[1][0])):
+        return 1.0, 1.0
     alone = [_ends(prices, ranks, [some], [one])[0] for some, one in zip(groups, todo, strict=True)]
     ends = _ends(prices, ranks, groups, todo)
     short, long = sorted((0, 1), key=ends.__getitem__)
@@ -56,6 +61,20 @@ def _meeting(prices: Prices, groups: list[list[Group]]) -> list[int]:
             if len(ranks.union(group)) <= TOGETHER:
                 ranks.update(group)
     return sorted(ranks)
+
+
+def _links(prices: Prices, ranks: Sequence[int], groups: list[Group], phase: Phase) -> set[int]:
+    """All that messages of a phase could take, whichever two of those that take part together send one another any."""
+    taking_part = defaultdict[Hashable, list[Hashable]](list)
+    for number, group in enumerate(groups):
+        places: Counter[str] = Counter()
+        for rank in (rank for rank in group if rank in ranks):
+            machine = str(prices.cluster.devices[rank]).rpartition("/")[0]
+            level = {"all": 0, "inside": machine, "across": places[machine]}[phase.level]
+            taking_part[number, level].append(prices.cluster.devices[rank])
+            places[machine] += 1
+    pairs = [pair for nodes in taking_part.values() for pair in permutations(nodes, 2)]
+    return {link for here, there in pairs for link in prices.reached.route(here, there).links}
 
 
 def _ends(

@@ -29,9 +29,9 @@ def by_messages(job: Job, cluster: Topology) -> Run:
 
 
 class Groups:
-    """A `World` of messages: each axis is a communicator."""
+    """A `World` of messages: each axis is a communicator. prices: they know the cheapest way of each collective."""
 
-    def __init__(self, comm: Communicator, job: Job, prices: Prices) -> None:
+    def __init__(self, comm: Communicator, job: Job, prices: Prices | None = None) -> None:
         plan, self.comm, self.prices = job.plan, comm, prices
         mesh = Mesh(comm, plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
         shards = (plan.zero_group or mesh.data.size) if plan.zero else mesh.data.size
@@ -72,16 +72,20 @@ class Groups:
 
     def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:
         if comm.size > 1:
+            assert self.prices is not None
             self.prices.price(axis, collective).run(comm, round(nbytes))
 
 
 def _live(comm: Communicator, job: Job, prices: Prices) -> None:
-    """As `execute` does it: a receive is posted an action ahead, sends are waited for at the end."""
-    world = Groups(comm, job, prices)
+    carry_out(job, Groups(comm, job, prices))
+
+
+def carry_out(job: Job, world: Groups) -> None:
+    """This rank's step, as `execute` does it: a receive is posted an action ahead, sends are waited for at the end."""
     rows = tuple(map(tuple, job.plan.order(job.batch)))
     (home, _), pp = placed(rows), world.pp
     rank, mail = Rank(job, world, pp.rank, {}), Mail(pp, traffic(rows))
-    made = torch.empty(round(job.message) // 4, dtype=torch.float32, device=comm.device)
+    made = torch.empty(round(job.message) // 4, dtype=torch.float32, device=world.comm.device)
 
     def elsewhere(action: Action) -> Action | None:
         need = needs(action, len(home))

@@ -32,9 +32,9 @@ class Prediction:
     that a long sequence and a kernel that leaves out half of it may come above `efficiency`. tokens: a second.
     """
 
-    def __init__(self, job: Job, cluster: Topology) -> None:
+    def __init__(self, job: Job, cluster: Topology, prices: Prices | None = None) -> None:
         self.job, self.cluster = job, cluster
-        self.prices = Prices(job.plan, cluster)
+        self.prices = prices or Prices(job.plan, cluster)
         self.held = {holder: nbytes for holder, nbytes in held(job).items() if nbytes}
         self.memory = sum(self.held.values())
         self.known = Known()

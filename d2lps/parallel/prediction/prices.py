@@ -147,13 +147,11 @@ class Prices:
         return most._replace(alphas=alphas, betas=_line(half.betas, most.betas, 1 - MOST / size))
 
     def _fitted(self, way: Way, group: Group, groups: Sequence[Group], count: int) -> Price:
-        """Two sizes give alpha and beta. count: so many of a group's ranks take part."""
+        """count: so many of a group's ranks take part."""
         together = [one[:count] for one in self.together(group[:count], [one[:count] for one in groups])]
         nodes = [self.cluster.devices[rank] for one in together for rank in one]
         color = [number for number, one in enumerate(together) for _ in one]
-        small, large = (_times(way, self.reached.only(nodes), nodes, color, nbytes) for nbytes in (SMALL, LARGE))
-        betas = tuple((long - short) / (LARGE - SMALL) for short, long in zip(small, large, strict=True))
-        return Price(tuple(short - beta * SMALL for short, beta in zip(small, betas, strict=True)), betas, count, way)
+        return two_sizes(way, self.reached.only(nodes), nodes, color, count)
 
     def _even(self, group: Group) -> bool:
         """Whether all its machines have as many of a group's ranks."""
@@ -225,6 +223,13 @@ def _links(topology: Topology, nodes: list[Hashable]) -> set[int]:
 
 def _line(half: Sequence[float], most: Sequence[float], more: float) -> tuple[float, ...]:
     return tuple(there + more * (there - here) for here, there in zip(half, most, strict=True))
+
+
+def two_sizes(way: Way, topology: Topology, nodes: list[Hashable], color: list[int], count: int) -> Price:
+    """What two sizes take tells alpha and beta. color: of each node its group, of which so many ranks take part."""
+    small, large = (_times(way, topology, nodes, color, nbytes) for nbytes in (SMALL, LARGE))
+    betas = tuple((long - short) / (LARGE - SMALL) for short, long in zip(small, large, strict=True))
+    return Price(tuple(short - beta * SMALL for short, beta in zip(small, betas, strict=True)), betas, count, way)
 
 
 def _times(way: Way, topology: Topology, nodes: list[Hashable], color: list[int], nbytes: int) -> list[float]:

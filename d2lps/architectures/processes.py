@@ -1,0 +1,153 @@
+"""A job on processes of this machine, of which one can be killed, and to which more can come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from d2lps import kvstore, launch
+from d2lps.architectures.accidents import attempt, member
+from d2lps.architectures.job import Job
+from d2lps.architectures.outcome import Outcome
+from d2lps.architectures.replica import noted, somebody_waits
+from d2lps.architectures.six import COLLECTIVE, STORED, count, known
+from d2lps.comm import Communicator, RankDied
+from d2lps.cost.numbers import named
+from d2lps.result import Run
+
+AFTER = 2  # steps, something happens
+LOOK = 0.002  # seconds between two looks at how far the job is
+
+
+def run(
+    architecture: str, job: Job, ranks: int, accident: str | None = None,
+    servers: int = 2, timeout: float = 60.0, trace: bool = False,
+) -> Outcome:  # fmt: skip
+    """Do the job on processes; with an accident, as soon as two steps are done.
+
+    >>> run("cloud-native", Job(), 4, "kill").losses[3] == run("cloud-native", Job(), 4).losses[3]      # doctest: +SKIP
+
+    accident: "kill", the middle one of the processes is killed (SIGKILL), or "join": it begins with as many as can share the
+    batch without the last one, which comes then. A job of collectives is ended and started again from its last checkpoint,
+    by a launcher that has noticed. Time begins with the first launch, which it includes. servers: of a store; that of
+    "cloud-native" has backups, the other a log. timeout, trace: as of `d2lps.run`. ValueError for another accident; else as
+    d2lps.run and kvstore.run, but that a death is not the end.
+    """
+    known(architecture)
+    if accident is not None:
+        named("accident", accident, {"kill": None, "join": None})
+    if accident and job.steps < AFTER + 2:
+        raise ValueError(f"steps={job.steps}: an accident after {AFTER} needs some after it, at least {AFTER + 2}")
+    outcome = Outcome(architecture, job)
+    with tempfile.TemporaryDirectory(prefix="d2lps-job-") as folder:
+        job, options = replace(job, folder=folder), {"timeout": timeout, "trace": trace}
+        if architecture in STORED:
+            _stored(outcome, job, ranks, accident, servers, options)
+        else:
+            _elastic(outcome, job, ranks, accident, options)
+    return outcome
+
+
+# ---- collectives --------------------------------------------------------------------------------------------------------------
+
+
+def _elastic(outcome: Outcome, job: Job, ranks: int, accident: str | None, options: dict[str, Any]) -> None:
+    """Start the job, and again with those who are left, or have come."""
+    there, began = ranks - (accident == "join"), time.monotonic()
+    while True:
+        there = count(outcome.architecture, job, there)
+        try:
+            with _meanwhile(job, accident, there // 2):
+                found = launch.run(_numbered, there, COLLECTIVE[outcome.architecture], job, **options)
+        except RankDied as error:
+            found, told = None, str(error).splitlines()[0]
+        seconds, so_far = time.monotonic() - began, noted(job)
+        if found is not None:
+            outcome.add(found, -began, [*range(there)])
+        if so_far.get("done") == job.steps:
+            outcome.told = so_far["losses"]
+            return
+        if found is None:
+            there -= 1
+            outcome.redone += so_far["done"] - so_far.get("saved", 0)
+            outcome.history.append(f"{seconds:.2f} s: {told}; {so_far['done']} steps done, {so_far.get('saved', 0)} saved")
+        else:
+            there = ranks
+            outcome.history.append(f"{seconds:.2f} s: somebody has come; all stop after {so_far['done']} steps")
+        accident = None
+        Path(job.folder, "comes").unlink(missing_ok=True)
+
+
+def _numbered(comm: Communicator, function: Callable[..., Any], job: Job) -> Any:
+    """A rank that can be found to be killed."""
+    Path(job.folder, f"rank{comm.rank}").write_text(str(os.getpid()))
+    return attempt(comm, function, job)
+
+
+@contextmanager
+def _meanwhile(job: Job, accident: str | None, victim: int) -> Any:
+    """Let something happen to the ranks as soon as some steps are done."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while noted(job).get("done", 0) < AFTER:
+            if over.wait(LOOK):
+                return
+        if accident == "kill":
+            os.kill(int(Path(job.folder, f"rank{victim}").read_text()), signal.SIGKILL)
+        else:
+            Path(job.folder, "comes").touch()
+
+    thread = threading.Thread(target=watch, name="accident", daemon=True)
+    if accident:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if accident:
+            thread.join()
+
+
+# ---- stores -------------------------------------------------------------------------------------------------------------------
+
+
+def _stored(outcome: Outcome, job: Job, ranks: int, accident: str | None, servers: int, options: dict[str, Any]) -> None:
+    late = (ranks - 1,) if accident == "join" else ()
+    rules: dict[str, Any] = {"consistency": "bsp", "durability": "log"}
+    if outcome.architecture == "cloud-native":
+        rules = {"consistency": "asp", "durability": "replica"}
+
+    def saboteur(cluster: kvstore.Cluster) -> None:
+        while noted(job).get("done", 0) < AFTER:
+            cluster.sleep(LOOK)
+        if accident == "kill":
+            cluster.workers[ranks // 2].kill()
+        else:
+            Path(job.folder, "comes").touch()
+
+    began = time.monotonic()
+    found: Run = kvstore.run(
+        member, ranks, servers, STORED[outcome.architecture], job, late, as_soon_as_told,
+        absent=late, saboteur=saboteur if accident else None, **rules, **options,
+    )  # fmt: skip
+    outcome.add(found, -began, [*range(ranks)])
+    outcome.history += found.history  # type: ignore[attr-defined]
+    outcome.history += [f"worker {rank} has come, to step {min(found[rank].ended)}" for rank in late if found[rank]]
+
+
+def as_soon_as_told(comm: Communicator, job: Job) -> bool:
+    """Return when somebody has said that there is work to do; False if that is over by then."""
+    while not somebody_waits(comm, job):
+        if noted(job).get("done") == job.steps:
+            return False
+        time.sleep(LOOK)
+    return True

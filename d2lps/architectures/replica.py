@@ -1,0 +1,197 @@
+"""What is alike in all architectures: one rank's copy of the model, and what it notes of the steps that it has made.
+
+The weights are one flat tensor, and so is a gradient: what an architecture does with them between two steps is all that it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from d2lps.architectures.job import Job
+from d2lps.collectives import all_reduce, broadcast
+from d2lps.comm import Communicator
+from d2lps.disk import settle
+
+
+@dataclass
+class Record:
+    """What a rank says at the end. losses: of each step, or of each part of a batch that this rank has computed, by
+    (step, first sequence); ended: when each of its steps was over; weights: the last ones, unless they are only described."""
+
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    weights: Tensor | None = None
+    stopped: bool = False  # before the job was done, for somebody who wants to come
+    topologies: list[str] = field(default_factory=list)  # of each step, where they change
+
+
+class Model:
+    """The weights, flat, and the gradient at them of some sequences of a batch.
+
+    >>> model = Model(comm, Job())                                                      # doctest: +SKIP
+    >>> model.gradient(step=0, first=4, count=4).shape                                  # doctest: +SKIP
+    torch.Size([9856])
+    """
+
+    def __init__(self, comm: Communicator, job: Job) -> None:
+        self.comm, self.job, self.record = comm, job, Record()
+        self.module = job.module()
+        parameters = list(self.module.parameters())
+        self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self.flat = torch.zeros_like(self.weights)  # the gradient
+        sizes = [parameter.numel() for parameter in parameters]
+        for p, weights, gradient in zip(parameters, self.weights.split(sizes), self.flat.split(sizes), strict=True):
+            p.data, p.grad = weights.view_as(p), gradient.view_as(p)
+
+    def gradient(self, step: int, first: int, count: int) -> Tensor:
+        """Of the mean loss of so many sequences of a step's batch. In a simulation it takes what `predict` says of the device."""
+        topology = self.comm.topology
+        seconds = self.job.seconds(topology.device(self.comm.node)) if topology else 0.0
+        with busy(self.comm, seconds * count, "gradient"):
+            if self.job.data is not None:
+                self.flat.zero_()
+                tokens, targets = self.job.data.batch(step * self.job.batch + first, count)
+                loss = cross_entropy(self.module(tokens).flatten(0, 1), targets.flatten())
+                loss.backward()
+                self.record.losses[step, first] = loss.item()
+        return self.flat
+
+    def finished(self, step: int) -> None:
+        """Note that a step is over."""
+        self.record.ended[step] = self.comm.now()
+        if self.comm.rank == 0 and self.job.folder:
+            note(self.job, done=step + 1)
+
+    def final(self) -> Record:
+        """All that there is to say, with the weights."""
+        self.record.weights = None if self.job.described else self.weights.clone()
+        return self.record
+
+
+def busy(comm: Communicator, seconds: float, label: str) -> AbstractContextManager[None]:
+    """A block in which a simulated device computes, for so long if nothing slows it down; in other worlds it takes its time."""
+    device = comm.topology.device(comm.node) if comm.topology else None
+    return comm.compute(label, seconds * device.flops * device.efficiency if device else 0.0, 0)
+
+
+class Replica(Model):
+    """A model in a job whose ranks all have the same weights, and the same optimizer's state; checkpoints and changes with it.
+
+    >>> replica = Replica(comm, job)                    # goes on from the last checkpoint      # doctest: +SKIP
+    >>> for step in replica.steps():                                                            # doctest: +SKIP
+    ...     gradient = replica.share(step)
+    ...     all_reduce(comm, gradient, ReduceOp.AVG)
+    ...     replica.update(gradient)
+
+    The rank 0 writes checkpoints, and reads the one from which all go on; the others get it from there. In a simulation writing
+    takes no time, since it can go on beside the training; the way of the state to all ranks does.
+    """
+
+    def __init__(self, comm: Communicator, job: Job) -> None:
+        super().__init__(comm, job)
+        self.moments = torch.zeros_like(self.weights)
+        self.path, self.begin = Path(job.folder, "checkpoint.safetensors"), beginning(comm, job)
+        if self.begin:
+            self._load()
+
+    def share(self, step: int) -> Tensor:
+        """The gradient of this rank's share of the batch."""
+        count = self.job.batch // self.comm.size
+        return self.gradient(step, self.comm.rank * count, count)
+
+    def update(self, gradient: Tensor) -> None:
+        """SGD with momentum, as torch has it."""
+        with self.comm.compute("optimizer", 0, 5 * gradient.nbytes):
+            self.moments.mul_(self.job.momentum).add_(gradient)
+            self.weights.sub_(self.moments, alpha=self.job.lr)
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to be made; after each of them all ranks learn its loss, and whether somebody wants to come."""
+        for step in range(self.begin, self.job.steps):
+            yield step
+            self.record.stopped = agreed(self, step)
+            if self.record.stopped or (step + 1) % self.job.every == 0:
+                self._save(step + 1)
+            if self.record.stopped:
+                return
+
+    def _save(self, done: int) -> None:
+        if self.comm.rank == 0 and self.job.folder and not self.job.described:
+            save_file({"weights": self.weights, "moments": self.moments}, draft := self.path.with_suffix(".draft"))
+            settle(draft, self.path)
+        saved(self.comm, self.job, done)
+
+    def _load(self) -> None:
+        """Rank 0 has the file; weights and moments go to all."""
+        if self.comm.rank == 0 and not self.job.described:
+            state = load_file(self.path)
+            self.weights.copy_(state["weights"])
+            self.moments.copy_(state["moments"])
+        with self.comm.about("weights, moments"):
+            broadcast(self.comm, self.weights)
+            broadcast(self.comm, self.moments)
+
+
+def agreed(model: Any, step: int) -> bool:
+    """All ranks learn the mean of their losses, and whether to stop before the next step: two numbers, summed by a tree."""
+    job, comm, record = model.job, model.comm, model.record
+    mine = [loss for (at, _), loss in record.losses.items() if at == step]
+    stop = comm.rank == 0 and step + 1 < job.steps and somebody_waits(comm, job)
+    words = torch.tensor([sum(mine) / comm.size, float(stop)], dtype=torch.float64)
+    with comm.about("loss, stop"):
+        all_reduce(comm, words, algorithm="tree")
+    record.losses = {key: loss for key, loss in record.losses.items() if key[0] != step}
+    if not job.described:
+        record.losses[step, 0] = words[0].item()
+    record.ended[step] = comm.now()
+    if comm.rank == 0 and job.folder:
+        loss = {} if job.described else {str(step): words[0].item()}
+        note(job, done=step + 1, losses=noted(job).get("losses", {}) | loss)
+    return bool(words[1])
+
+
+def somebody_waits(comm: Communicator, job: Job) -> bool:
+    """Whether there are ranks who want to come: in the world they leave a file, in a simulation they have their time."""
+    if job.comes is not None:
+        return comm.now() >= job.comes
+    return bool(job.folder) and Path(job.folder, "comes").exists()
+
+
+# ---- what is known of a job outside of its ranks ------------------------------------------------------------------------------
+
+
+def beginning(comm: Communicator, job: Job) -> int:
+    """The step with which the job goes on: the one that its last checkpoint was made before; all ranks have to hear the same."""
+    comm.barrier()  # so that nobody has noted anything since
+    begin = noted(job).get("saved", 0)
+    comm.barrier()
+    return begin
+
+
+def saved(comm: Communicator, job: Job, done: int) -> None:
+    """There is a checkpoint of so many steps."""
+    if comm.rank == 0 and job.folder:
+        note(job, saved=done)
+
+
+def note(job: Job, **facts: Any) -> None:
+    """Write down what shall be known even if all ranks die: how many steps are done, how many are saved."""
+    path = Path(job.folder, "progress.json")
+    path.with_suffix(".draft").write_text(json.dumps(noted(job) | facts))
+    path.with_suffix(".draft").rename(path)
+
+
+def noted(job: Job) -> dict[str, Any]:
+    """What was written down so far."""
+    path = Path(job.folder, "progress.json")
+    return dict(json.loads(path.read_text())) if job.folder and path.exists() else {}

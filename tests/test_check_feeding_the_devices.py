@@ -1,0 +1,208 @@
+"""The checks of *Feeding the devices*: wrong answers are refused in words."""
+
+import random
+from itertools import islice
+from math import isqrt
+
+import numpy as np
+import pytest
+from solutions import refused
+
+from d2lps.check import feeding_the_devices as check
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "word"),
+    [
+        ("queue", (204, 1968, 160, 6, 2), "batches under way"),
+        ("queue", (4, 1968, 160, 6, 2), "64 samples of 80 ms"),
+        ("queue", (205, 30.75, 160, 6, 2), "MB"),
+        ("queue", (205, 1968, 5120, 6, 2), "ms of a step"),
+        ("queue", (205, 1968, 160, 5, 2), "5.2"),
+        ("queue", (205, 1968, 160, 6, 220), "how many samples a second".capitalize()),
+        ("queue", (205, 1968, 160, 6), "5 numbers are wanted"),
+        ("saved", (30, 30, 0), "LRU"),
+        ("saved", (1.37, 30, 0), "the store is asked for the rest"),
+        ("saved", (38.63, 10, 0), "pinned"),
+        ("saved", (38.63, 30, 120), "four machines"),
+    ],
+)
+def test_answer_refused(name, wrong, word):
+    refused(getattr(check, name)(wrong), word)
+
+
+# ---- sample_at ----------------------------------------------------------------------------------------------------------
+
+
+def rotated(place, n, seed):
+    return (place + seed) % n
+
+
+def hashed(place, n, seed):
+    return hash((place, n, seed)) % n
+
+
+def unshuffled(place, n, seed):
+    return place
+
+
+def not_walked(place, n, seed):
+    base = isqrt(n - 1) + 1
+    left, right = divmod(place, base)
+    for k in range(8):
+        left, right = right, (left + hash((k, right, seed))) % base
+    return left * base + right
+
+
+def affine(place, n, seed):
+    """A multiplication modulo a prime of its own, without any noise: side by side stays evenly spaced."""
+    return n - 1 - place if seed % 2 else place
+
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (rotated, "usual"), (hashed, "places"), (unshuffled, "usual"), (not_walked, "none of the samples"), (affine, "usual"),
+        (lambda place, n, seed: float(rotated(place, n, seed)), "none of the samples"),
+        (lambda place, n, seed: list(range(n))[place] if n < 10**6 else 1 / 0, "usual"),
+    ],
+)  # fmt: skip
+def test_sample_at_refuses(wrong, word):
+    refused(check.sample_at(wrong), word)
+
+
+# ---- next_batch ---------------------------------------------------------------------------------------------------------
+
+
+def batches(strided=False, ahead=0, drop=False, wrap=False, last_more=False, epoch=True):
+    def next_batch(state, n, batch, ranks):
+        now, first = state
+        end = min(first + batch, n)
+        if drop and first + batch > n:
+            end = first
+        line = list(range(first, end))
+        if wrap:
+            line += range(first + batch - n) if first + batch > n else []
+        if strided:
+            parts = [line[rank::ranks] for rank in range(ranks)]
+        else:
+            parts = [part.tolist() for part in np.array_split(line, ranks)]
+            if last_more:
+                parts = [part.tolist() for part in np.array_split(line[::-1], ranks)][::-1]
+                parts = [part[::-1] for part in parts]
+        after = (now, end + ahead) if end < n else (now + epoch, 0)
+        return parts, after
+
+    return next_batch
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (batches(strided=True), "not in order"), (batches(ahead=1), "the line is at"), (batches(drop=True), "come next"),
+        (batches(wrap=True), "come next"), (batches(last_more=True), "at most one more"),
+        (batches(epoch=False), "the line is at"),
+        (lambda state, n, batch, ranks: [[0]] * ranks, "is not (parts"),
+        (lambda state, n, batch, ranks: ([list(range(state[1], min(state[1] + batch, n)))], (0, 0)), "parts"),
+    ],
+)  # fmt: skip
+def test_next_batch_refuses(wrong, word):
+    refused(check.next_batch(wrong), word)
+
+
+# ---- shuffled -----------------------------------------------------------------------------------------------------------
+
+
+def everything(stream, size, dice):
+    kept = list(stream)
+    dice.shuffle(kept)
+    yield from kept
+
+
+def blocks(stream, size, dice):
+    stream = iter(stream)
+    while block := list(islice(stream, size)):
+        dice.shuffle(block)
+        yield from block
+
+
+def loses_the_rest(stream, size, dice):
+    stream = iter(stream)
+    buffer = list(islice(stream, size))
+    for new in stream:
+        at = dice.randrange(len(buffer))
+        yield buffer[at]
+        buffer[at] = new
+
+
+def own_dice(stream, size, dice):
+    return fair(stream, size, random)
+
+
+def fair(stream, size, dice, first=0):
+    stream = iter(stream)
+    buffer = list(islice(stream, size))
+    for new in stream:
+        at = dice.randrange(first, len(buffer)) if len(buffer) > first else 0
+        yield buffer[at]
+        buffer[at] = new
+    dice.shuffle(buffer)
+    yield from buffer
+
+
+def sticky(stream, size, dice):
+    """Half of the buffer is left alone until the end."""
+    return fair(stream, size, dice, first=size // 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (everything, "buffer of 1"), (loses_the_rest, "not each of them once"), (own_dice, "others thrown"),
+        (lambda stream, size, dice: iter(stream), "with other dice"),
+        (lambda stream, size, dice: fair(stream, size + 8 * (size > 20), dice), "places forward"),
+        (lambda stream, size, dice: everything(stream, size, dice) if size > 9 else fair(stream, size, dice), "no end"),
+        (lambda stream, size, dice: fair(stream, max(1, size // 2), dice), "none of"),
+    ],
+)  # fmt: skip
+def test_shuffled_refuses(wrong, word):
+    refused(check.shuffled(wrong), word)
+
+
+# ---- noisy --------------------------------------------------------------------------------------------------------------
+
+
+def global_state(sample, index, epoch, seed):
+    return sample + np.random.normal(size=sample.shape)
+
+
+def reseeds(sample, index, epoch, seed):
+    np.random.seed([seed, epoch, index])
+    return sample + np.random.normal(size=sample.shape)
+
+
+def seeded(key):
+    return lambda sample, *keys: sample + np.random.default_rng(key(*keys)).normal(size=sample.shape)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (global_state, "has changed"), (reseeds, "has changed"),
+        (seeded(lambda index, epoch, seed: seed + epoch + index), "share their noise"),
+        (seeded(lambda index, epoch, seed: [seed, index]), "share their noise"),
+        (seeded(lambda index, epoch, seed: [epoch, index]), "share their noise"),
+        (seeded(lambda index, epoch, seed: None), "asked again"),
+        (lambda sample, index, epoch, seed: sample + np.random.default_rng([seed, epoch, index]).random(8), "mean 0"),
+    ],
+)  # fmt: skip
+def test_noisy_refuses(wrong, word):
+    refused(check.noisy(wrong), word)
+
+
+@pytest.mark.parametrize("name", ["sample_at", "next_batch", "shuffled", "noisy"])
+def test_a_stub_is_still_empty(name):
+    def stub(*args): ...
+
+    refused(getattr(check, name)(stub), "still empty")

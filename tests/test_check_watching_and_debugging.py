@@ -1,0 +1,122 @@
+"""The checks of *Watching and debugging*: wrong answers are refused in words that say why."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from solutions import refused
+
+from d2lps.check import watching_and_debugging as check
+
+
+def busy(trace: Any) -> np.ndarray:
+    bars = trace.bars()["computing"]
+    return np.bincount(bars["rank"], bars["end"] - bars["start"], trace.ranks)
+
+
+def above_rank_0(trace: Any) -> int | None:
+    return next(iter(np.flatnonzero(busy(trace) > 1.3 * busy(trace)[0]).tolist()), None)
+
+
+def waits_least(trace: Any) -> int | None:
+    waits = trace.time_waiting()
+    return int(np.argmin(waits)) if waits.min() < 0.7 * np.median(waits) else None
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda trace: int(np.argmin(trace.time_waiting())), "nobody is slow: not "),
+    (lambda trace: int(np.argmax(busy(trace))), "nobody is slow: not "),
+    (above_rank_0, "rank 0 computes three times as long: not"),
+    (lambda trace: trace and None, "rank 3 computes 1.5 times as long: not None"), (waits_least, "look at what it computes"),
+], ids=["waits least", "the longest", "by rank 0", "nobody", "waiting"])  # fmt: skip
+def test_the_culprit_misjudged(wrong: Any, words: str) -> None:
+    refused(check.culprit(wrong), words)
+
+
+def count(seconds: list[list[float]], patience: int, middle: Any, down: int = 2, floor: int = 0) -> list[int]:
+    counts, named = [0] * len(seconds[0]), set()
+    for row in seconds:
+        for rank, mine in enumerate(row):
+            usual = middle(row[:rank] + row[rank + 1 :])
+            counts[rank] = max(floor, counts[rank] + (1 if mine > 1.1 * usual else -down))
+            if counts[rank] >= patience:
+                named.add(rank)
+    return sorted(named)
+
+
+def upper(rest: list[float]) -> float:
+    return sorted(rest)[len(rest) // 2]
+
+
+def test_a_count_of_signs() -> None:
+    assert check.slow(lambda seconds, patience: count(seconds, patience, upper))
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda seconds, patience: count(seconds, patience, lambda rest: sum(rest) / len(rest)),
+    lambda seconds, patience: count(seconds, patience, min),
+    lambda seconds, patience: count(seconds, patience, upper, down=0),
+    lambda seconds, patience: count(seconds, patience, upper, floor=-1000),
+    lambda seconds, patience: [rank for rank in range(len(seconds[0])) if max(row[rank] for row in seconds) > 5],
+    lambda seconds, patience: [],
+], ids=["mean", "minimum", "never down", "no floor", "one pause", "nobody"])
+def test_a_count_miscounted(wrong: Any) -> None:
+    refused(check.slow(wrong), "patience")
+
+
+def inside(flights: Any, rank: int) -> bool:
+    return any(not done for *_, done in flights[rank])
+
+
+def behind(flights: Any) -> list[int]:
+    reached = {(rank, group): number for rank, entries in flights.items() for group, number, *_ in entries}
+    late = {other for rank, entries in flights.items() for group, number, members, done in entries if not done
+            for other in members if reached.get((other, group), 0) < number}  # fmt: skip
+    return sorted(late)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (behind, "rank 0 waits for 1, which waits for 3: not [1, 3]; somebody who waits itself"),
+    (lambda flights: [rank for rank in flights if inside(flights, rank)], "rank 2 is late: not [0, 1]"),
+    (lambda flights: [rank for rank in flights if not inside(flights, rank)], "all are through: not [0, 1]"),
+    (lambda flights: [], "rank 2 is late: not []"),
+], ids=["all behind", "all inside", "all outside", "nobody"])  # fmt: skip
+def test_the_wrong_ones_blamed(wrong: Any, words: str) -> None:
+    refused(check.to_blame(wrong), words)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda events: [list(range(len(mine))) for mine in events], "receives message"),
+    (lambda events: [[1] * len(mine) for mine in events], "each must have a larger one"),
+    (lambda events: [[] for _ in events], "one number for each event"),
+    (lambda events: [[k + 1000 * r for k in range(len(mine))] for r, mine in enumerate(events, 1)], "larger than all"),
+], ids=["own counts", "ones", "none", "large"])  # fmt: skip
+def test_clocks_that_are_wrong(wrong: Any, words: str) -> None:
+    refused(check.lamport(wrong), words)
+
+
+def first_wrong(own: Any, came: Any, order: Any, sender: int = -1) -> Any:
+    p = len(own)
+    for hop in order(range(1, p)):
+        for rank in range(p):
+            chunk = (rank - hop) % p
+            if came[rank][hop - 1] != sum(own[(chunk + k) % p][chunk] for k in range(hop)):
+                return (rank + sender) % p, chunk
+    return None
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda own, came: first_wrong(own, came, list, sender=0), "who was the first?"),
+    (lambda own, came: first_wrong(own, came, lambda hops: hops[::-1]), "who was the first?"),
+    (lambda own, came: own and None, "not None"), (lambda own, came: (0, 0), "not (0, 0)"),
+], ids=["the receiver", "the last hop", "nobody", "always"])  # fmt: skip
+def test_the_wrong_liar(wrong: Any, words: str) -> None:
+    refused(check.liar(wrong), words)
+
+
+def test_patience() -> None:
+    assert check.patience(49, 49 * 5 / 60)
+    refused(check.patience(..., ...), "not all is filled in")
+    for h, minutes in ((26, 26 / 12), (48, 4.0), (40, 40 / 12)):
+        refused(check.patience(h, minutes), "patience")
+    refused(check.patience(49, 245), "minutes")
