@@ -115,8 +115,8 @@ def test_thousands_of_plans_are_small(explorer: PlanExplorer) -> None:
 def test_bytes_inside_a_machine_and_out_of_it_are_the_traces(plan: Plan, axis: str, collective: str) -> None:
     cluster, nbytes = dgx_a100_pod(2), 1 << 20
     prices = Prices(plan, cluster)
-    group, way = axis_groups(plan, axis)[0], prices.price(axis, collective).way
-    trace = d2lps.simulate(way, cluster, nbytes, ranks=[cluster.devices[rank] for rank in group], device="meta", trace=True).trace
+    group, price = axis_groups(plan, axis)[0], prices.price(axis, collective)
+    trace = d2lps.simulate(price.run, cluster, nbytes, ranks=[cluster.devices[rank] for rank in group], device="meta", trace=True).trace
     moved = trace.bytes_on_links()
     nodes = cluster.graph.nodes
     out = sum(n for (src, dst), n in moved.items() if src in cluster.devices and nodes[dst].get("machine") is None)
