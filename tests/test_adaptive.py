@@ -129,12 +129,23 @@ def test_it_finds_out_when_the_network_changes_under_it() -> None:
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"topologies": ["ring", "star"]}, "'star'"), ({"first": "flat"}, "'flat'"), ({"gain": 1.0}, "1.0"),
+    [({"topologies": []}, "empty"),
+     ({"topologies": ["ring", "star"]}, "'star'"), ({"first": "flat"}, "'flat'"), ({"gain": 1.0}, "1.0"),
      ({"patience": 0}, "0 is not"), ({"horizon": 0}, "horizon=0"), ({"every": 1.5}, "every=1.5")],
 )  # fmt: skip
 def test_bad_options_are_named(options: dict, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         Controller(**options)
+
+
+def test_times_that_are_none_and_topologies_that_cannot_be_are_named() -> None:
+    controller = Controller(["ring", "tree"])
+    for key, time, word in ((("ring", 8), float("nan"), "nan"), (("ring", 8), -1.0, "-1.0"), (("star", 8), 1.0, "'star'")):
+        with pytest.raises(ValueError, match=word):
+            controller.observe({key: time})
+    assert not controller.estimate.rows
+    with pytest.raises(ValueError, match="'hierarchical'"):  # which has a formula, and no connections of its own here
+        simulate(lambda comm: AdaptiveAllReduce(comm, Controller(["ring", "hierarchical"])), star(2, 1e9))
 
 
 # ---- estimates --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 from launching import nothing_left
 from torch.nn.functional import cross_entropy
 
-from d2lps import architectures
+from d2lps import architectures, kvstore
 from d2lps.architectures import ACCIDENTS, ARCHITECTURES, LARGE, Job, Outcome
+from d2lps.architectures.accidents import member
+from d2lps.architectures.cloud_native import cloud_native
+from d2lps.architectures.simulated import at_its_time
 from d2lps.architectures.six import COLLECTIVE, STORED, count
 from d2lps.comm import RankDied
+from d2lps.kvstore import Lost
 from d2lps.simulator import Kill, simulate
 from d2lps.topology import Device, dgx_a100, dgx_a100_pod, multi_node, star
 
@@ -54,7 +59,7 @@ def check_same(outcome: Outcome, plain: tuple[list[float], torch.Tensor]) -> Non
     assert all(torch.equal(record.weights, outcome.weights) for record in outcome.records), "all ranks have the same"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_in_a_simulation_all_come_to_what_one_process_does(name: str, ranks: int, plain: Any) -> None:
     servers = POD.devices[:2]
@@ -149,6 +154,23 @@ def test_a_process_comes(name: str, plain: Any) -> None:
         check_same(outcome, plain)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_weights_are_the_same_to_the_bit_whoever_dies_when(seed: int) -> None:
+    """Up to all of four, and one that is given up though it lives; a fifth comes, and the key is cut over three servers."""
+    pod, chance = POD.reached(), random.Random(seed)
+    job = Job(batch=4, steps=3, comes=chance.uniform(0, 0.013))
+    nodes, dead, given_up = pod.devices, chance.sample(range(4), chance.randint(1, 4)), chance.randrange(4)
+    kills = [Kill(nodes[rank], chance.uniform(0, 0.015)) for rank in dead]
+    events = [(kill.at + chance.choice([0, 1e-4, 0.01]), Lost(rank)) for kill, rank in zip(kills, dead, strict=True)]
+    events = sorted([*events, (chance.uniform(0, 0.015), Lost(given_up))], key=lambda event: event[0])
+    run = kvstore.simulate(
+        member, pod, nodes[:5], nodes[5:], cloud_native, job, (4,), at_its_time,
+        faults=kills, events=events, absent=(4,), consistency="asp", split=10_000, trace=False,
+    )  # fmt: skip
+    alone = architectures.simulate("cloud-native", replace(job, comes=None), POD, 1, trace=False)
+    assert run[4] is not None and all(torch.equal(record.weights, alone.weights) for record in run if record)
+
+
 def test_those_who_die_together_say_nothing_of_one_another() -> None:
     def wait(comm: Any) -> None:
         comm.recv(torch.zeros(1), 1 - comm.rank)
@@ -204,6 +226,14 @@ def test_what_cannot_be_is_said_at_once() -> None:
     for call in (architectures.simulate, architectures.run):
         with pytest.raises(ValueError, match="steps=3"):
             call("ring", replace(JOB, steps=3), POD if call is architectures.simulate else 4, accident="kill")  # type: ignore[operator]
+    with pytest.raises(ValueError, match="ranks=1, of which 1 would work"):
+        architectures.simulate("ring", JOB, POD, 1, accident="kill")
+    with pytest.raises(ValueError, match="ranks=1, of which 1 would work"):
+        architectures.run("ring", JOB, 1, "kill")
+    with pytest.raises(ValueError, match="ranks=9: the cluster has 8 devices"):
+        architectures.simulate("ring", JOB, POD, 9)
+    with pytest.raises(ValueError, match="are on all devices"):
+        architectures.simulate("cloud-native", JOB, POD, 2, accident="kill", servers=POD.devices)
     with pytest.raises(ValueError, match="batch=16 is no multiple of part=3"):
         Job(part=3)
     with pytest.raises(ValueError, match="have no device"):

@@ -1,8 +1,9 @@
 """The checks of *Feeding the devices*: wrong answers are refused in words."""
 
 import random
+from functools import cache
 from itertools import islice
-from math import isqrt
+from math import gcd, isqrt
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from d2lps.check import feeding_the_devices as check
     ("name", "wrong", "word"),
     [
         ("queue", (204, 1968, 160, 6, 2), "batches under way"),
+        ("queue", (204.8, 1968, 160, 6, 2), "(whole)"),
+        ("queue", (205, 1968, 160, 6, 2.15), "part of a device"),
         ("queue", (4, 1968, 160, 6, 2), "64 samples of 80 ms"),
         ("queue", (205, 30.75, 160, 6, 2), "MB"),
         ("queue", (205, 1968, 5120, 6, 2), "ms of a step"),
@@ -55,17 +58,48 @@ def not_walked(place, n, seed):
 
 
 def affine(place, n, seed):
-    """A multiplication modulo a prime of its own, without any noise: side by side stays evenly spaced."""
-    return n - 1 - place if seed % 2 else place
+    """A multiplication without any noise: samples of places side by side are evenly spaced."""
+    factor = next(a for a in range(1 + hash((seed, 1)) % n, 3 * n) if gcd(a, n) == 1)
+    return (factor * place + hash((seed, 2))) % n
 
+
+def walked(place, n, seed, noise, base):
+    while True:
+        left, right = divmod(place, base)
+        for k in range(8):
+            left, right = right, (left + noise((k, right, seed))) % base
+        if (place := left * base + right) < n:
+            return place
+
+
+def odd(place, n, seed):
+    """A base that may be odd."""
+    return walked(place, n, seed, lambda key: hash((hash(key), 1)), isqrt(n - 1) + 1)
+
+
+def hashed_once(place, n, seed):
+    """An even base, but Python's hash of a tuple is no good noise: its last bits follow those of the tuple."""
+    base = isqrt(n - 1) + 1
+    return walked(place, n, seed, hash, base + base % 2)
+
+
+@cache
+def table(n, seed):
+    return random.Random(seed).sample(range(n), n)
+
+
+def listed(place, n, seed):
+    """A table where there is room for one, and a hash where not."""
+    return table(n, seed)[place] if n < 10**6 else hash((place, seed)) % n
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
         (rotated, "usual"), (hashed, "places"), (unshuffled, "usual"), (not_walked, "none of the samples"), (affine, "usual"),
+        (odd, "an odd base?"),
+        (hashed_once, "another one in each round"), (listed, "n=1,000,003: of 4,000 places, two hold the same"),
         (lambda place, n, seed: float(rotated(place, n, seed)), "none of the samples"),
-        (lambda place, n, seed: list(range(n))[place] if n < 10**6 else 1 / 0, "usual"),
     ],
 )  # fmt: skip
 def test_sample_at_refuses(wrong, word):
@@ -140,15 +174,25 @@ def own_dice(stream, size, dice):
     return fair(stream, size, random)
 
 
-def fair(stream, size, dice, first=0):
+def fair(stream, size, dice, first=0, rest=True):
     stream = iter(stream)
     buffer = list(islice(stream, size))
     for new in stream:
         at = dice.randrange(first, len(buffer)) if len(buffer) > first else 0
         yield buffer[at]
         buffer[at] = new
-    dice.shuffle(buffer)
+    if rest:
+        dice.shuffle(buffer)
     yield from buffer
+
+
+def oldest(stream, size, dice):
+    """What has waited longest is likelier."""
+    stream = iter(stream)
+    buffer = list(islice(stream, size))
+    while buffer:
+        yield buffer.pop(min(dice.randrange(len(buffer)), dice.randrange(len(buffer))))
+        buffer += islice(stream, 1)
 
 
 def sticky(stream, size, dice):
@@ -160,10 +204,13 @@ def sticky(stream, size, dice):
     ("wrong", "word"),
     [
         (everything, "buffer of 1"), (loses_the_rest, "not each of them once"), (own_dice, "others thrown"),
-        (lambda stream, size, dice: iter(stream), "with other dice"),
+        (lambda stream, size, dice: iter(stream), "stream's order"),
+        (lambda stream, size, dice: fair(stream, size, random.Random(4)), "with other dice"),
         (lambda stream, size, dice: fair(stream, size + 8 * (size > 20), dice), "places forward"),
         (lambda stream, size, dice: everything(stream, size, dice) if size > 9 else fair(stream, size, dice), "no end"),
-        (lambda stream, size, dice: fair(stream, max(1, size // 2), dice), "none of"),
+        (lambda stream, size, dice: fair(stream, max(1, size // 2), dice), "as likely"),
+        (lambda stream, size, dice: fair(stream, size, dice, rest=False), "stream's order"),
+        (blocks, "as likely"), (sticky, "as likely"), (oldest, "as likely"),
     ],
 )  # fmt: skip
 def test_shuffled_refuses(wrong, word):
@@ -194,7 +241,12 @@ def seeded(key):
         (seeded(lambda index, epoch, seed: [seed, index]), "share their noise"),
         (seeded(lambda index, epoch, seed: [epoch, index]), "share their noise"),
         (seeded(lambda index, epoch, seed: None), "asked again"),
-        (lambda sample, index, epoch, seed: sample + np.random.default_rng([seed, epoch, index]).random(8), "mean 0"),
+        (seeded(lambda index, epoch, seed: 1000 * seed + 100 * epoch + index), "share their noise"),
+        (lambda sample, *keys: sample + np.random.default_rng(keys).random(sample.shape), "mean 0"),
+        (lambda sample, *keys: sample + np.random.default_rng(keys).normal(size=8), "broadcast"),
+        (lambda sample, *keys: sample + np.random.default_rng(keys).normal(), "in several places"),
+        (lambda sample, *keys: np.add(sample, np.random.default_rng(keys).normal(size=sample.shape), out=sample), "itself"),
+        (lambda sample, *keys: np.random.default_rng(keys).normal(size=sample.shape), "asked again"),
     ],
 )  # fmt: skip
 def test_noisy_refuses(wrong, word):

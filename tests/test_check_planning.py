@@ -54,8 +54,8 @@ def lived(failures, work, interval, save, restart, again=True, whole=False, savi
     ("wrong", "word"),
     [(partial(lived, again=False), "while it restarts"), (partial(lived, whole=True), "is shorter"),
      (partial(lived, saving=False), "does not count"), (partial(lived, late=False), "one failure in the second interval"),
-     (lambda *given: "soon", "no number of seconds"),
-      (lambda failures, work, interval, save, restart: work, "without a failure")],
+     (lambda *given: "soon", "no number of seconds"), (lambda *given: float("nan"), "without a failure"),
+     (lambda failures, work, interval, save, restart: work, "without a failure")],
 )  # fmt: skip
 def test_survive_refuses(wrong, word):
     assert check.survive(lived)
@@ -69,9 +69,8 @@ def share(n, t, last=False):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(partial(share, last=True), "T(n) = a + b/n"), (lambda n, t: 1 - share(n, t), "T(n) = a + b/n"),
+    [(share, "least squares"), (partial(share, last=True), "T(n) = a + b/n"), (lambda n, t: 1 - share(n, t), "T(n) = a + b/n"),
      (lambda n, t: (t[-1] - t[0] / n[-1]) / (1 - 1 / n[-1]) / t[0], "T(n) = a + b/n"), (lambda n, t: "0.2", "is no number")],
 )  # fmt: skip
 def test_amdahl_refuses(wrong, word):
-    assert check.amdahl(share)
     refused(check.amdahl(wrong), word)

@@ -1,5 +1,7 @@
 """The checks of *Topology-aware and dynamic*: wrong answers are refused in words."""
 
+from itertools import pairwise, product
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,8 @@ def test_by_hand_refuses(answers, word):
     ("wrong", "word"),
     [(lambda topology, nodes: nodes, "links"), (lambda topology, nodes: sorted(nodes), "links"),
      (lambda topology, nodes: nodes[:-1], "each of the nodes once"), (lambda topology, nodes: len(nodes), "a list of nodes"),
-     (lambda topology, nodes: topology.devices[::2] + topology.devices[1::2], "links")],
+     (lambda topology, nodes: topology.devices[::2] + topology.devices[1::2], "links"),
+     (lambda topology, nodes: topology.devices, "each of the nodes once")],
 )  # fmt: skip
 def test_place_refuses(wrong, word):
     refused(check.place(wrong), word)
@@ -40,9 +43,14 @@ def forgets_too_slowly(sizes, seconds, ages, patience):
     return np.polyfit(sizes, seconds, 1, w=np.exp(-ages / patience / 2) / seconds)[::-1]
 
 
+def patience_of_10(sizes, seconds, ages, patience):
+    return np.polyfit(sizes, seconds, 1, w=np.exp(-ages / 10) / seconds)[::-1]
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(plain, "weigh by 1 / seconds"), (never_forgets, "50 steps ago"), (forgets_too_slowly, "steps ago"),
+     (patience_of_10, "patience of 3"),
      (lambda *_: 3, "a pair"), (lambda *args: never_forgets(*args)[::-1], "is fitted as")],
 )  # fmt: skip
 def test_fit_refuses(wrong, word):
@@ -80,6 +88,18 @@ def test_oracle_refuses(wrong):
     refused(check.oracle(wrong), "is possible and the least")
 
 
+def gives_up_when_long(stages, change):
+    if len(stages) > 5:
+        return free_changes(stages, change)
+    ways = product(stages[0], repeat=len(stages))
+    paid = ((sum(s[n] for s, n in zip(stages, way, strict=True)), sum(a != b for a, b in pairwise(way))) for way in ways)
+    return min(seconds + change * changes for seconds, changes in paid)
+
+
+def test_oracle_tries_a_job_too_long_to_list_its_ways():
+    refused(check.oracle(gives_up_when_long), "299.5 s are the least")
+
+
 def rank_0_says(comm, mine):
     names = sorted(mine)
     number = torch.tensor([names.index(min(mine, key=mine.get))])
@@ -87,17 +107,23 @@ def rank_0_says(comm, mine):
     return names[number.item()]
 
 
+def in_own_order(comm, mine):
+    times = torch.tensor([*mine.values()], dtype=torch.float64)
+    all_reduce(comm, times, algorithm="tree")
+    return [*mine][int(times.argmin())]
+
+
 def everything(comm, mine):
     names = sorted(mine)
     times = torch.tensor([mine[name] for name in names] * 50, dtype=torch.float64)
     all_reduce(comm, times, algorithm="tree")
-    return names[int(times[:3].argmin())]
+    return names[int(times[: len(names)].argmin())]
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(lambda comm, mine: min(mine, key=mine.get), "they decide for"), (rank_0_says, "on the average"),
-     (everything, "256 bytes"), (lambda comm, mine: "ring", "on the average")],
+     (everything, "256 bytes"), (in_own_order, "they decide for"), (lambda comm, mine: "ring", "on the average")],
 )  # fmt: skip
 def test_decide_refuses(wrong, word):
     refused(check.decide(wrong), word)

@@ -23,12 +23,19 @@ def waits_least(trace: Any) -> int | None:
     return int(np.argmin(waits)) if waits.min() < 0.7 * np.median(waits) else None
 
 
+def beyond(trace: Any, factor: float, usual: Any) -> int | None:
+    return next(iter(np.flatnonzero(busy(trace) > factor * usual(busy(trace))).tolist()), None)
+
+
 @pytest.mark.parametrize(("wrong", "words"), [
     (lambda trace: int(np.argmin(trace.time_waiting())), "nobody is slow: not "),
     (lambda trace: int(np.argmax(busy(trace))), "nobody is slow: not "),
     (above_rank_0, "rank 0 computes three times as long: not"),
-    (lambda trace: trace and None, "rank 3 computes 1.5 times as long: not None"), (waits_least, "look at what it computes"),
-], ids=["waits least", "the longest", "by rank 0", "nobody", "waiting"])  # fmt: skip
+    (lambda trace: trace and None, "rank 3 computes 1.35 times as long: not None"), (waits_least, "look at what it computes"),
+    (lambda trace: beyond(trace, 1.3, np.mean), "rank 3 computes 1.35"),
+    (lambda trace: beyond(trace, 1.1, np.median), "rank 1 computes 1.2 times as long: not 1"),
+    (lambda trace: beyond(trace, 1.3, np.min), "all but rank 1 compute twice as long: not"),
+], ids=["waits least", "the longest", "by rank 0", "nobody", "waiting", "the mean", "a tenth", "the quickest"])  # fmt: skip
 def test_the_culprit_misjudged(wrong: Any, words: str) -> None:
     refused(check.culprit(wrong), words)
 
@@ -75,12 +82,20 @@ def behind(flights: Any) -> list[int]:
     return sorted(late)
 
 
+def missing(flights: Any, late: bool = False) -> list[int]:
+    """Those for whom somebody waits, and who wait for nobody; late: who have not reached its number in any group."""
+    return sorted({other for entries in flights.values() for _, number, members, done in entries if not done
+                   for other in members if not inside(flights, other)
+                   and (not late or max((entry[1] for entry in flights[other]), default=0) < number)})  # fmt: skip
+
+
 @pytest.mark.parametrize(("wrong", "words"), [
     (behind, "rank 0 waits for 1, which waits for 3: not [1, 3]; somebody who waits itself"),
     (lambda flights: [rank for rank in flights if inside(flights, rank)], "rank 2 is late: not [0, 1]"),
     (lambda flights: [rank for rank in flights if not inside(flights, rank)], "all are through: not [0, 1]"),
-    (lambda flights: [], "rank 2 is late: not []"),
-], ids=["all behind", "all inside", "all outside", "nobody"])  # fmt: skip
+    (lambda flights: [], "rank 2 is late: not []"), (missing, "rank 0 is through, and rank 2 is late: not [0, 2]"),
+    (lambda flights: missing(flights, late=True), "rank 0 waits for 1, which waits for 3: not []"),
+], ids=["all behind", "all inside", "all outside", "nobody", "all that do not wait", "numbers of other groups"])  # fmt: skip
 def test_the_wrong_ones_blamed(wrong: Any, words: str) -> None:
     refused(check.to_blame(wrong), words)
 

@@ -62,6 +62,8 @@ def test_orders_refuse_what_there_is_not() -> None:
         Shuffle(2**62 + 1)
     with pytest.raises(ValueError, match="places from 3 to 10: an epoch's are 0 to 9"):
         Shuffle(10)([3, 10])
+    with pytest.raises(ValueError, match="not whole numbers"):
+        Shuffle(10)([0.7])
 
 
 # ---- nothing lost, nothing twice ----------------------------------------------------------------------------------------
@@ -233,6 +235,11 @@ def doubled(value: int, dice: torch.Generator) -> tuple[int, int]:
     return 2 * value, int(torch.randint(10**9, (), generator=dice))
 
 
+def test_samples_that_make_no_batch_are_named() -> None:
+    with pytest.raises(RuntimeError, match=r"samples \[.*\] of epoch 0 are no batch"):
+        next(iter(Loader([torch.zeros(n) for n in range(3)], 3)))
+
+
 def test_processes_load_the_same_as_threads_and_dice_belong_to_samples() -> None:
     runs = [
         [tuple(part.tolist() for part in batch) for batch in Loader(range(20), 4, transform=doubled, seed=9, **how)]
@@ -306,6 +313,7 @@ def test_a_process_killed_while_it_loads_ahead_goes_on_where_it_was(tmp_path) ->
     ("how", "word"),
     [
         ({"rank": 2, "ranks": 2}, "rank=2 is none of 2 ranks"), ({"batch": 0}, "batch=0"), ({"ahead": -1}, "ahead=-1"),
+        ({"ahead": 1.5}, "ahead=1.5"), ({"seed": "a"}, "seed='a'"),
         ({"last": "wrap"}, "last='wrap'"), ({"workers": 0}, "workers=0"), ({"ranks": 0}, "ranks=0"),
     ],
 )  # fmt: skip
@@ -323,6 +331,8 @@ def test_a_state_of_another_order_is_refused() -> None:
         assert other.position == 0
     with pytest.raises(ValueError, match="position 10: no place"):
         Loader(range(10), 4, seed=1).load_state_dict(state | {"position": 10})
+    with pytest.raises(ValueError, match="position None: no place"):
+        Loader(range(10), 4, seed=1).load_state_dict({name: value for name, value in state.items() if name != "position"})
 
 
 def test_a_state_changed_under_a_loop_is_noticed() -> None:

@@ -119,3 +119,11 @@ def test_wrong_caches_are_refused():
         Cache(3, "fifo")
     with pytest.raises(ValueError, match=r"share=1\.5"):
         HITS["lru"](1.5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"servers": 0}, {"servers": 1.5}, {"bandwidth": 0}, {"port": -1.0}, {"latency": -0.1}, {"lookup": inf}]
+)
+def test_wrong_storage_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        Storage(**{"servers": 1, "bandwidth": 1e9, "latency": 0.0} | wrong)

@@ -45,10 +45,10 @@ class Workers:
     def leased(self, rank: int) -> tuple[int, ...]:
         return next(reply.owner for reply in reversed(self.answers[rank]) if reply.op == "lease")
 
-    def bring(self, rank: int, step: int, part: int) -> str:
+    def bring(self, rank: int, step: int, part: int, last: bool = True) -> str:
         """Each part of each step has a value that no sum of others makes."""
         value = torch.tensor([8.0 ** (step * PARTS + part)], dtype=torch.float64)
-        return self.ask(rank, "bring", value=value, options={"step": step, "part": part})
+        return self.ask(rank, "bring", value=value, options={"step": step, "part": part, "last": last})
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,8 +109,22 @@ def test_parts_are_added_in_their_own_order() -> None:
         workers = Workers(1)
         for part in order:
             value = torch.tensor([[1e16, 1.0, -1e16, 0.5][part]], dtype=torch.float64)
-            workers.ask(0, "bring", value=value, options={"step": 0, "part": part})
+            workers.ask(0, "bring", value=value, options={"step": 0, "part": part, "last": True})
         assert workers.server.entries["w"].value.item() == 0.5
+
+
+def test_elsewhere_a_step_ends_when_somebody_speaks_of_the_next() -> None:
+    """Whoever brought the last part may be lost on the way to the server that leases: the old weights are still needed."""
+    for speaks in ("pull", "bring"):
+        workers = Workers(2)
+        for part in range(PARTS):
+            assert not workers.bring(0, 0, part, last=False)
+        assert not workers.ask(1, "pull", options={"step": 0}) and workers.server.entries["w"].version == 0
+        assert not workers.bring(1, 0, 3, last=False), "once more, by who has leased it after that"
+        assert not (workers.ask(1, "pull", options={"step": 1}) if speaks == "pull" else workers.bring(1, 1, 0, last=False))
+        assert workers.server.entries["w"].version == 1
+        assert workers.server.entries["w"].value.item() == sum(8.0**k for k in range(PARTS))
+        assert "is at step 1" in workers.ask(1, "pull", options={"step": 0})
 
 
 @pytest.mark.parametrize(

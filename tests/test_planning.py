@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2lps import simulate
+from d2lps import OutOfMemory, simulate
 from d2lps.check.planning import _survived
 from d2lps.parallel import Calibration, Plan, Transformer
 from d2lps.parallel.prediction.messages import by_messages
@@ -118,13 +118,19 @@ def test_tiers_grow_with_devices() -> None:
 FEW = Transformer(layers=4, hidden=8192, heads=64, vocab=51200, sequence=1024)
 
 
-@pytest.mark.parametrize(("per_pod", "count", "plan"), [
-    (4, 2, Plan(dp=4, tp=8, pp=2)), (4, 2, Plan(dp=4, tp=4, pp=4, zero=1)), (16, 4, Plan(dp=16, tp=8, pp=4)),
+@pytest.mark.parametrize(("per_pod", "count", "plan", "batch"), [
+    (4, 2, Plan(dp=4, tp=8, pp=2), 8), (4, 2, Plan(dp=4, tp=4, pp=4, zero=1), 8), (16, 4, Plan(dp=16, tp=8, pp=4), 16),
 ], ids=["64 tp 8", "64 tp 4", "512"])  # fmt: skip
-def test_a_step_on_pods_takes_what_its_messages_take(per_pod: int, count: int, plan: Plan) -> None:
+def test_a_step_on_pods_takes_what_its_messages_take(per_pod: int, count: int, plan: Plan, batch: int) -> None:
     net = pods(count, per_pod, oversubscription=7)
-    told = predict_on_pods(FEW, plan, net, 2 * plan.dp, H100)
+    told = predict_on_pods(FEW, plan, net, batch, H100)
     assert told.time == pytest.approx(by_messages(told.job, net).time, rel=0.02)
+
+
+def test_what_does_not_fit_is_refused_as_predict_does() -> None:
+    large = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    with pytest.raises(OutOfMemory, match="'gradients' needs"):
+        predict_on_pods(large, Plan(dp=8, tp=8), pods(1, per_pod=8), batch=128)
 
 
 def test_a_group_of_many_pods_is_sampled_in_each_of_them() -> None:

@@ -8,16 +8,13 @@ This file is both: the test, and (run as a script) the job on the hosts.
 """
 
 import contextlib
-import ctypes
-import functools
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +26,14 @@ from d2lps import Communicator
 from d2lps.collectives import all_reduce
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "book" / "at_scale" / "cluster"))
+
+from host_box import MEGABITS, SHAPE, address, enter, inside, shaped_hosts, why_not  # noqa: E402, F401
+
 QUIET = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without names: no news
-MEGABITS = 50
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of our data in it: tbf counts the former
 SIZES = [3, 5, 8]  # how many of the hosts take part
 BANDWIDTH = MEGABITS / 8 * 1e6 * PAYLOAD / FRAME
-# A bucket of 32 KB is 5 ms of the link: with less, a busy machine that looks at it too late wastes it; with more, it would
-# no longer shape messages of 25 ms. The queue holds 40 ms, 250 KB as that of a switch would, and drops what is more.
-SHAPE = f"tbf rate {MEGABITS}mbit burst 32kb latency 40ms"
 # How many elements each algorithm adds up, so that it takes about a second; and how often it is measured.
 ELEMENTS = {"ring": 1_000_000, "one_server": 200_000, "all_servers": 300_000}
 REPEATED = {"ring": 3, "one_server": 1, "all_servers": 1}
@@ -106,14 +103,6 @@ def become(rank: int, size: int, host: str, port: int) -> None:
     torch.set_num_threads(1)
 
 
-def enter(host: str) -> None:
-    """Move this process to another network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/var/run/netns/{host}") as namespace:
-        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), f"cannot enter {host}")
-
-
 def forked(jobs: Iterable[Callable[[], Any]]) -> None:
     """Do each in a process of its own (torch is imported once), and print what the first one gives."""
     children = []
@@ -141,45 +130,6 @@ def on_hosts(script: str, count: int, shape: str) -> None:
         subprocess.run([sys.executable, script, "hosts", *hosts], env=os.environ | QUIET, check=True, timeout=600)
 
 
-# ---- the hosts ----------------------------------------------------------------------------------------------------------
-
-
-def address(host: int) -> str:
-    return f"10.77.0.{host + 1}"
-
-
-def ip(command: str) -> None:
-    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
-
-
-def inside(host: str, command: str) -> None:
-    ip(f"netns exec {host} {command}")
-
-
-@contextlib.contextmanager
-def shaped_hosts(count: int, shape: str = SHAPE) -> Iterator[list[str]]:
-    """So many namespaces, joined by a bridge that lives in one more; nothing of it is left at the end."""
-    prefix = f"d2lps-{os.getpid()}"
-    switch, hosts = f"{prefix}-switch", [f"{prefix}-host{index}" for index in range(count)]
-    try:
-        for name in (switch, *hosts):
-            ip(f"netns add {name}")
-            inside(name, "ip link set lo up")
-        inside(switch, "ip link add bridge type bridge")
-        inside(switch, "ip link set bridge up")
-        for index, host in enumerate(hosts):
-            ip(f"link add eth0 netns {host} type veth peer name port{index} netns {switch}")
-            inside(host, f"ip address add {address(index)}/24 dev eth0")
-            inside(switch, f"ip link set port{index} master bridge")
-            for name, end in ((host, "eth0"), (switch, f"port{index}")):
-                inside(name, f"ip link set {end} up")
-                inside(name, f"tc qdisc add dev {end} root {shape}")
-        yield hosts
-    finally:
-        for name in (*hosts, switch):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
 def measure(hosts: list[str]) -> list[dict[str, float]]:
     """Run this file as the job on the hosts: what came of it, by size."""
     command = [sys.executable, __file__, *hosts]
@@ -205,23 +155,6 @@ import pytest  # noqa: E402
 
 from d2lps.simulator import simulate  # noqa: E402
 from d2lps.topology import star  # noqa: E402
-
-
-@functools.cache
-def why_not() -> str:
-    """What keeps this machine from having hosts in a box; "" if nothing does."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
-    if os.geteuid() != 0:
-        return "only root can make network namespaces"
-    for tool in ("ip", "tc"):
-        if not shutil.which(tool):
-            return f"there is no `{tool}`: install iproute2"
-    try:
-        with shaped_hosts(2):
-            return ""
-    except subprocess.CalledProcessError as error:
-        return f"`{' '.join(error.cmd)}` fails: {error.stderr.strip()}"
 
 
 @pytest.fixture(scope="module")

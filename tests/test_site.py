@@ -112,7 +112,8 @@ def for_each(names: list[str]) -> pytest.MarkDecorator:
 # Where a widget of this class is on its page.
 SELECTORS = {"Player": ".d2lps-player", "Race": ".d2lps-race", "Sweep": ".d2lps-sweep", "TopologyExplorer": ".d2lps-topology",
              "Bet": ".d2lps-bet", "Choices": ".d2lps-choices", "Lanes": ".d2lps-lanes",
-             "StepPlayer": ".d2lps-steps:not(.d2lps-plans)", "PlanExplorer": ".d2lps-plans"}
+             "StepPlayer": ".d2lps-steps:not(.d2lps-plans, .d2lps-planning)", "PlanExplorer": ".d2lps-plans",
+             "PlanningExplorer": ".d2lps-planning"}
 
 
 def widgets(name: str) -> list[str]:
@@ -197,6 +198,8 @@ def by_mouse(page: "playwright.Page", widget: "playwright.Locator") -> None:
         block.first.click()
     elif (choice := widget.locator('[data-action="tp"]:not(:checked)')).count():
         choice.last.click(force=True)
+    elif (part := widget.locator("[data-part]")).count():
+        part.last.click()
     else:
         page.mouse.click(*middle(widget.locator(".cable .reach").first))
 
@@ -215,6 +218,9 @@ def by_keyboard(page: "playwright.Page", widget: "playwright.Locator") -> None:
     elif (choice := widget.locator('[data-action="tp"]:checked')).count():
         choice.focus()
         page.keyboard.press("ArrowLeft")
+    elif (unit := widget.locator("svg.unit")).count():
+        unit.focus()
+        page.keyboard.press("Enter")
     else:
         widget.locator('.cable[tabindex="0"]').focus()
         page.keyboard.press("Enter")

@@ -67,6 +67,14 @@ def test_what_is_read_of_a_gpu_is_what_somebody_looks_at() -> None:
     assert set(COUNTERS) == set(re.findall(r"DCGM_\w+", asked))
 
 
+def test_the_chapter_shows_the_rule_as_it_is() -> None:
+    cells = json.loads((MONITORING.parent / "watching_and_debugging.ipynb").read_text())["cells"]
+    (shown,) = [found[1] for cell in cells if (found := re.search(r"```yaml\n(.*?)```", "".join(cell["source"]), re.DOTALL))]
+    rules = {rule.get("alert"): rule for group in RULES["groups"] for rule in group["rules"]}
+    for rule in yaml.safe_load(shown):
+        assert rule.items() <= rules[rule["alert"]].items()
+
+
 def test_panels_do_not_overlap_and_their_numbers_are_their_own() -> None:
     cells = [
         (x, y) for panel in BOARD["panels"] for place in [panel["gridPos"]]

@@ -98,6 +98,18 @@ def test_the_rank_that_keeps_the_others_waiting_waits_least() -> None:
     assert np.argmin(waited) == 1
 
 
+def in_an_older_group(comm: Any) -> float:
+    group = comm.split(comm.rank % 2)
+    with Metrics(comm) as metrics:
+        d2lps.collectives.all_reduce(group, torch.ones(100), algorithm="ring")
+        metrics(0)
+        return sum(value for key, value in samples(metrics.url).items() if key[0] == "d2lps_bytes_total" and key[2] == "sent")
+
+
+def test_groups_that_were_split_off_before_are_counted() -> None:
+    assert d2lps.run(in_an_older_group, 4) == [400] * 4
+
+
 def beside(comm: Any) -> Samples:
     with Metrics(comm) as metrics:
         for step in range(2):
@@ -173,6 +185,6 @@ def test_after_the_block_nothing_is_counted() -> None:
     def job(comm: Any) -> bool:
         with Metrics(comm):
             pass
-        return comm.tally is None
+        return comm.watchers == []
 
     assert alone(job)

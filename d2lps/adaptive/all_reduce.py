@@ -38,6 +38,8 @@ class AdaptiveAllReduce:
 
     def __init__(self, comm: Communicator, controller: Controller | None = None, round_trips: int = 2) -> None:
         self.comm, self.controller = comm, controller or Controller()
+        for name in self.controller.topologies:
+            named("topology", name, PAIRS)
         self.round_trips = whole("round_trips", round_trips)
         self.open: set[int] = set()  # ranks that this one has a connection to
         self._laps: dict[tuple[str, int], list[float]] = defaultdict(list)  # since the ranks agreed last

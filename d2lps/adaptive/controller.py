@@ -4,6 +4,7 @@ It hopes, tries, and then believes what it saw: optimism in the face of uncertai
 topology that might be better, at its best, gets one bucket of the next step. What that bucket took decides whether all follow.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -29,13 +30,16 @@ class Controller:
     share of a step that a change must save; horizon: within so many steps it must also save what its connections take. every:
     agree on measured times after so many steps, or as soon as anything is new. patience: in so many steps what was measured
     loses its weight by a factor of e, so one that was r times slower is tried again after patience ln r steps.
-    ValueError for a name without a formula, a `first` that is not among them, and numbers out of range.
+    Steps should have several buckets, since one of them tries: of a single one each trial is a whole step. ValueError for no
+    topologies, a name without a formula, a `first` that is not among them, and numbers out of range.
     """
 
     def __init__(
         self, topologies: Sequence[str] = ("ring", "double_tree", "blockwise"), first: str = "",
         gain: float = 0.05, horizon: int = 50, every: int = 8, patience: float = 100,
     ) -> None:  # fmt: skip
+        if not topologies:
+            raise ValueError("topologies is empty: name at least one all-reduce")
         for name in topologies:
             named("topology", name, FORMULAS)
         named("first", first, dict.fromkeys(["", *topologies], 0))
@@ -71,6 +75,10 @@ class Controller:
 
     def observe(self, seconds: Mapping[tuple[str, int], float], setup: float | None = None) -> None:
         """What all ranks have agreed on: seconds by (topology, bytes), and what new connections took, if there were any."""
+        for (name, nbytes), time in seconds.items():
+            named("topology", name, dict.fromkeys(self.topologies))
+            if not 0 <= time < math.inf:
+                raise ValueError(f"{name} of {nbytes} bytes took {time!r}, which is not a number of seconds from 0 up")
         self.setup = self.setup if setup is None else setup
         factors = {}
         for (name, nbytes), time in seconds.items():

@@ -63,7 +63,7 @@ def cable(cluster: Topology, nodes: list[Hashable], node: Hashable) -> tuple[Has
     return cluster.links[cluster.route(node, before).links[0]]
 
 
-def attempt(comm: Communicator, function: Callable[..., Any], job: Any) -> Any:
+def run_rank(comm: Communicator, function: Callable[..., Any], job: Any) -> Any:
     """One rank of a job that may have to stop: who hears that another has died has nothing more to say."""
     try:
         return function(comm, job)

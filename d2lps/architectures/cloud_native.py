@@ -4,7 +4,7 @@ from torch import Tensor
 
 from d2lps.architectures.job import Job
 from d2lps.architectures.replica import Model, Record
-from d2lps.kvstore import KVWorker, Refused, Request
+from d2lps.kvstore import KVWorker, Request
 
 
 def cloud_native(kv: KVWorker, job: Job) -> Record:
@@ -19,13 +19,10 @@ def cloud_native(kv: KVWorker, job: Job) -> Record:
     """
     batch, step = Batch(kv, job), -1
     while (leased := batch.lease())[0] < job.steps:
-        try:
-            if leased[0] != step:
-                batch.fetch(leased[0])
-        except Refused:  # the others have completed that step: this lease was given up meanwhile
-            continue
-        if step >= 0 and leased[0] != step:
-            batch.model.finished(step)
+        if leased[0] != step:
+            batch.fetch(leased[0])
+            if step >= 0:
+                batch.model.finished(step)
         step, part = leased
         batch.bring(step, part, batch.model.gradient(step, part * job.part, job.part))
     batch.fetch(job.steps)
@@ -36,7 +33,8 @@ def cloud_native(kv: KVWorker, job: Job) -> Record:
 class Batch:
     """A worker's view of the store: who works on which part is the affair of one server, the first that has a part of the key.
 
-    It hears of a gradient last: what it takes for complete is complete on all servers.
+    It hears of a gradient last: what it takes for complete is complete on all servers, which end it when they hear
+    of the next step.
     """
 
     def __init__(self, kv: KVWorker, job: Job) -> None:
@@ -53,12 +51,12 @@ class Batch:
         return self.kv.ask("lease", "weights", [(home, Request("lease", home.name))])[0].owner
 
     def fetch(self, step: int) -> None:
-        """The weights of that step; Refused if they are of another by now."""
+        """The weights of that step."""
         asked = [(part, Request("pull", part.name, options={"step": step})) for part in self.parts]
         self.kv.fetch("pull", "weights", asked, [part.of(self.model.weights) for part in self.parts]).wait()
 
     def bring(self, step: int, part: int, gradient: Tensor) -> None:
         """To the home last, when all others have it."""
-        told = {"step": step, "part": part}
-        for some in (self.parts[1:], self.parts[:1]):
+        for last, some in ((False, self.parts[1:]), (True, self.parts[:1])):
+            told = {"step": step, "part": part, "last": last}
             self.kv.ask("bring", "weights", [(p, Request("bring", p.name, p.of(gradient), options=told)) for p in some])

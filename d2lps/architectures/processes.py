@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from d2lps import kvstore, launch
-from d2lps.architectures.accidents import attempt, member
+from d2lps.architectures.accidents import member, run_rank
+from d2lps.architectures.elastic import elastic
 from d2lps.architectures.job import Job
 from d2lps.architectures.outcome import Outcome
 from d2lps.architectures.replica import noted, somebody_waits
 from d2lps.architectures.six import COLLECTIVE, STORED, count, known
 from d2lps.comm import Communicator, RankDied
-from d2lps.cost.numbers import named
+from d2lps.cost.numbers import named, whole
 from d2lps.result import Run
 
 AFTER = 2  # steps, something happens
@@ -46,11 +47,13 @@ def run(
         named("accident", accident, {"kill": None, "join": None})
     if accident and job.steps < AFTER + 2:
         raise ValueError(f"steps={job.steps}: an accident after {AFTER} needs some after it, at least {AFTER + 2}")
+    if (at_work := count(architecture, job, whole("ranks", ranks))) < 2 and accident:
+        raise ValueError(f"ranks={ranks}, of which {at_work} would work: an accident needs 2")
     outcome = Outcome(architecture, job)
     with tempfile.TemporaryDirectory(prefix="d2lps-job-") as folder:
         job, options = replace(job, folder=folder), {"timeout": timeout, "trace": trace}
         if architecture in STORED:
-            _stored(outcome, job, ranks, accident, servers, options)
+            _stored(outcome, job, at_work, accident, servers, options)
         else:
             _elastic(outcome, job, ranks, accident, options)
     return outcome
@@ -60,36 +63,30 @@ def run(
 
 
 def _elastic(outcome: Outcome, job: Job, ranks: int, accident: str | None, options: dict[str, Any]) -> None:
-    """Start the job, and again with those who are left, or have come."""
-    there, began = ranks - (accident == "join"), time.monotonic()
-    while True:
-        there = count(outcome.architecture, job, there)
-        try:
-            with _meanwhile(job, accident, there // 2):
-                found = launch.run(_numbered, there, COLLECTIVE[outcome.architecture], job, **options)
-        except RankDied as error:
-            found, told = None, str(error).splitlines()[0]
-        seconds, so_far = time.monotonic() - began, noted(job)
-        if found is not None:
-            outcome.add(found, -began, [*range(there)])
-        if so_far.get("done") == job.steps:
-            outcome.told = so_far["losses"]
-            return
-        if found is None:
-            there -= 1
-            outcome.redone += so_far["done"] - so_far.get("saved", 0)
-            outcome.history.append(f"{seconds:.2f} s: {told}; {so_far['done']} steps done, {so_far.get('saved', 0)} saved")
-        else:
-            there = ranks
-            outcome.history.append(f"{seconds:.2f} s: somebody has come; all stop after {so_far['done']} steps")
-        accident = None
+    began, still = time.monotonic(), accident
+
+    def attempt(there: list[int]) -> tuple[str, list[int]]:
+        nonlocal still
+        happens, still = still, None
         Path(job.folder, "comes").unlink(missing_ok=True)
+        try:
+            with _meanwhile(job, happens, len(there) // 2):
+                found = launch.run(_numbered, len(there), COLLECTIVE[outcome.architecture], job, **options)
+        except RankDied as error:
+            if len(there) == 1:
+                raise
+            return f"{time.monotonic() - began:.2f} s: {str(error).splitlines()[0]}", there[:-1]
+        outcome.add(found, -began, there)
+        stopped = found[0].stopped
+        return (f"{time.monotonic() - began:.2f} s: somebody has come; all stop", [*range(ranks)]) if stopped else ("", there)
+
+    elastic(outcome, job, [*range(ranks - (accident == "join"))], attempt)
 
 
 def _numbered(comm: Communicator, function: Callable[..., Any], job: Job) -> Any:
     """A rank that can be found to be killed."""
     Path(job.folder, f"rank{comm.rank}").write_text(str(os.getpid()))
-    return attempt(comm, function, job)
+    return run_rank(comm, function, job)
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from math import inf
 from typing import Any
 
 from d2lps import kvstore, simulator
-from d2lps.architectures.accidents import ACCIDENTS, Accident, attempt, cable, member
+from d2lps.architectures.accidents import ACCIDENTS, Accident, cable, member, run_rank
+from d2lps.architectures.elastic import elastic
 from d2lps.architectures.job import Job
 from d2lps.architectures.outcome import Outcome
-from d2lps.architectures.replica import noted
 from d2lps.architectures.six import COLLECTIVE, STORED, count, known
 from d2lps.comm import Communicator
-from d2lps.cost.numbers import named
+from d2lps.cost.numbers import named, whole
 from d2lps.parallel.prediction.search import machine_size
 from d2lps.topology import Topology
 
@@ -40,27 +40,53 @@ def simulate(
     """
     known(architecture)
     cluster = cluster.reached()
-    nodes = cluster.devices[:ranks]
+    nodes = _nodes(cluster, ranks)
     if accident is None:
         return _world(architecture, job, cluster, nodes, None, servers, trace)
     named("accident", accident, dict.fromkeys(ACCIDENTS))
     if job.steps < 4:
         raise ValueError(f"steps={job.steps}: an accident in the third step needs some after it, at least 4")
+    at_work = nodes[: count(architecture, job, len(nodes))]
+    if len(at_work) < 2:
+        raise ValueError(f"ranks={len(nodes)}, of which {len(at_work)} would work: an accident needs 2")
     quiet = quiet or alone(architecture, replace(job, steps=3), cluster, ranks, accident, servers=servers, trace=False)
     ends = next(iter(quiet.ended.values()))
-    step, node = ends[2] - ends[1], nodes[len(nodes) // 2]
+    step, node = ends[2] - ends[1], _victim(at_work, _homes(architecture, cluster, nodes, servers))
     happens = Accident(accident, ends[1] + step / 2, step, node, cable(cluster, nodes, node), restart)
     return _world(architecture, job, cluster, nodes, happens, servers, trace)
 
 
 def alone(architecture: str, job: Job, cluster: Topology, ranks: int | None, accident: str, **options: Any) -> Outcome:
     """The same without the accident: where somebody would have joined, without the one."""
-    nodes = cluster.devices[:ranks]
+    nodes = _nodes(cluster, ranks)
     if accident == "join" and architecture in STORED:
         never = Accident("join", inf, inf, nodes[0], cable(cluster, nodes, nodes[0]), 0.0)
         return _world(architecture, job, cluster.reached(), nodes, never, options.get("servers"), options.get("trace", True))
     before = _before(architecture, job, nodes) if accident == "join" else nodes
     return simulate(architecture, job, cluster, len(before), **options)
+
+
+def _nodes(cluster: Topology, ranks: int | None) -> list[Hashable]:
+    """The first devices, as many as there shall be ranks; ValueError where there are not so many."""
+    if not 0 < whole("ranks", len(cluster.devices) if ranks is None else ranks) <= len(cluster.devices):
+        raise ValueError(f"ranks={ranks}: the cluster has {len(cluster.devices)} devices")
+    return cluster.devices[:ranks]
+
+
+def _homes(architecture: str, cluster: Topology, nodes: list[Hashable], servers: list[Hashable] | None) -> list[Hashable]:
+    """Where a store's servers are."""
+    if architecture not in STORED:
+        return []
+    every = 2 if architecture == "cloud-native" else machine_size(cluster)
+    return servers or nodes[min(every, len(nodes)) - 1 :: every]
+
+
+def _victim(nodes: list[Hashable], homes: list[Hashable]) -> Hashable:
+    """The middle one of those whose death is not that of a server: nothing replaces these in a simulation."""
+    free = [node for node in nodes if node not in homes]
+    if not free:
+        raise ValueError(f"servers={homes} are on all devices: whichever has an accident, one of them would")
+    return free[len(free) // 2]
 
 
 def _before(architecture: str, job: Job, nodes: list[Hashable]) -> list[Hashable]:
@@ -82,36 +108,32 @@ def _world(
     return outcome
 
 
-# ---- collectives: whatever happens to one rank happens to the job -------------------------------------------------------------
+# ---- collectives --------------------------------------------------------------------------------------------------------------
 
 
 def _elastic(
     outcome: Outcome, job: Job, cluster: Topology, nodes: list[Hashable], accident: Accident | None, options: dict[str, Any]
 ) -> None:
-    """Start the job, and again with those who are there, from its last checkpoint, until it is done."""
-    function, began, there = COLLECTIVE[outcome.architecture], 0.0, nodes
-    if accident is not None and accident.kind == "join":
-        there, job = _before(outcome.architecture, job, nodes), replace(job, comes=accident.at)
-    while True:
-        there = there[: count(outcome.architecture, job, len(there))]
+    began, waits = 0.0, accident is not None and accident.kind == "join"
+
+    def attempt(there: list[Hashable]) -> tuple[str, list[Hashable]]:
+        nonlocal began, waits
         faults = [*accident.faults(there, began), *accident.ends(there, began)] if accident else []
-        run = simulator.simulate(attempt, cluster, function, job, ranks=there, faults=faults, **options)
+        coming = replace(job, comes=accident.at if accident and waits else None)
+        function = COLLECTIVE[outcome.architecture]
+        run = simulator.simulate(run_rank, cluster, function, coming, ranks=there, faults=faults, **options)
         outcome.add(run, began, there)
-        known, stopped = noted(job), any(record and record.stopped for record in run)
-        if known["done"] == job.steps:
-            outcome.told = known["losses"]
-            return
-        assert accident is not None
-        if stopped:
-            there, job, ended = nodes, replace(job, comes=None), began + run.time
-            outcome.history.append(f"{ended:.3g} s: somebody has come; all stop after {known['done']} steps")
+        if accident is not None and any(record is None for record in run):
+            ended, told = accident.noticed, f"{accident.node} is dead, and the job is ended"
+            there = [node for node in nodes if node != accident.node]
+        elif accident is not None and any(record.stopped for record in run):
+            ended, told, there, waits = began + run.time, "somebody has come; all stop", nodes, False
         else:
-            there, ended = [node for node in nodes if node != accident.node], accident.noticed
-            outcome.redone += known["done"] - known.get("saved", 0)
-            told = f"{known['done']} steps were done, {known.get('saved', 0)} of them saved"
-            outcome.history.append(f"{ended:.3g} s: {accident.node} is dead, and the job is ended; {told}")
+            return "", there
         began = ended + accident.restart
-        outcome.history.append(f"{began:.3g} s: it begins again on {count(outcome.architecture, job, len(there))} devices")
+        return f"{ended:.3g} s: {told}", there
+
+    elastic(outcome, job, _before(outcome.architecture, job, nodes) if waits else nodes, attempt)
 
 
 # ---- stores: who is gone is gone, and the others go on ------------------------------------------------------------------------
@@ -122,9 +144,8 @@ def _stored(
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     job, function = outcome.job, STORED[outcome.architecture]
-    size = machine_size(cluster)
-    every = {"parameter server": size, "cloud-native": 2}[outcome.architecture]
-    homes = servers or nodes[min(every, len(nodes)) - 1 :: every]
+    homes = _homes(outcome.architecture, cluster, nodes, servers)
+    nodes = nodes[: count(outcome.architecture, job, len(nodes))]
     late: tuple[int, ...] = ()
     if accident is not None and accident.kind == "join":
         late = tuple(range(len(_before(outcome.architecture, job, nodes)), len(nodes)))

@@ -32,7 +32,9 @@ def culprit(function: Function) -> str:
     without(function, "stragglers")
     cases: list[tuple[str, list[Any], int | None]] = [
         ("nobody is slow", [], None),
-        ("rank 3 computes 1.5 times as long", [Slow("gpu3", 1.5)], 3),
+        ("rank 3 computes 1.35 times as long", [Slow("gpu3", 1.35)], 3),
+        ("rank 1 computes 1.2 times as long", [Slow("gpu1", 1.2)], None),
+        ("all but rank 1 compute twice as long", [Slow(f"gpu{rank}", 2) for rank in (0, 2, 3, 4)], None),
         ("rank 0 computes three times as long", [Slow("gpu0", 3)], 0),
         ("only the cable of rank 2 is slow", [Narrow(("gpu2", "switch"), 8)], None),
         ("rank 4 computes twice as long, and rank 1's cable is slow", [Slow("gpu4", 2), Narrow(("gpu1", "switch"), 8)], 4),
@@ -72,10 +74,11 @@ _HANGS: list[tuple[str, Noted, list[int]]] = [
     ("rank 1 has entered nothing", {0: [("all", 1, [0, 1], False)], 1: []}, [1]),
     ("rank 0 waits for 1, which waits for 3",
      {0: [("a", 7, [0, 1], False)], 1: [("a", 6, [0, 1], True), ("b", 3, [1, 3], False)],
-      2: [("c", 9, [2], True)], 3: [("b", 2, [1, 3], True)]}, [3]),
+      2: [("c", 9, [2], True)], 3: [("b", 2, [1, 3], True), ("d", 8, [3], True)]}, [3]),
     ("all are inside", {r: [("all", 5, [0, 1, 2], False)] for r in range(3)}, []),
     ("two are late", {r: [("all", 3, [0, 1, 2, 3], r % 2 == 0)] + [("all", 4, [0, 1, 2, 3], False)] * (r % 2) for r in range(4)},
      [0, 2]),
+    ("rank 0 is through, and rank 2 is late", {r: [("all", 5 - r // 2, [0, 1, 2], r != 1)] for r in range(3)}, [2]),
 ]  # fmt: skip
 
 

@@ -226,8 +226,8 @@ class Communicator(Rank):
         recorder, nbytes = self.recorder, tensor.numel() * tensor.element_size()
         recorded = recorder.message(action, tensor, self.name, self.members[peer], tag) if recorder else None
         transfer = self._post(action, staged, peer, tag)
-        if self.tally is not None:
-            self.tally[action, self.axis, self.lane] += nbytes
+        for watcher in self.watchers:
+            watcher.moved(self, action, nbytes)
 
         def finish() -> None:
             with self.waiting(action, peer, tag, nbytes):

@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from abc import ABC
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ from d2lps.comm import ops
 from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.status import Board, Status, readers_line
+from d2lps.comm.watcher import Watcher
 from d2lps.comm.work import Event
 from d2lps.trace.recorder import Recorder, axis_of
 
@@ -48,9 +48,6 @@ class Rank(ABC):
     topology: Any = None  #: the described cluster, in a simulation
     generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
     debug: bool = False  #: whether ranks compare what they are about to do
-    # Where somebody watches (`d2lps.watch.Metrics`), what each lane has sent and received, in bytes, and waited, in seconds: by
-    # ("send", "recv" or "waiting"; axis; lane). Groups that are split off afterwards add to it, too. Not in a simulation.
-    tally: Counter[tuple[str, str, int]] | None = None
     notes_when_long = False  # whether a wait leaves its note only once it turns out to be long: most are shorter than the writing
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
@@ -60,7 +57,7 @@ class Rank(ABC):
         # What any communicator of this lane has started, and perhaps not yet waited for; a Future, or what is like one.
         self.started: dict[Rank, Future[Any]] = {}
         self.lanes: set[int] = set()  # in which something goes on beside the rank's own thread
-        self.watchers: list[Any] = []  # each is told by `entered(comm, collective)` and `left(comm)`, in all of the rank's groups
+        self.watchers: list[Watcher] = []  # the same list in all of the rank's groups
         self._become(members, rank, name)
 
     def _become(self, members: Sequence[int], rank: int, name: str) -> None:
@@ -243,8 +240,8 @@ class Rank(ABC):
             running.note = None
         # Not when the wait fails: the note then says where the rank stood as it failed.
         self.board.write(None, self.lane)
-        if self.tally is not None:
-            self.tally["waiting", self.axis, self.lane] += self.now() - start  # type: ignore[assignment]
+        for watcher in self.watchers:
+            watcher.waited(self, self.now() - start)
         if self.recorder:
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 

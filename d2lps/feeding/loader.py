@@ -36,8 +36,12 @@ class Source:
     seed: int = 0
 
     def load(self, epoch: int, samples: Sequence[int]) -> Any:
-        """A batch of these samples of the dataset; RuntimeError that names the sample at which something went wrong."""
-        return together([self._one(epoch, sample) for sample in samples])
+        """A batch of these samples of the dataset; RuntimeError that names what went wrong at which of them."""
+        values = [self._one(epoch, sample) for sample in samples]
+        try:
+            return together(values)
+        except Exception as error:
+            raise RuntimeError(f"samples {samples} of epoch {epoch} are no batch: {type(error).__name__}: {error}") from error
 
     def _one(self, epoch: int, sample: int) -> Any:
         try:
@@ -83,8 +87,8 @@ class Loader:
     ) -> None:  # fmt: skip
         if not 0 <= rank < whole("ranks", ranks):
             raise ValueError(f"rank={rank} is none of {ranks} ranks")
-        if ahead < 0:
-            raise ValueError(f"ahead={ahead} is below 0")
+        if not isinstance(ahead, int) or ahead < 0:
+            raise ValueError(f"ahead={ahead!r} is not a whole number from 0 up")
         named("last", last, ENDS)
         self.batch, self.workers = whole("batch", batch), whole("workers", workers)
         self.rank, self.ranks, self.last, self.processes, self.ahead = rank, ranks, last, processes, ahead
@@ -139,9 +143,10 @@ class Loader:
         for name, ours in self._same().items():
             if state.get(name) != ours:
                 raise ValueError(f"the state's {name} is {state.get(name)}, and {ours} here: its place means other samples")
-        if state["epoch"] < 0 or not 0 <= state["position"] < self.order.length:
-            raise ValueError(f"epoch {state['epoch']}, position {state['position']}: no place in {self.order.length} samples")
-        self.epoch, self.position = state["epoch"], state["position"]
+        epoch, position = state.get("epoch"), state.get("position")
+        if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position < self.order.length):
+            raise ValueError(f"epoch {epoch!r}, position {position!r}: no place in {self.order.length} samples")
+        self.epoch, self.position = epoch, position
 
     def _same(self) -> dict[str, Any]:
         return {"seed": self.order.seed, "length": self.order.length, "shuffled": self.shuffled}

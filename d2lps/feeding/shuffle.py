@@ -27,7 +27,8 @@ class Shuffle:
     A place is written as (left, right), two digits of base ⌈√length⌉ (or one more). A round turns it into (right, left + noise of
     right), which can be undone whatever the noise is, so that different places stay different. Where the result is not below
     `length`, it goes through the rounds again until it is (cycle walking). Memory: none; time: 8 rounds for each place that is
-    asked for, and again for a share 3/√length of them. ValueError for a place that there is not, and for more than 2**62 samples.
+    asked for, and again for at most about 4/√length of them. ValueError for a place that there is not, and for more than 2**62
+    samples.
     Source: Black and Rogaway 2002.
     """
 
@@ -37,10 +38,15 @@ class Shuffle:
     def __post_init__(self) -> None:
         if whole("length", self.length) > MOST:
             raise ValueError(f"length={self.length} is above 2**62")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r} is not a whole number")
 
     def __call__(self, places: Any, epoch: int = 0) -> np.ndarray:
         """The samples at these places of an epoch's order, as 64-bit integers."""
-        found = np.asarray(places, dtype=np.int64).copy()
+        found = np.array(places)
+        if found.size and found.dtype.kind not in "iu":
+            raise ValueError(f"places={places!r} are not whole numbers")
+        found = found.astype(np.int64)
         if found.size and not 0 <= found.min() <= found.max() < self.length:
             raise ValueError(f"places from {found.min()} to {found.max()}: an epoch's are 0 to {self.length - 1}")
         keys = np.random.SeedSequence([self.seed % 2**64, epoch]).generate_state(ROUNDS, np.uint64)

@@ -53,6 +53,12 @@ class Storage:
     port: float = 12.5e9
     private: bool = False
 
+    def __post_init__(self) -> None:
+        whole("servers", self.servers)
+        for name, least in (("bandwidth", 1e-9), ("port", 1e-9), ("latency", 0.0), ("per_request", 0.0), ("lookup", 0.0)):
+            if not least <= getattr(self, name) < inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number {'above' if least else 'from'} 0")
+
     # ---- formulas -------------------------------------------------------------------------------------------------
 
     def request(self, nbytes: float) -> float:
@@ -68,7 +74,8 @@ class Storage:
 
         The least of four: outstanding / seconds of a request (Little's law), what the servers do, what the port carries, and one
         lookup after the other for each file of `per_file` requests (inf, where files are open), with all other readers before the
-        metadata server.
+        metadata server. The first three are bounds; the lookups' is for readers in step, as ranks of one job are (those who come
+        one after the other get up to 1 / (readers lookup) each).
         """
         busy = self.per_request + nbytes / self.bandwidth
         opening = (self.latency + self.lookup * readers) / per_file if self.lookup else 0.0

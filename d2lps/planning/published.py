@@ -39,7 +39,6 @@ META_POD, META_PODS, META_OVERSUBSCRIPTION, META_RACK = 384, 8, 7, 2  # machines
 H100_WATTS = 700  # NVIDIA H100 SXM data sheet; Llama team 2024
 MACHINE_WATTS = 10_200  # at most, eight H100 and all around them: NVIDIA DGX H100 data sheet
 TRANSCEIVER_WATTS = 9  # at most, one end of 400 Gb/s on fiber: NVIDIA MMS4X00-NS400 specifications
-PUE_BEST, PUE_USUAL = 1.10, 1.57  # Google, and large data centers on average, 2021: Uptime Institute, by CNBC 2022
 
 # ---- storage and prices ------------------------------------------------------------------------------------------------
 

@@ -13,16 +13,16 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _FONT = 7  # points: the label of a block
 
 
-def draw(trace: Tables, ax: Any = None) -> Any:
+def draw(trace: Tables, ax: Any = None, end: float | None = None) -> Any:
     """Waits as pale bars, arithmetic as dark ones, blocks of computing with their labels where there is room, each message as
-    an arrow from its sender's lane to its receiver's."""
+    an arrow from its sender's lane to its receiver's. end: s at which the axis ends, by default the trace's own end."""
     import matplotlib.pyplot as plt
 
     used = trace.lanes()
     if ax is None:
         _, ax = plt.subplots(figsize=(9, 0.8 + 0.55 * trace.ranks + 0.25 * float((used - 1).sum())), layout="constrained")
     drawn = trace.bars()
-    longest = max(table["end"].max(initial=1e-9) for table in drawn.values())
+    longest = end or max(table["end"].max(initial=1e-9) for table in drawn.values())
     scale, unit = next(((s, u) for s, u in _UNITS if longest >= s), _UNITS[-1])
     ax.set(xlim=(0, 1.02 * longest / scale), ylim=(trace.ranks - 0.5, -0.5), xlabel=f"time ({unit})")
     ax.set_yticks(range(trace.ranks), [f"rank {rank}" for rank in range(trace.ranks)])
@@ -68,6 +68,7 @@ def _arrows(ax: Any, trace: Tables, used: np.ndarray, scale: float) -> None:
     else:
         style = {"arrowstyle": "-|>", "color": COLORS["moving"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
         for start, tail, end, tip in ends:
-            ax.annotate("", xy=(end, tip), xytext=(start, tail), arrowprops=style)
+            arrow = ax.annotate("", xy=(end, tip), xytext=(start, tail), arrowprops=style).arrow_patch
+            arrow.set_clip_box(ax.bbox)  # whose sender is not shown
     if len(trace):
         ax.plot([], [], color=COLORS["moving"], label="message")

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from d2lps.comm import Communicator
 from d2lps.comm.status import readers_line
+from d2lps.comm.watcher import Watcher
 
 _SLOT = 4096  # bytes of an entry: a group of so many ranks that it does not fit is left out of it
 
@@ -41,7 +42,7 @@ class Entry(NamedTuple):
         return f"{self.call} {self.number} (in {self.function}, line {self.line})"
 
 
-class FlightRecorder:
+class FlightRecorder(Watcher):
     """Note what a rank enters and leaves, until it is closed, in a file of its own.
 
     >>> with FlightRecorder(comm, "flights"):               # on every rank                 # doctest: +SKIP

@@ -12,34 +12,32 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from d2lps.comm import Communicator
+from d2lps.comm.watcher import Watcher
 
 Line = dict[str, Any]
 
 
-class Log:
+class Log(Watcher):
     """Lines of JSON, one a call: who, when by both clocks, and what; collectors such as Fluent Bit read them as they come.
 
     >>> log = Log(comm, open(f"log{comm.rank}.jsonl", "w"))                                 # doctest: +SKIP
     >>> log("loss", step=7, value=2.31)                                                     # doctest: +SKIP
     {"rank": 2, "clock": 14, "time": 1781604183.21, "said": "loss", "step": 7, "value": 2.31}
 
-    clock: this rank's, in seconds; offset: to be added to it. The count is of the collectives of `comm` itself, not of its parts.
+    clock: this rank's, in seconds. The count is of the collectives of `comm` itself, not of its parts.
     A line is written out at once: what a rank said last is there when it dies. ValueError for a name that is the log's own.
     """
 
-    def __init__(self, comm: Communicator, out: TextIO, clock: Callable[[], float] = time.time, offset: float = 0.0) -> None:
-        self.comm, self.out, self.clock, self.offset = comm, out, clock, offset
+    def __init__(self, comm: Communicator, out: TextIO, clock: Callable[[], float] = time.time) -> None:
+        self.comm, self.out, self.clock = comm, out, clock
         self.passed, self.latest = 0, float("-inf")
         comm.watchers.append(self)
-
-    def entered(self, comm: Communicator, collective: str) -> None:
-        pass
 
     def left(self, comm: Communicator) -> None:
         self.passed += comm.name == self.comm.name
 
     def __call__(self, said: str, **more: Any) -> None:
-        self.latest = max(self.latest, self.clock() + self.offset)  # a machine's clock may be set back
+        self.latest = max(self.latest, self.clock())  # a machine's clock may be set back
         line = {"rank": self.comm.members[self.comm.rank], "clock": self.passed, "time": self.latest, "said": said}
         if own := line.keys() & more.keys():
             raise ValueError(f"{sorted(own)} in {more!r}: the log writes that itself")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,12 +16,13 @@ from typing import Self
 import prometheus_client as prometheus
 
 from d2lps.comm import Communicator
+from d2lps.comm.watcher import Watcher
 
 EDGES = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds; the last bucket has what took longer
 _DIRECTIONS = {"send": "sent", "recv": "received"}
 
 
-class Metrics:
+class Metrics(Watcher):
     """A rank's numbers, at a port of its own for as long as the block lasts; called at the end of every step.
 
     >>> with Metrics(comm, "targets", tokens=8 * 64) as metrics:                                    # doctest: +SKIP
@@ -39,8 +39,8 @@ class Metrics:
     and `folder`, if one is given, has an entry rank-3.json for Prometheus's file_sd, with the labels rank and node. A rank that
     comes to its end takes it along; one that fails or is killed leaves it, so that Prometheus sees that nobody answers.
 
-    Make it before groups are split off, whose messages else are not counted; what the world's own all-reduce ("native") moves is
-    not known, only the wait for it. address, port: 0 is any free port; beyond loopback whoever can reach it can read it.
+    What the world's own all-reduce ("native") moves is not known, only the wait for it. address, port: 0 is any free port; beyond
+    loopback whoever can reach it can read it.
     ValueError in a simulation, whose trace has all this; OSError for a taken port. Costs up to 10 us a message, 70 us a step.
     """
 
@@ -54,7 +54,7 @@ class Metrics:
         self.comm, self.tokens, self.url = comm, tokens / comm.size, ""
         self._entry = Path(folder) / f"rank-{comm.rank}.json" if folder else None
         self._address = address, port
-        self._ended, self._seen = 0.0, Counter[tuple[str, str, int]]()  # at the end of the step before
+        self._ended, self._waited = 0.0, 0.0  # when the last step did, and how long has been waited since
         self.registry = registry = prometheus.CollectorRegistry()
         self._seconds = prometheus.Histogram("d2lps_step_seconds", "from step to step", registry=registry, buckets=EDGES)
         self._waiting = prometheus.Counter("d2lps_waiting_seconds", "of them, waiting for others", registry=registry)
@@ -66,7 +66,8 @@ class Metrics:
         address, port = self._address
         self._server, self._thread = prometheus.start_http_server(port, address, self.registry)
         target = f"{address}:{self._server.server_port}"
-        self.url, self.comm.tally = f"http://{target}/metrics", Counter()
+        self.url = f"http://{target}/metrics"
+        self.comm.watchers.append(self)
         if self._entry:
             labels = {"rank": str(self.comm.rank), "node": str(self.comm.node)}
             draft = self._entry.with_suffix(".draft")  # Prometheus may look at any moment
@@ -75,25 +76,28 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self.comm.tally = None
+        self.comm.watchers.remove(self)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
         if self._entry and kind is None:
             self._entry.unlink()
 
+    def moved(self, comm: Communicator, action: str, nbytes: int) -> None:
+        self._bytes.labels(_DIRECTIONS[action], comm.axis).inc(nbytes)
+
+    def waited(self, comm: Communicator, seconds: float) -> None:
+        if comm.lane == 0:  # what goes on beside the rank's own work waits without costing it time
+            self._waited += seconds
+
     def __call__(self, step: int, loss: float | None = None, norm: float | None = None) -> None:
         """A step has ended: what `train` calls its `callback` with."""
-        now, tally = self.comm.now(), Counter(self.comm.tally)  # other lanes go on counting
+        now = self.comm.now()
         if self._ended:
             self._seconds.observe(now - self._ended)
             self._tokens.inc(self.tokens)
-        for (what, axis, lane), count in (tally - self._seen).items():
-            if what in _DIRECTIONS:
-                self._bytes.labels(_DIRECTIONS[what], axis).inc(count)
-            elif self._ended and lane == 0:  # what goes on beside the rank's own work waits without costing it time
-                self._waiting.inc(count)
-        self._ended, self._seen = now, tally
+            self._waiting.inc(self._waited)  # now, as the step's seconds: one without the other would mislead
+        self._ended, self._waited = now, 0.0
         self._set("d2lps_loss", "loss of the last step", loss)
         self._set("d2lps_gradient_norm", "before it is clipped", norm)
         self._set("d2lps_last_step_timestamp_seconds", "when it ended, by the Unix clock", time.time())

@@ -102,6 +102,8 @@ def stragglers(trace: Trace, tolerance: float = 0.1, patience: int = 40, kind: K
     likewise. kind(src, dst): what two routes must have in common; by default, in a simulation, their links' bandwidths and
     latencies. Flows that share a link by design must be told apart by it. Messages of real processes are compared only if it is
     given: their times include that of waking who waits, which depends on how long it has waited; ask where they are large.
+    Two ranks have no majority: the slower one is named, even if it is the other one that is uncommonly quick. Of the two or three
+    ways round a ring of as many ranks a slow cable serves two, with which the others are compared: it is not named.
     Needs as many steps as its patience. Cost: some microseconds a block and message.
     """
     found, how = [], (tolerance, patience)

@@ -6,7 +6,7 @@ from typing import Any
 import traitlets
 from matplotlib.figure import Figure
 
-from d2lps.trace import Trace
+from d2lps.trace import Trace, timeline
 from d2lps.widgets import still
 from d2lps.widgets.scene import strip
 from d2lps.widgets.texts import LANES
@@ -50,13 +50,12 @@ class Lanes(still.Still):
         return f"Lanes: {self.data['title']}: " + ", ".join(f"{run['name']} {run['seconds']:.4g} s" for run in self.data["runs"])
 
     def _figure(self) -> Figure:
-        """The timelines of all runs below each other, each in its own unit of time."""
+        """The timelines of all runs below each other, on one clock."""
         high = 0.6 + 0.3 * len(self.data["ranks"])
         drawn = still.figure(6.4, high * len(self._traces) + 0.6)
         axes = drawn.subplots(len(self._traces), squeeze=False)[:, 0]
-        for ax, (name, trace), run in zip(axes, self._traces.items(), self.data["runs"], strict=True):
-            trace.timeline(ax)
-            ax.set_xlim(0, ax.get_xlim()[1] * self.data["end"] / run["seconds"])
+        for ax, (name, trace) in zip(axes, self._traces.items(), strict=True):
+            timeline.draw(trace, ax, self.data["end"])
             ax.set_ylim(max(self._shown) + 0.5, min(self._shown) - 0.5)
             ax.set_yticks(self._shown, [LANES["rank"].format(name=name) if name.isdigit() else name for name in self._called])
             ax.set_title(name, fontsize=9)

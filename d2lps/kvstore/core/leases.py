@@ -18,10 +18,10 @@ class Leases:
     (0, 1, None)
     >>> leases.give_back(worker=7), leases.take(worker=9)
     (None, 0)
-    >>> leases.bring(0, 1, torch.ones(1)), leases.bring(0, 0, torch.ones(1)), leases.step
-    (None, {0: tensor([1.]), 1: tensor([1.])}, 1)
+    >>> leases.bring(0, 1, torch.ones(1)), leases.end(), leases.bring(0, 0, torch.ones(1)), leases.end(), leases.step
+    (None, None, None, {0: tensor([1.]), 1: tensor([1.])}, 1)
 
-    A worker has at most one lease, and keeps it until it has brought that part, or is gone. `step`: how many are complete.
+    A worker has at most one lease, and keeps it until it has brought that part, or is gone. `step`: how many have ended.
     """
 
     def __init__(self, parts: int, step: int = 0, held: dict[int, int] | None = None, came: Any = None) -> None:
@@ -43,12 +43,14 @@ class Leases:
         """It is gone, or done with it."""
         self.held.pop(worker, None)
 
-    def bring(self, step: int, part: int, value: torch.Tensor) -> dict[int, torch.Tensor] | None:
-        """Take a part in, unless it is here, or of a step that is over; all of them, in order, when they are complete."""
-        if step != self.step or part in self.came:
-            return None
-        self.came[part] = value
-        self.held = {worker: mine for worker, mine in self.held.items() if mine != part}
+    def bring(self, step: int, part: int, value: torch.Tensor) -> None:
+        """Take a part in, unless it is here, or of a step that is over."""
+        if step == self.step and part not in self.came:
+            self.came[part] = value
+            self.held = {worker: mine for worker, mine in self.held.items() if mine != part}
+
+    def end(self) -> dict[int, torch.Tensor] | None:
+        """If all parts are here, the step is over: they, in order."""
         if len(self.came) < self.parts:
             return None
         complete, self.came, self.held, self.step = dict(sorted(self.came.items())), {}, {}, self.step + 1

@@ -86,8 +86,11 @@ def push(state: State, request: Request) -> Moved:
 def pull(state: State, request: Request) -> Moved:
     """The value is read when it is answered; so too for peek. {"step": 3}: that of a step, of a key with leases."""
     check_key(state, request)
-    if (wanted := request.options.get("step")) is not None and wanted != (step := leases_of(state, request).step):
-        raise Refused(f"key {request.key!r} is at step {step}: its value of step {wanted} is not there")
+    if type(wanted := request.options.get("step")) is int:
+        leases = leases_of(state, request)
+        _come_to(state, request.key, wanted)
+        if wanted != leases.step:
+            raise Refused(f"key {request.key!r} is at step {leases.step}: its value of step {wanted} is not there")
     return set()
 
 
@@ -185,16 +188,28 @@ def lease(state: State, request: Request) -> Moved:
 
 
 def bring(state: State, request: Request) -> Moved:
-    """A part of a step's gradient, {"step": 3, "part": 5}: kept until all are there, which count in their own order."""
+    """A part of a step's gradient, {"step": 3, "part": 5}: kept until all are there, which count in their own order.
+
+    {"last": true}: all servers that have other rows of the key have this part, so the step may end here. There it ends when
+    somebody speaks of the next: until then a worker may be lost that has not come here, and another need the old weights.
+    """
     value, leases = pushed(state, request), leases_of(state, request)
     step, part = (request.options.get(name) for name in ("step", "part"))
     if type(step) is not int or type(part) is not int or not 0 <= part < leases.parts:
         raise Refused(f"step={step!r}, part={part!r} of {request.key!r}: its steps have {leases.parts} parts")
-    complete = leases.bring(step, part, value.clone())
-    if complete is not None:
-        pushes = {number: [(None, gradient)] for number, gradient in complete.items()}
-        state.entries[request.key].apply(pushes, leases.parts, state.optimizer, state.rule)
+    _come_to(state, request.key, step)
+    leases.bring(step, part, value.clone())
+    if request.options.get("last"):
+        _come_to(state, request.key, step + 1)
     return {request.key}
+
+
+def _come_to(state: State, key: str, step: int) -> None:
+    """End the step before this one, if all its parts are here."""
+    leases = state.leases[key]
+    if step == leases.step + 1 and (complete := leases.end()) is not None:
+        pushes = {number: [(None, gradient)] for number, gradient in complete.items()}
+        state.entries[key].apply(pushes, leases.parts, state.optimizer, state.rule)
 
 
 _ALL: tuple[Callable[[State, Request], Moved], ...] = (

@@ -164,9 +164,16 @@ class ServerNode(_End):
             self.step(request)
 
     def step(self, event: Event) -> None:
-        effects = self.server.step(event)
+        unanswered = []
         if isinstance(event, Lost):
+            unanswered = [asked for waiting in self.server.waiting.values() for asked in waiting if asked.client == event.worker]
             self.goodbye(event.worker)
+        self._step(event)
+        for request in unanswered:  # it asks once more, if it lives, and hears that it was given up
+            self._step(request)
+
+    def _step(self, event: Event) -> None:
+        effects = self.server.step(event)
         if self.notes is not None:
             self.notes.stepped(effects)
         for effect in effects:

@@ -110,10 +110,15 @@ def predict(
     what, for one that needs more memory than a device has. Cost: less than a second.
     """
     job = described(transformer, plan, cluster, batch, calibration)
+    check_memory(job, cluster)
+    return Prediction(job, cluster)
+
+
+def check_memory(job: Job, cluster: Topology) -> None:
+    """OutOfMemory, with who holds what, for a job that needs more than a device has."""
     memory = Memory(str(cluster.devices[0]), job.data_sheet.memory)
     for holder, nbytes in held(job).items():
         memory.hold(ceil(nbytes), holder)
-    return Prediction(job, cluster)
 
 
 def described(transformer: Transformer, plan: Plan, cluster: Topology, batch: int, calibration: Calibration | None = None) -> Job:
