@@ -93,7 +93,9 @@ def test_ports_misjudged(wrong: dict[str, float], words: str) -> None:
     (lambda table, touched, dense, m, s: "mixed" if table > dense else "all-reduce", "with another form"),
     (lambda table, touched, dense, m, s: min({"all-reduce": 2 * (m - 1) / m * (table + dense), "store": touched + dense,
      "mixed": touched + 2 * (m - 1) / m * dense}.items(), key=lambda item: item[1])[0], "with 'store' the busiest port"),
-], ids=["always mixed", "another word", "the larger part", "no servers' ports"])  # fmt: skip
+    (lambda table, touched, dense, m, s: "mixed" if 2 * (m - 1) / m * dense + touched < max(1, m / s) * (touched + dense)
+     else "store", "with 'mixed' the busiest port sends 8e+08 B"),
+], ids=["always mixed", "another word", "the larger part", "no servers' ports", "never all-reduce"])  # fmt: skip
 def test_forms_misjudged(wrong: Any, words: str) -> None:
     refused(check.form(wrong), words)
 

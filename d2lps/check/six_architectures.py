@@ -117,7 +117,7 @@ def form(function: Function) -> str:
     drawn = [(10.0 ** dice.uniform(4, 9), 10.0 ** dice.uniform(-4, 0), 10.0 ** dice.uniform(4, 9), int(dice.integers(2, 17)),
               int(dice.integers(1, 17))) for _ in range(60)]  # fmt: skip
     seen = set()
-    for table, share, dense, m, s in [(1e9, 0.001, 1e6, 8, 2), (1e6, 1.0, 1e9, 8, 1), (1e8, 0.01, 1e9, 4, 8), *drawn]:
+    for table, share, dense, m, s in [(1e9, 0.001, 1e6, 8, 2), (1e8, 1.0, 1e6, 8, 1), (1e8, 0.01, 1e9, 4, 8), *drawn]:
         touched, ring = table * share, 2 * (m - 1) / m
         port = {
             "all-reduce": ring * (table + dense),
