@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, search
-from d2lps.topology import A100, Topology, dgx_a100, dgx_a100_pod, dgx_h100_pod, multi_node
+from d2lps.topology import A100, H100, Topology, dgx_a100, dgx_a100_pod, dgx_h100_pod, multi_node
 
 MEASURED = Path(__file__).parent.parent / "book" / "parallel_training" / "measured_steps.csv"
 Row = dict[str, str]
@@ -61,6 +61,8 @@ def cluster(table: str) -> Topology:
     nodes = max(-(-int(row["gpus"]) // 8) for row in some)
     if table == "vtrain":
         return multi_node(dgx_a100(device=A100), nodes, 12.5e9, reached=0.9)  # 800 Gb/s a machine
+    if table == "torchtitan":
+        return dgx_h100_pod(nodes, replace(H100, memory=96e9, memory_bandwidth=2.4e12))  # 96 GB of HBM2e, as its own report says
     return dgx_a100_pod(nodes) if some[0]["device"] == "A100" else dgx_h100_pod(nodes)
 
 

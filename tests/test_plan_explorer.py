@@ -115,13 +115,13 @@ def test_thousands_of_plans_are_small(explorer: PlanExplorer) -> None:
 def test_bytes_inside_a_machine_and_out_of_it_are_the_traces(plan: Plan, axis: str, collective: str) -> None:
     cluster, nbytes = dgx_a100_pod(2), 1 << 20
     prices = Prices(plan, cluster)
-    group, way = axis_groups(plan, axis)[0], prices.price(axis, collective).way
-    trace = d2lps.simulate(way, cluster, nbytes, ranks=[cluster.devices[rank] for rank in group], device="meta", trace=True).trace
+    price, ranks = prices.price(axis, collective), [cluster.devices[rank] for rank in axis_groups(plan, axis)[0]]
+    trace = d2lps.simulate(price.run, cluster, nbytes, ranks=ranks, device="meta", trace=True).trace
     moved = trace.bytes_on_links()
     nodes = cluster.graph.nodes
     out = sum(n for (src, dst), n in moved.items() if src in cluster.devices and nodes[dst].get("machine") is None)
     within = sum(n for (src, dst), n in moved.items() if src in cluster.devices and nodes[dst].get("machine") is not None)
-    assert _bytes(prices, axis, collective) == pytest.approx((within / nbytes / len(group), out / nbytes / len(group)), abs=1e-6)
+    assert _bytes(prices, axis, collective) == pytest.approx((within / nbytes / len(ranks), out / nbytes / len(ranks)), abs=1e-6)
 
 
 def test_a_step_of_data_parallelism_sends_its_gradients_twice_around() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 import d2lps
 from d2lps import Communicator, OutOfMemory
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, measured, predict, search
+from d2lps.parallel.prediction import beside
+from d2lps.parallel.prediction.beside import slowed
 from d2lps.parallel.prediction.messages import by_messages
 from d2lps.parallel.prediction.predict import described
 from d2lps.parallel.prediction.priced import play
@@ -31,7 +34,7 @@ def together(prices: Prices, price: Price, groups: Sequence[tuple[int, ...]], nb
     color = [number for number, group in enumerate(groups) for _ in group]
 
     def work(comm: Communicator) -> None:
-        price.way(comm.split(color[comm.rank]), nbytes)
+        price.run(comm.split(color[comm.rank]), nbytes)
 
     nodes = [prices.cluster.devices[rank] for rank in ranks]
     return d2lps.simulate(work, prices.reached, ranks=nodes, device="meta", trace=False).time
@@ -90,7 +93,14 @@ CASES = [
     (SMALL, Plan(dp=8, pp=2, schedule="interleaved", interleave=2, zero=1), 16, "a port a machine"),
     (SMALL, Plan(dp=4, pp=4, schedule="zero_bubble"), 16, "oversubscribed"),
     (SMALL, Plan(cp=2, dp=2, tp=4), 4, "pod"),
+    (SMALL, Plan(dp=4, pp=2, cp=2), 16, "oversubscribed"),
+    (SMALL, Plan(dp=8, tp=2, zero=3), 16, "a port a machine"),
+    (SMALL, Plan(dp=8, tp=2, zero=3, zero_group=4), 16, "oversubscribed"),
+    (SMALL, Plan(dp=8, tp=2, zero=2, zero_group=4), 16, "a port a machine"),
+    (SMALL, Plan(dp=4, pp=4, zero=2), 16, "oversubscribed"),
     (MIXED, Plan(dp=16, ep=4, overlap=False), 16, "oversubscribed"),
+    (MIXED, Plan(dp=16, ep=4), 16, "oversubscribed"),
+    (MIXED, Plan(dp=16, ep=4, zero=3), 16, "a port a machine"),
 ]
 
 
@@ -98,6 +108,37 @@ CASES = [
 def test_a_priced_step_takes_what_its_messages_take(model: Transformer, plan: Plan, batch: int, name: str) -> None:
     job = described(model, plan, CLUSTERS[name], batch)
     assert Prediction(job, CLUSTERS[name]).time == pytest.approx(by_messages(job, CLUSTERS[name]).time, rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "plan", "batch", "name"), CASES, ids=[f"{plan} {name}" for _, plan, _, name in CASES])
+def test_to_overlap_is_never_slower(model: Transformer, plan: Plan, batch: int, name: str) -> None:
+    """Gradients that travel by unit, behind one another, cost some latencies more than all at once: hence a thousandth."""
+    meanwhile, after = (described(model, replace(plan, overlap=overlap), CLUSTERS[name], batch) for overlap in (True, False))
+    assert Prediction(meanwhile, CLUSTERS[name]).time <= 1.001 * Prediction(after, CLUSTERS[name]).time
+
+
+def test_two_rings_at_once_take_twice_as_long_and_on_links_of_their_own_no_longer() -> None:
+    """Across by the machine's one port both ways of dp's; inside, where NVLinks carry them, a port has nothing to do with it."""
+    prices = Prices(Plan(dp=8, tp=2, zero=3), ONE_PORT)
+    gather, reduce = (prices.price("dp", name).way for name in ("all_gather", "reduce_scatter"))
+    assert [phase.level for phase in gather] == ["across", "inside"] and [phase.level for phase in reduce] == ["inside", "across"]
+    across, inside = ("dp", "all_gather", 0), ("dp", "all_gather", 1)
+    assert slowed(prices, across, ("dp", "reduce_scatter", 1)) == pytest.approx(2, rel=0.01)
+    assert slowed(prices, inside, ("dp", "reduce_scatter", 1)) == pytest.approx(1, rel=0.01)
+    assert slowed(prices, across, across) == slowed(prices, across, across) == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize(("cluster", "plan"), [
+    (POD, Plan(dp=2, tp=8)), (POD, Plan(dp=4, tp=4)), (NARROW, Plan(dp=4, tp=4)), (ONE_PORT, Plan(dp=4, tp=4)),
+], ids=["tp 8", "tp 4", "oversubscribed", "a port a machine"])  # fmt: skip
+def test_what_is_not_simulated_for_its_links_would_not_have_slowed(cluster: Topology, plan: Plan, monkeypatch: Any) -> None:
+    prices = Prices(plan, cluster)
+    phases = range(len(prices.price("dp", "reduce_scatter").way))
+    pairs = [(("dp", "reduce_scatter", number), ("tp", "all_reduce", 0)) for number in phases]
+    told = [slowed(prices, *pair) for pair in pairs]
+    monkeypatch.setattr(beside, "_links", lambda *_: {0})  # as if all could meet
+    prices.known = {key: known for key, known in prices.known.items() if "slowed" not in key}
+    assert [slowed(prices, *pair) for pair in pairs] == pytest.approx(told, rel=1e-3)
 
 
 LONG = [

@@ -169,7 +169,7 @@ class Counting:
     def around(self, seconds: float, nbytes: float) -> None:
         self.add("cp", "message", nbytes * (self.plan.cp - 1))
 
-    def start(self, axis: str, collective: str, nbytes: float) -> None:
+    def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> None:
         self.collective(axis, collective, nbytes)
 
     def collective(self, axis: str, collective: str, nbytes: float) -> None:

@@ -73,6 +73,39 @@ def test_a_pair_of_degrees_takes_what_the_code_predicts(number):
     assert found.time == pytest.approx(float(seconds), rel=2e-3)
 
 
+RULES = {  # job, who: what the table of rules has
+    ("7.5B", "search"): Plan(dp=128, micro_batch=2, zero=3),
+    ("7.5B", "megatron"): Plan(dp=64, tp=2, micro_batch=8, recompute="full"),
+    ("7.5B", "deepspeed"): Plan(dp=128, micro_batch=2, zero=3),
+    ("175B", "search"): Plan(
+        dp=32, tp=4, pp=8, micro_batch=2, zero=1, schedule="interleaved", interleave=12, recompute="selective",
+        sequence_parallel=True,
+    ),
+    ("175B", "megatron"): Plan(dp=16, tp=8, pp=8, micro_batch=4, schedule="interleaved", interleave=4, recompute="full"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "who"), RULES)
+def test_the_table_of_rules_is_what_the_code_predicts(name, who):
+    """Search's own plans are only predicted anew: to find them takes minutes."""
+    plan, table = RULES[name, who], "".join(json.loads(CHAPTER.read_text())["cells"][39]["source"])
+    gpus, batch = next((gpus, batch) for job, gpus, batch in predicted_steps.JOBS if job == name)
+    row = next(row for row in rows("narayanan1") + rows("korthikanti") if row["model"] == name)
+    if who == "megatron":
+        assert plan in predicted_steps.megatron(predicted_steps.model(row), gpus, batch)
+    if who == "deepspeed":
+        assert plan in predicted_steps.deepspeed(gpus)
+    found = predict(predicted_steps.model(row), plan, predicted_steps.dgx_a100_pod(gpus // 8), batch, stored_calibration())
+    assert f"| {found.time:.1f} | {found.memory / 1e9:.1f} | dp = {plan.dp}," in table
+
+
+def test_175b_with_as_many_replicas_as_devices_can_not_be():
+    row = next(row for row in rows("korthikanti") if row["model"] == "175B")
+    tried = list(predicted_steps.deepspeed(1024))
+    with pytest.raises(ValueError, match="no plan fits 1024 ranks: batch=1536 is no multiple of dp=1024"):
+        predicted_steps.search(predicted_steps.model(row), predicted_steps.dgx_a100_pod(128), 1536, plans=tried)
+
+
 @pytest.mark.parametrize("number", [0, 2])
 def test_without_recomputation_22b_and_175b_are_out_of_memory(number):
     row = rows("korthikanti")[number] | {"recompute": "none"}

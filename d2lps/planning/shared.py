@@ -12,7 +12,7 @@ from functools import cached_property
 
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer
 from d2lps.parallel.prediction.predict import check_memory, described
-from d2lps.parallel.prediction.prices import LARGE, SMALL, Group, Price, Prices, Way, _time, two_levels
+from d2lps.parallel.prediction.prices import Group, Price, Prices, Way, two_sizes
 from d2lps.topology import Topology
 
 
@@ -62,13 +62,10 @@ class SharedPrices(Prices):
         """As Prices does it, with the links to the core as narrow as all groups leave them."""
         places = self._sample(group, count)
         sampled = [tuple(one[place] for place in places) for one in groups]
-        together = self._together(tuple(group[place] for place in places), sampled)
+        together = self.together(tuple(group[place] for place in places), sampled)
         nodes = [self.cluster.devices[rank] for one in together for rank in one]
         color = [number for number, one in enumerate(together) for _ in one]
-        topology = self._narrowed(self.reached.only(nodes), way, together, groups)
-        small, large = (_time(way, topology, nodes, color, nbytes) for nbytes in (SMALL, LARGE))
-        beta = (large - small) / (LARGE - SMALL)
-        return Price(small - beta * SMALL, beta, count, way)
+        return two_sizes(way, self._narrowed(self.reached.only(nodes), way, together, groups), nodes, color, count)
 
     def _sample(self, group: Group, count: int) -> list[int]:
         """So many places in a group, of each of its pods about as many, the first of each."""
@@ -98,7 +95,7 @@ def _edges(way: Way, group: Group, places: Sequence[tuple[Hashable, Hashable]]) 
     for rank in group:
         machines.setdefault(places[rank][0], []).append(rank)
     alike = len({len(ranks) for ranks in machines.values()}) == 1
-    if getattr(way, "func", None) is two_levels and alike:
+    if len(way) > 1 and alike:
         for ring in zip(*machines.values(), strict=True):
             yield from zip(ring, ring[1:] + ring[:1], strict=True)
     else:

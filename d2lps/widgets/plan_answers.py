@@ -12,7 +12,7 @@ from d2lps.parallel.pipeline.schedules import Action
 from d2lps.parallel.prediction.memory import held
 from d2lps.parallel.prediction.predict import described
 from d2lps.parallel.prediction.priced import Clock, Going
-from d2lps.parallel.prediction.prices import Prices, axis_groups, two_levels
+from d2lps.parallel.prediction.prices import Prices, axis_groups
 from d2lps.parallel.prediction.program import Rank
 from d2lps.topology import Topology
 from d2lps.widgets.step_scene import AXES
@@ -82,9 +82,9 @@ class _Meter(Clock):
         self.sent["cp", "pass_on"] += nbytes * (self.cp - 1)
         super().around(seconds, nbytes)
 
-    def start(self, axis: str, collective: str, nbytes: float) -> Going:
+    def start(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
         self.sent[axis, collective] += nbytes
-        return super().start(axis, collective, nbytes)
+        return super().start(axis, collective, nbytes, behind)
 
 
 def walk(answer: Answer, at: int | None = None) -> None:
@@ -130,7 +130,7 @@ def _bytes(prices: Prices, axis: str, collective: str) -> tuple[float, float]:
     q, rounds = p // m, 2 if collective == "all_reduce" else 1
     if p == 1:
         return 0.0, 0.0
-    levels = collective != "pass_on" and prices.price(axis, collective).way.func is two_levels  # type: ignore[attr-defined]
+    levels = collective != "pass_on" and len(prices.price(axis, collective).way) > 1
     if levels and m > 1 and q * m == p:
         return rounds * (q - 1) / q, rounds * (m - 1) / m / q
     crossing = sum(here != there for here, there in zip(machines, machines[1:] + machines[:1], strict=True)) / p

@@ -11,7 +11,7 @@ import traitlets
 from matplotlib.figure import Figure
 
 from d2lps.parallel import Prediction
-from d2lps.parallel.prediction.prices import Prices, axis_groups, two_levels
+from d2lps.parallel.prediction.prices import Prices, axis_groups
 from d2lps.planning.published import H100_WATTS, MACHINE_WATTS, META_RACK
 from d2lps.topology import Topology
 from d2lps.widgets import still
@@ -139,7 +139,7 @@ def _messages(told: Prediction) -> Iterator[tuple[str, np.ndarray, np.ndarray, f
 def _around(prices: Prices, axis: str, collective: str, groups: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
     """To whom each rank of the groups sends, and which part of the collective's bytes."""
     p, rounds = groups.shape[1], 2 if collective == "all_reduce" else 1
-    if collective != "pass_on" and prices.price(axis, collective).way.func is two_levels:  # type: ignore[attr-defined]
+    if collective != "pass_on" and len(prices.price(axis, collective).way) > 1:
         machines = [prices.places[rank][0] for rank in groups[0]]
         g = machines.count(machines[0])
         grid, m = groups.reshape(len(groups), -1, g), p // g

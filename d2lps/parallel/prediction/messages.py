@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from d2lps.comm import Communicator
+from d2lps.comm import Communicator, Event
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.mail import Mail
 from d2lps.parallel.pipeline.schedules import Action, after, needs, placed, traffic
@@ -54,17 +54,26 @@ class Groups:
             self.comm.sleep(seconds / ring.size, "compute")
             self.wait(coming)
 
-    def start(self, axis: str, collective: str, nbytes: float) -> Any:
-        return self.groups[axis].start(self._send, axis, collective, nbytes)
+    def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
+        over = Event()
+
+        def in_turn(comm: Communicator) -> None:
+            if behind is not None:
+                comm.wait(behind)
+            self._send(comm, axis, collective, nbytes)
+            comm.signal(over)
+
+        self.groups[axis].start(in_turn)
+        return over
 
     def wait(self, started: Any) -> None:
         if started is not None:
-            started.wait()
+            self.comm.wait(started)
 
     def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:
         if comm.size > 1:
             assert self.prices is not None
-            self.prices.price(axis, collective).way(comm, round(nbytes))
+            self.prices.price(axis, collective).run(comm, round(nbytes))
 
 
 def _live(comm: Communicator, job: Job, prices: Prices) -> None:

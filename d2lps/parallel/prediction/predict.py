@@ -103,8 +103,9 @@ def predict(
     batch: of all ranks together, in sequences. calibration: how near the software comes to the machine; by default
     `Calibration()`. What `train` would do step by step is played for one replica, all others do the same: computing priced by the
     device's roofline, each distinct collective simulated once on the cluster, whose price then stands for it (of an axis's groups
-    the slowest one's for all). Not known to it: links that collectives of different axes share at the same time, an optimizer's
-    state in the host's memory, and that a device is slower in another precision than that of its `flops`, 16 bits in presets.
+    the slowest one's for all), and how much those of one rank that go on at the same time slow one another. Not known to it:
+    links that different stages of a pipeline share, their messages among them, an optimizer's state in the host's memory, and
+    that a device is slower in another precision than that of its `flops`, 16 bits in presets.
     ValueError, with the numbers, for a plan that can't be, and a cluster without devices' speeds; OutOfMemory, with who holds
     what, for one that needs more memory than a device has. Cost: less than a second.
     """

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from d2lps.parallel.pipeline.schedules import Action, Schedule, needs, played, traffic
+from d2lps.parallel.prediction.beside import slowed
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.parallel.training.plan import Plan
@@ -16,10 +17,24 @@ from d2lps.parallel.training.plan import Plan
 
 @dataclass(eq=False)  # two that have equally long to go are two
 class Going:
-    """A collective that goes on beside what the rank does. left: seconds, if nothing else were on its links."""
+    """A collective that goes on beside what the rank does. left: seconds of each phase, if nothing else were on its links."""
 
     axis: str
-    left: float
+    collective: str
+    left: list[float]
+    behind: Going | None
+    phase: int = 0
+
+    @property
+    def asked(self) -> tuple[str, str, int]:
+        return self.axis, self.collective, self.phase
+
+    def goes_on(self, seconds: float) -> bool:
+        """Whether something is left then."""
+        self.left[self.phase] -= seconds
+        while self.phase < len(self.left) and self.left[self.phase] <= 1e-12:  # rounding leaves less than that
+            self.phase += 1
+        return self.phase < len(self.left)
 
 
 class Clock:
@@ -35,23 +50,29 @@ class Clock:
         self.take(seconds, label)
 
     def collective(self, axis: str, collective: str, nbytes: float) -> None:
-        self.take(self.prices(axis, collective, nbytes), axis)
+        if self.going:
+            self.wait(self._begin(axis, collective, nbytes))
+        else:
+            self.take(self.prices(axis, collective, nbytes), axis)
 
     def around(self, seconds: float, nbytes: float) -> None:
-        piece = seconds / self.cp
-        waits = max(0.0, self.prices("cp", "pass_on", nbytes) - piece)
-        self.take(seconds, "compute")
-        self.take(waits * (self.cp - 1), "cp")
+        for piece in range(self.cp):
+            coming = self._begin("cp", "pass_on", nbytes) if piece < self.cp - 1 else None
+            self.take(seconds / self.cp, "compute")
+            self.wait(coming)
 
-    def start(self, axis: str, collective: str, nbytes: float) -> Going:
-        started = Going(axis, self.prices(axis, collective, nbytes))
-        if started.left > 0:  # a group of one rank has nothing to send
+    def start(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
+        return self._begin(axis, collective, nbytes, behind)
+
+    def _begin(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
+        started = Going(axis, collective, self.prices.price(axis, collective).phases(nbytes), behind)
+        if started.goes_on(0.0):  # a group of one rank has nothing to send
             self.going.append(started)
         return started
 
     def wait(self, started: Going | None) -> None:
         while started in self.going:
-            self.take(min(going.left for going in self.going) * self._slowed(), started.axis)
+            self.take(self._until_a_phase_ends(), started.axis)
 
     def take(self, seconds: float, label: str) -> None:
         self.until(self.now + seconds)
@@ -60,17 +81,25 @@ class Clock:
     def until(self, time: float) -> None:
         """Let time pass, and what goes on go on."""
         while self.going and self.now < time:
-            slowed = self._slowed()
-            passed = min(time - self.now, min(going.left for going in self.going) * slowed)
-            for going in self.going:
-                going.left -= passed / slowed
-            self.going = [going for going in self.going if going.left > 1e-12]  # rounding leaves less than that
+            passed = min(time - self.now, self._until_a_phase_ends())
+            over = [going for going, times in self._slowed() if not going.goes_on(passed / times)]
+            self.going = [going for going in self.going if going not in over]
             self.now += passed
         self.now = max(self.now, time)
 
-    def _slowed(self) -> float:
-        more = len(self.going) - 1
-        return 1.0 + (more * (self.prices.sharing("dp") - 1.0) if more else 0.0)
+    def _until_a_phase_ends(self) -> float:
+        return min(going.left[going.phase] * times for going, times in self._slowed())
+
+    def _slowed(self) -> list[tuple[Going, float]]:
+        """What is on its way now, and how many times as long it takes as it would alone."""
+        now = [going for going in self.going if going.behind not in self.going]
+        return [(one, 1.0 + sum(self._more(one, other) for other in now if other is not one)) for one in now]
+
+    def _more(self, one: Going, other: Going) -> float:
+        """How many times as long one takes longer beside another."""
+        if (pair := (one.asked, other.asked)) not in self.prices.pairs:
+            self.prices.pairs[pair] = slowed(self.prices, *pair) - 1.0
+        return self.prices.pairs[pair]
 
 
 @dataclass

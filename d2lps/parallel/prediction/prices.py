@@ -7,8 +7,8 @@ that share a link with it. What a collective takes is a time and a time for each
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,23 +22,50 @@ from d2lps.simulator import simulate
 from d2lps.topology import Topology
 
 Group = tuple[int, ...]  # ranks
-Way = Callable[[Communicator, int], None]  # a collective of so many bytes
 MOST = 64  # ranks of a group that are simulated; what more of them take follows from two smaller groups
 TOGETHER = 256  # ranks in all groups that are simulated at once
 SMALL, LARGE = 1 << 20, 1 << 26  # bytes: the two sizes
 AROUND, MADE_OF = 3, ("bandwidth", "latency")  # how many links away those are that may make a device's place another one
 
 
-class Price(NamedTuple):
-    """Seconds, and seconds a byte of the whole tensor. simulated: with how many of a group's ranks. way: the cheapest one."""
+class Phase(NamedTuple):
+    """A collective among all ranks of a group, among those "inside" a machine, or "across" machines, of what each then has."""
 
-    alpha: float
-    beta: float
+    collective: str
+    level: str = "all"
+
+    def __call__(self, comm: Communicator, nbytes: int) -> None:
+        if self.level == "all":
+            around(self.collective, comm, nbytes)
+            return
+        machines = by_machine(comm)
+        mine = next(number for number, machine in enumerate(machines) if comm.rank in machine)
+        place, count = machines[mine].index(comm.rank), len(machines[mine])
+        group = comm.split(mine if self.level == "inside" else place)
+        assert group is not None
+        around(self.collective, group, nbytes if self.level == "inside" else nbytes // count)
+
+
+Way = tuple[Phase, ...]  # a collective, one phase after another
+
+
+class Price(NamedTuple):
+    """Seconds, and seconds a byte of the whole tensor, by phase of the cheapest way. simulated: with so many ranks."""
+
+    alphas: tuple[float, ...]
+    betas: tuple[float, ...]
     simulated: int
     way: Way
 
     def __call__(self, nbytes: float) -> float:
-        return self.alpha + self.beta * nbytes
+        return sum(self.phases(nbytes))
+
+    def phases(self, nbytes: float) -> list[float]:
+        return [alpha + beta * nbytes for alpha, beta in zip(self.alphas, self.betas, strict=True)]
+
+    def run(self, comm: Communicator, nbytes: int) -> None:
+        for phase in self.way:
+            phase(comm, nbytes)
 
 
 class Prices:
@@ -62,6 +89,7 @@ class Prices:
         self.places: list[tuple[Hashable, Hashable]] = self.known["places"]
         self.continued: set[str] = set()
         self._prices: dict[tuple[str, str], Price] = {}
+        self.pairs: dict[Any, float] = {}  # of collectives that go on at the same time, see beside.py
 
     def __call__(self, axis: str, collective: str, nbytes: float) -> float:
         return self.price(axis, collective)(nbytes)
@@ -73,14 +101,6 @@ class Prices:
             if len(groups[0]) > MOST:
                 self.continued.add(axis)
         return self._prices[axis, collective]
-
-    def sharing(self, axis: str) -> float:
-        """How much longer an all-gather and a reduce-scatter take side by side than one alone: 2 if they share all links."""
-        if (key := (axis, "both")) not in self._prices:
-            gather, reduce = (self.price(axis, collective).way for collective in ("all_gather", "reduce_scatter"))
-            self._prices[key] = self._slowest(axis_groups(self.plan, axis), "both", [partial(_both, gather, reduce)])
-        alone = self.price(axis, "all_gather")(LARGE)
-        return self._prices[key](LARGE) / alone if alone else 1.0
 
     def message(self, stage: int, nbytes: float) -> float:
         """Seconds from a stage of the pipeline to the next one, all replicas at once; 0 if both are on one rank."""
@@ -94,12 +114,12 @@ class Prices:
             self._prices[key] = self._slowest(pairs, "send")
         return self._prices[key](nbytes)
 
-    def _slowest(self, groups: Sequence[Group], collective: str, ways: Sequence[Way] = ()) -> Price:
+    def _slowest(self, groups: Sequence[Group], collective: str) -> Price:
         """One of each kind of group, and of these the one that takes longest."""
         if (key := (groups[0], len(groups))) not in self.known:
             self.known[key] = {self._placed(group): group for group in reversed(groups)}
         kinds: dict[Hashable, Group] = self.known[key]
-        found = [self._priced(group, kind, groups, collective, ways or _ways(collective)) for kind, group in kinds.items()]
+        found = [self._priced(group, kind, groups, collective, _ways(collective)) for kind, group in kinds.items()]
         return max(found, key=lambda price: price(LARGE))
 
     def _placed(self, group: Group) -> Hashable:
@@ -112,9 +132,9 @@ class Prices:
         self, group: Group, kind: Hashable, groups: Sequence[Group], collective: str, ways: Sequence[Way]
     ) -> Price:  # fmt: skip
         if len(group) == 1:
-            return Price(0.0, 0.0, 1, ways[0])
+            return Price((0.0,), (0.0,), 1, ways[0])
         if (key := (kind, len(groups), collective)) not in self.known:
-            found = [self._continued(way, group, groups) for way in ways]
+            found = [self._continued(way, group, groups) for way in ways if len(way) == 1 or self._even(group)]
             self.known[key] = min(found, key=lambda price: price(LARGE))
         return self.known[key]
 
@@ -123,21 +143,22 @@ class Prices:
         if (size := len(group)) <= MOST:
             return self._fitted(way, group, groups, size)
         half, most = (self._fitted(way, group, groups, count) for count in (MOST // 2, MOST))
-        alpha, beta = (size - MOST) / (MOST // 2), 1 - MOST / size
-        return most._replace(
-            alpha=most.alpha + alpha * (most.alpha - half.alpha), beta=most.beta + beta * (most.beta - half.beta)
-        )
+        alphas = _line(half.alphas, most.alphas, (size - MOST) / (MOST // 2))
+        return most._replace(alphas=alphas, betas=_line(half.betas, most.betas, 1 - MOST / size))
 
     def _fitted(self, way: Way, group: Group, groups: Sequence[Group], count: int) -> Price:
-        """Two sizes give alpha and beta. count: so many of a group's ranks take part."""
-        together = [one[:count] for one in self._together(group[:count], [one[:count] for one in groups])]
+        """count: so many of a group's ranks take part."""
+        together = [one[:count] for one in self.together(group[:count], [one[:count] for one in groups])]
         nodes = [self.cluster.devices[rank] for one in together for rank in one]
         color = [number for number, one in enumerate(together) for _ in one]
-        small, large = (_time(way, self.reached.only(nodes), nodes, color, nbytes) for nbytes in (SMALL, LARGE))
-        beta = (large - small) / (LARGE - SMALL)
-        return Price(small - beta * SMALL, beta, count, way)
+        return two_sizes(way, self.reached.only(nodes), nodes, color, count)
 
-    def _together(self, group: Group, groups: Sequence[Group]) -> list[Group]:
+    def _even(self, group: Group) -> bool:
+        """Whether all its machines have as many of a group's ranks."""
+        machines = Counter(str(self.cluster.devices[rank]).rpartition("/")[0] for rank in group)
+        return len(set(machines.values())) == 1
+
+    def together(self, group: Group, groups: Sequence[Group]) -> list[Group]:
         """A group, and those that share links with it, or with those that do, and so on."""
         here = {self.places[rank][0] for rank in group}
         near = [one for one in groups if any(self.places[rank][0] in here for rank in one)]
@@ -200,27 +221,40 @@ def _links(topology: Topology, nodes: list[Hashable]) -> set[int]:
     return {link for here, there in zip(nodes, nodes[1:] + nodes[:1], strict=True) for link in topology.route(here, there).links}
 
 
-def _time(way: Way, topology: Topology, nodes: list[Hashable], color: list[int], nbytes: int) -> float:
-    def program(comm: Communicator) -> None:
+def _line(half: Sequence[float], most: Sequence[float], more: float) -> tuple[float, ...]:
+    return tuple(there + more * (there - here) for here, there in zip(half, most, strict=True))
+
+
+def two_sizes(way: Way, topology: Topology, nodes: list[Hashable], color: list[int], count: int) -> Price:
+    """What two sizes take tells alpha and beta. color: of each node its group, of which so many ranks take part."""
+    small, large = (_times(way, topology, nodes, color, nbytes) for nbytes in (SMALL, LARGE))
+    betas = tuple((long - short) / (LARGE - SMALL) for short, long in zip(small, large, strict=True))
+    return Price(tuple(short - beta * SMALL for short, beta in zip(small, betas, strict=True)), betas, count, way)
+
+
+def _times(way: Way, topology: Topology, nodes: list[Hashable], color: list[int], nbytes: int) -> list[float]:
+    """Seconds of each phase: from the end of the one before on all ranks to its own."""
+
+    def program(comm: Communicator) -> list[float]:
         group = comm.split(color[comm.rank])
         assert group is not None
-        way(group, nbytes)
+        return [(phase(group, nbytes), comm.now())[1] for phase in way]
 
-    return simulate(program, topology, ranks=nodes, device="meta", trace=False).time
+    ends = [max(ended) for ended in zip(*simulate(program, topology, ranks=nodes, device="meta", trace=False), strict=True)]
+    return [after - before for before, after in pairwise([0.0, *ends])]
 
 
 # ---- collectives, as functions of a communicator ------------------------------------------------------------------
 
+LEVELS = {
+    "all_gather": (Phase("all_gather", "across"), Phase("all_gather", "inside")),
+    "reduce_scatter": (Phase("reduce_scatter", "inside"), Phase("reduce_scatter", "across")),
+    "all_reduce": (Phase("reduce_scatter", "inside"), Phase("all_reduce", "across"), Phase("all_gather", "inside")),
+}  # within each machine first, or last, and across for what each rank then has: so every port of a machine is used
+
 
 def _ways(collective: str) -> list[Way]:
-    names = [around] if collective in ("all_to_all", "pass_on", "send") else [around, two_levels]
-    return [partial(way, collective) for way in names]
-
-
-def _both(gather: Way, reduce: Way, comm: Communicator, nbytes: int) -> None:
-    beside = comm.start(gather, nbytes)
-    reduce(comm, nbytes)
-    beside.wait()
+    return [(Phase(collective),), *([LEVELS[collective]] if collective in LEVELS else [])]
 
 
 def around(collective: str, comm: Communicator, nbytes: int) -> None:
@@ -241,22 +275,3 @@ def around(collective: str, comm: Communicator, nbytes: int) -> None:
         comm.send(whole, 1)
     else:
         comm.recv(whole, 0)
-
-
-def two_levels(collective: str, comm: Communicator, nbytes: int) -> None:
-    """Within each machine first, or last, and across for what each rank then has: so every port of a machine is used."""
-    machines = by_machine(comm)
-    if len({len(machine) for machine in machines}) > 1:
-        around(collective, comm, nbytes)
-        return
-    mine = next(number for number, machine in enumerate(machines) if comm.rank in machine)
-    inside, across = comm.split(mine), comm.split(machines[mine].index(comm.rank))
-    assert inside is not None and across is not None
-    if collective == "all_gather":
-        around(collective, across, nbytes // inside.size)
-        around(collective, inside, nbytes)
-    else:
-        around("reduce_scatter", inside, nbytes)
-        around(collective, across, nbytes // inside.size)
-        if collective == "all_reduce":
-            around("all_gather", inside, nbytes)

@@ -30,8 +30,8 @@ class World(Protocol):
     def around(self, seconds: float, nbytes: float) -> None:
         """Attention around cp's ring: so much computing in all, and a message of so many bytes beside each piece but the last."""
 
-    def start(self, axis: str, collective: str, nbytes: float) -> Any:
-        """A collective goes on beside what the rank does next, behind those that were started before."""
+    def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
+        """A collective goes on beside what the rank does next; not before another one, if it is to come behind that."""
 
     def wait(self, started: Any) -> None: ...
 
@@ -109,8 +109,9 @@ class Rank:
         self.job, self.plan, self.world, self.place, self.passes = job, job.plan, world, place, passes
         mine = range(place, len(job.stages), job.plan.pp)
         self.units = [(stage, number) for stage in mine for number in range(len(job.stages[stage]))]
-        self.gathered: dict[tuple[int, int], Any] = {}
-        self.reducing: list[Any] = []
+        self.gathered: dict[tuple[int, int], list[Any]] = {}
+        self.turn: dict[str, Any] = {}  # by axis, what was begun last to reduce gradients,
+        self.reducing: dict[str, list[Any]] = {"dp": [], "edp": []}  # and the last of each unit's, that were not waited for
 
     def act(self, action: Action) -> None:
         parts = list(enumerate(self.job.stages[action.stage]))
@@ -123,6 +124,7 @@ class Rank:
             if action.kind == "B":
                 self._fetch((action.stage, number), -1)
                 self._run(part, "again")
+                self._make_room()
                 self._run(part, "backward")
             if action.kind == "W" or self.plan.schedule != "zero_bubble":
                 self._run(part, "late")
@@ -148,7 +150,8 @@ class Rank:
         if self.plan.zero < 3:
             return
         self._gather(unit)
-        self.world.wait(self.gathered[unit])
+        for started in self.gathered[unit]:
+            self.world.wait(started)
         following = self.units.index(unit) + towards
         if self.plan.overlap and 0 <= following < len(self.units):
             self._gather(self.units[following])
@@ -156,13 +159,12 @@ class Rank:
     def _gather(self, unit: tuple[int, int]) -> None:
         if unit not in self.gathered:
             part = self.job.stages[unit[0]][unit[1]]
-            self.gathered[unit] = self._begin("dp", "all_gather", (part.weights - part.experts) * self.job.width)
-            if part.experts:
-                self._begin("edp", "all_gather", part.experts * self.job.width)
+            counts = (("dp", part.weights - part.experts), ("edp", part.experts))
+            self.gathered[unit] = [self._begin(axis, "all_gather", n * self.job.width) for axis, n in counts if n]
 
-    def _begin(self, axis: str, collective: str, nbytes: float) -> Any:
+    def _begin(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
         if self.plan.overlap:
-            return self.world.start(axis, collective, nbytes)
+            return self.world.start(axis, collective, nbytes, behind)
         self.world.collective(axis, collective, nbytes)
         return None
 
@@ -171,23 +173,32 @@ class Rank:
     def _complete(self, unit: tuple[int, int], part: Part, last: bool) -> None:
         """A micro-batch's gradients of a part are there: they travel, if they are shared out, or if they are the last."""
         if self.plan.zero > 1 or (last and self.plan.overlap):
-            self._settle()
             self._reduce(part.weights - part.experts, "dp")
             if part.experts:
                 self._reduce(part.experts, "edp")
         self.gathered.pop(unit, None)
 
     def _reduce(self, weights: float, axis: str) -> None:
+        """One behind the other; replicas of a shard meet when it is there."""
         nbytes = weights * self.job.gradient_width
-        self.reducing.append((self._begin(axis, "reduce_scatter" if self.plan.zero else "all_reduce", nbytes), nbytes))
+        self._begin_in_turn(axis, axis, "reduce_scatter" if self.plan.zero else "all_reduce", nbytes)
+        if self.plan.zero_group:
+            self._begin_in_turn(axis, "replicas", "all_reduce", nbytes / self.job.shards)
+        self.reducing[axis].append(self.turn[axis])
+
+    def _begin_in_turn(self, order: str, axis: str, collective: str, nbytes: float) -> None:
+        self.turn[order] = self._begin(axis, collective, nbytes, self.turn.get(order))
+
+    def _make_room(self) -> None:
+        """While a unit's whole gradient is made, at most one other is still to be reduced, if that makes it smaller."""
+        for started in self.reducing.values() if self.plan.zero > 1 else ():
+            while len(started) > 1:
+                self.world.wait(started.pop(0))
 
     def _settle(self) -> None:
-        """One reduction at a time; replicas of a shard meet when it is there."""
-        for started, nbytes in self.reducing:
-            self.world.wait(started)
-            if self.plan.zero_group:
-                self.world.collective("replicas", "all_reduce", nbytes / self.job.shards)
-        self.reducing = []
+        for started in self.reducing.values():
+            while started:
+                self.world.wait(started.pop(0))
 
     def finish(self) -> None:
         """The backward passes are over: the last reductions, a step, the new weights."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from d2lps.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
-from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.comm import Communicator, Event, ReduceOp, Work
 from d2lps.parallel.saving.pieces import Piece, whole_of
 from d2lps.parallel.shard import Shard, add_up_partial
 
@@ -159,34 +160,35 @@ class Unit:
         some = not ever and len(self.missing) < len(self.sizes)
         return [self.names[number] for number in sorted(self.missing if some else self.never)]
 
-    def reduce(self, replicas: Communicator) -> None:
+    def reduce(self, replicas: Communicator, turn: Event | None = None) -> Event | None:
         """Begin to average: every rank gets the mean of its shard, by a reduce-scatter, and adds it to what it has.
 
-        replicas: the ranks of other groups that own the same shard; their means are averaged too, by an all-reduce.
+        replicas: the ranks of other groups that own the same shard; their means are averaged too, by an all-reduce. turn: when
+        what travels before has ended; lanes wait for it, and not the caller. Returns when this one will have.
         """
         self.settle()
         assert self.gradient is not None
         whole, self.gradient = self.gradient, None
         add_up_partial(zip(self.parameters, self.cut(whole), strict=True))
-        alone, room = self.comm.size == 1, self._rooms.pop("whole")
-        mean = whole if alone else whole.new_empty(self.length)
-        if alone:  # with all of the state: the reduction is the replicas'
-            work = self._begin(replicas, "grads[P]{*} → grads[P]", all_reduce, mean, ReduceOp.AVG)
-        else:
-            work = self._begin(self.comm, "grads[P]{*} → grads[P_*]", reduce_scatter_tensor, mean, whole, ReduceOp.AVG)
+        alone, room, works = self.comm.size == 1, self._rooms.pop("whole"), list[Work]()
+        mean = whole if alone else whole.new_empty(self.length)  # alone, with all of the state: the reduction is the replicas'
+        if not alone:
+            shares = "grads[P]{*} → grads[P_*]", reduce_scatter_tensor, mean, whole
+            turn = self._begin_in_turn(works, turn, self.comm, *shares)
+        if alone or replicas.size > 1:
+            turn = self._begin_in_turn(works, turn, replicas, "grads[P]{*} → grads[P]", all_reduce, mean)
 
         def settle() -> None:
-            work.wait()
+            for work in works:
+                work.wait()
             room()
-            if replicas.size > 1 and not alone:
-                with replicas.about("grads[P]{*} → grads[P]"):
-                    all_reduce(replicas, mean, ReduceOp.AVG)
             self.reduced = mean if self.reduced is None else self.reduced.add_(mean)
             self._hold("mean", mean.nbytes, "gradients")
 
         self._reducing = settle
         if not self.beside:
             self.settle()
+        return turn
 
     def settle(self) -> None:
         """Return when a reduction that has begun is over."""
@@ -211,6 +213,24 @@ class Unit:
                 return comm.start(function, *args)
             function(comm, *args)
         return Work(lambda: None, lambda: True)
+
+    def _begin_in_turn(
+        self, works: list[Work], turn: Event | None, comm: Communicator, about: str, function: Callable[..., Any], *args: Any
+    ) -> Event:
+        """The average of a gradient, once it is its turn: at most one travels at a time."""
+        over = Event()
+
+        @wraps(function)
+        def in_turn(comm: Communicator, *args: Any) -> None:
+            if turn is not None:
+                comm.wait(turn)
+            try:
+                function(comm, *args)
+            finally:  # whoever comes behind would wait for ever
+                comm.signal(over)
+
+        works.append(self._begin(comm, about, in_turn, *args, ReduceOp.AVG))
+        return over
 
     def _hold(self, what: str, nbytes: int, label: str) -> None:
         self._release(what)

@@ -14,7 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from d2lps.collectives import broadcast
-from d2lps.comm import Communicator
+from d2lps.comm import Communicator, Event
 from d2lps.cost.numbers import whole
 from d2lps.parallel.saving.pieces import Piece, optimizer_pieces
 from d2lps.parallel.saving.saved import Manifest
@@ -45,7 +45,8 @@ class Zero:
     group: so many consecutive ranks share the state, and such groups hold copies: FSDP2's two-dimensional mesh, or hybrid
     sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters.
     parameters: those that it looks after, by default all that need gradients; others are as if frozen.
-    overlap: reductions go on beside the backward pass, and the next unit is fetched while this one computes.
+    overlap: reductions go on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one
+    unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
     are not alike; RuntimeError with the names of parameters that a backward pass has left out.
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
@@ -84,6 +85,8 @@ class Zero:
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = _for_shards(optimizer(self.shards), self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
+        self._turn: Event | None = None  # when the last reduction that has begun is over,
+        self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
         for unit, keys in zip(self.units, shared, strict=True):
             for number, p in enumerate(unit.parameters):
@@ -132,15 +135,17 @@ class Zero:
         """In the midst of the backward pass: a parameter's gradient is complete."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        if unit.gradient is None and self.sharing.size > 1:  # alone, a rank keeps what it has: there is no room to be gained
+            while len(self._reducing) > 1:
+                self._reducing.pop(0).settle()
         if unit.add(number, gradient):  # after the last one, nothing in this pass will use the weights
             if self.stage > 1 and self.synchronize:
                 self._reduce(unit)
             self._free(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        for other in self.units:  # one reduction at a time
-            other.settle()
-        unit.reduce(self.replicas)
+        self._turn = unit.reduce(self.replicas, self._turn)
+        self._reducing = [other for other in self._reducing if other is not unit] + [unit]
 
     def _free(self, unit: Unit) -> None:
         self._in_backward.discard(unit)
@@ -169,6 +174,7 @@ class Zero:
         for unit in self.units:
             unit.settle()
             unit.hand_over()
+        self._turn, self._reducing = None, []
 
     def step(self) -> None:
         """Reduce if that is still to be done, step on the shards, and give all ranks the new weights; gradients are gone then."""
