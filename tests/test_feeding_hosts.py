@@ -54,6 +54,11 @@ class Remote:
         return got
 
 
+def least(nbytes: int, count: int, workers: int, where: str = "far") -> float:
+    """Seconds a request in the best of three runs: whatever else goes on here makes a run slower, never faster."""
+    return min(loaded(nbytes, count, workers, where) for _ in range(3))
+
+
 def loaded(nbytes: int, count: int, workers: int, where: str = "far") -> float:
     """Seconds a request."""
     began = time.monotonic()
@@ -71,8 +76,8 @@ def reader(host: str) -> dict[str, float]:
         except RuntimeError:
             assert time.monotonic() < until
             time.sleep(0.05)
-    told = {f"{nbytes} {workers}": loaded(nbytes, count, workers) for nbytes, count, workers in CASES}
-    told["alone"] = loaded(LARGE, SHARDS, 1, "near")
+    told = {f"{nbytes} {workers}": least(nbytes, count, workers) for nbytes, count, workers in CASES}
+    told["alone"] = least(LARGE, SHARDS, 1, "near")
     other = threading.Thread(target=loaded, args=(LARGE, SHARDS, 1, "near"))  # whatever else comes over the link
     other.start()
     told["beside"] = loaded(LARGE, SHARDS // 2, 1, "near")
@@ -85,7 +90,7 @@ def store(host: str) -> None:
     ThreadingHTTPServer((box.address(1), PORT), Ranges).serve_forever()
 
 
-CASES = [(SMALL, 40, 1), (SMALL, 80, 4), (LARGE, SHARDS, 1), (LARGE, SHARDS, 4)]
+CASES = [(SMALL, 20, 1), (SMALL, 40, 4), (LARGE, SHARDS, 1), (LARGE, SHARDS, 4)]
 
 if __name__ == "__main__":
     child = os.fork()
@@ -126,8 +131,8 @@ def test_requests_take_as_long_as_predicted(measured: dict[str, float], nbytes: 
 
 def test_more_connections_fill_the_link_and_no_more(measured: dict[str, float]) -> None:
     # Four connections meet at the link's queue, new ones for each request: TCP backs off, which no formula here knows.
-    least = LARGE / box.BANDWIDTH
-    assert 0.8 * least < measured[f"{LARGE} 4"] < 0.85 * measured[f"{LARGE} 1"]
+    fastest = LARGE / box.BANDWIDTH
+    assert 0.8 * fastest < measured[f"{LARGE} 4"] < 0.85 * measured[f"{LARGE} 1"]
 
 
 def test_who_shares_the_link_gets_half_of_it(measured: dict[str, float]) -> None:
