@@ -13,7 +13,7 @@ from d2lps.check.planning import _survived
 from d2lps.parallel import Calibration, Plan, Transformer
 from d2lps.parallel.prediction.messages import by_messages
 from d2lps.parallel.prediction.prices import axis_groups
-from d2lps.planning import adaptive, clos, daly, goodput, hashed, lives, mtbf, pods, predict_on_pods, young
+from d2lps.planning import adaptive_routing, clos, daly, ecmp, goodput, lives, mtbf, pods, predict_on_pods, young
 from d2lps.planning.published import KOKOLIS, LLAMA3, loss
 from d2lps.planning.shared import SharedPrices
 from d2lps.topology import fat_tree
@@ -163,7 +163,7 @@ def fullest(topology: Any, pairs: list[tuple[str, str]]) -> int:
 def test_adaptive_ways_collide_less_and_are_as_short(seed: int) -> None:
     tree = fat_tree(4)
     _, pairs = swapped(tree, seed)
-    by_chance, looking = hashed(tree, pairs, seed), adaptive(tree, pairs)
+    by_chance, looking = ecmp(tree, pairs, seed), adaptive_routing(tree, pairs)
     assert fullest(looking, pairs) <= fullest(by_chance, pairs) and fullest(looking, pairs) <= 2
     for pair in pairs:
         lengths = {len(topology.route(*pair).links) for topology in (tree, by_chance, looking)}
@@ -179,11 +179,11 @@ def test_the_simulator_takes_the_ways_that_are_given() -> None:
         if to[comm.rank] != comm.rank:
             comm.exchange([(out, to[comm.rank])], [(room, to.index(comm.rank))])
 
-    for routed in (hashed(tree, pairs, 1), adaptive(tree, pairs)):
+    for routed in (ecmp(tree, pairs, 1), adaptive_routing(tree, pairs)):
         took = simulate(send, routed, device="meta", trace=False).time
         assert took == pytest.approx(fullest(routed, pairs) * 100e6 / 50e9, rel=0.02)
 
 
 def test_a_node_that_there_is_not_is_named() -> None:
     with pytest.raises(ValueError, match="'gpu99' is not a node"):
-        hashed(fat_tree(4), [("gpu0", "gpu99")])
+        ecmp(fat_tree(4), [("gpu0", "gpu99")])

@@ -210,4 +210,6 @@ class Stream:
             raise ValueError(f"first={first}, count={count}: samples are numbered from 0, and a batch has at least one")
         order, source = Shuffle(len(self.dataset), self.seed), Source(self.dataset, self.transform, self.seed)
         epochs, places = np.divmod(np.arange(first, first + count), order.length)
-        return together([source._one(int(e), int(order([place], int(e))[0])) for e, place in zip(epochs, places, strict=True)])
+        each = np.split(places, np.flatnonzero(np.diff(epochs)) + 1)  # the places of one epoch are looked up together
+        samples = [(epoch, sample) for epoch, there in enumerate(each, int(epochs[0])) for sample in order(there, epoch).tolist()]
+        return together([source._one(epoch, sample) for epoch, sample in samples])

@@ -7,8 +7,8 @@ on them, up to 100,000 devices; `routing.py` who takes which way where there are
 from d2lps.planning import published
 from d2lps.planning.fabric import Clos, clos, pods
 from d2lps.planning.failures import daly, goodput, lives, mtbf, young
-from d2lps.planning.routing import adaptive, hashed
+from d2lps.planning.routing import adaptive_routing, ecmp
 from d2lps.planning.shared import predict_on_pods
 
-__all__ = ["Clos", "adaptive", "clos", "daly", "goodput", "hashed", "lives", "mtbf", "pods", "predict_on_pods", "published"]
-__all__ += ["young"]
+__all__ = ["Clos", "adaptive_routing", "clos", "daly", "ecmp", "goodput", "lives", "mtbf", "pods", "predict_on_pods"]
+__all__ += ["published", "young"]

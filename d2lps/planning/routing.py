@@ -27,11 +27,11 @@ class Routed(Topology):
         return list(way) if way is not None else super()._way(src, dst)
 
 
-def hashed(topology: Topology, pairs: Iterable[Pair], seed: int = 0) -> Routed:
+def ecmp(topology: Topology, pairs: Iterable[Pair], seed: int = 0) -> Routed:
     """Equal-cost multi-path: each pair's messages take one of the shortest ways, whichever the hash says. They may collide.
 
     >>> from d2lps.topology import fat_tree
-    >>> len({hashed(fat_tree(4), [("gpu0", "gpu15")], seed).route("gpu0", "gpu15").links for seed in range(99)})
+    >>> len({ecmp(fat_tree(4), [("gpu0", "gpu15")], seed).route("gpu0", "gpu15").links for seed in range(99)})
     4
 
     Source: Al-Fares et al. 2010, who measure what collisions cost.
@@ -40,7 +40,7 @@ def hashed(topology: Topology, pairs: Iterable[Pair], seed: int = 0) -> Routed:
     return _routed(topology, pairs, lambda ways: dice.choice(ways))
 
 
-def adaptive(topology: Topology, pairs: Iterable[Pair]) -> Routed:
+def adaptive_routing(topology: Topology, pairs: Iterable[Pair]) -> Routed:
     """One pair after another takes the shortest way whose fullest link has the fewest so far, as adaptive routing tends to."""
     taken: Counter[Pair] = Counter()
 
