@@ -83,7 +83,7 @@ def until(lines: Queue[str], word: str, seconds: float) -> Iterator[str]:
 
 def main(folder: str, steps: int, back: bool) -> None:
     lines: Queue[str] = Queue()
-    port, script = free_port(), [str(TRAIN), folder, f"--steps={steps}", "--every=2"]
+    port, script = free_port(), [str(TRAIN), folder, f"--steps={steps}", "--every=4"]
     agents = [Agent(number, port, lines, script) for number in (1, 2, 3)]
     try:
         show(until(lines, "step 6 ", 280))
