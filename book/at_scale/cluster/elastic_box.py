@@ -1,7 +1,7 @@
 """Elastic torchrun in a box: an agent for each machine, all of them here; one is killed, and may come back.
 
     python elastic_box.py runs/a                three agents; the third is killed with kill -9, and its worker with it
-    python elastic_box.py runs/a --back         and a new agent joins later; over when it is in
+    python elastic_box.py runs/a --back         and a new agent joins later; when it is in, the first is killed: that is the end
 
 An agent starts this machine's workers and watches them. When one is lost, all agents stop their workers, agree on who is there
 (the rendezvous), and start them again with new numbers: the script then goes on from its checkpoint. Agent 1 keeps the store in
@@ -11,6 +11,7 @@ which they meet: without it, or the machine that it is on, the job is over.
 import argparse
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -95,15 +96,27 @@ def main(folder: str, steps: int, back: bool) -> None:
             agents.append(Agent(4, port, lines, script))
             show(until(lines, "world size 3", 280))
             show(until(lines, "step ", 280))
+            lose_the_store(agents)
         else:
             show(until(lines, f"step {steps} ", 280))
-    except TimeoutError:
+    except (TimeoutError, subprocess.TimeoutExpired):
         for agent in agents:
             print(f"(agent {agent.number} said last)\n{agent.last_words()}", file=sys.stderr)
         raise
     finally:
         for agent in agents:
             agent.kill()
+
+
+def lose_the_store(agents: list[Agent]) -> None:
+    """Kill agent 1, and say what the others that live have to say to it."""
+    left = [agent for agent in agents[1:] if agent.process.poll() is None]
+    print("(kill -9: agent 1, which keeps the store)", flush=True)
+    agents[0].kill()
+    for agent in left:
+        status = agent.process.wait(280)
+        error = re.findall(r"\w+Error\b", agent.last_words())[-1:]
+        print(f"(agent {agent.number} ends with status {status}:", *error, end=")\n", flush=True)
 
 
 def show(lines: Iterator[str]) -> None:
