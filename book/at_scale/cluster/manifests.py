@@ -73,6 +73,8 @@ def unknown(written: Any, understood: Any, where: str = "") -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} FILE...")
     if reason := why_not():
         sys.exit(reason)
     found = [verdict for path in sys.argv[1:] for verdict in verdicts(Path(path))]
