@@ -119,8 +119,8 @@ def pod() -> Iterator[list[str]]:
         yield inside
 
 
-def in_pod(inside: list[str], script: str) -> str:
-    command = [*inside, sys.executable, str(BOXES / script)]
+def in_pod(inside: list[str], script: str, *words: str) -> str:
+    command = [*inside, sys.executable, str(BOXES / script), *words]
     return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True, timeout=280).stdout
 
 
@@ -129,6 +129,14 @@ def test_the_store_works_through_a_sidecar_that_it_does_not_know(pod: list[str])
         assert "ms for 4 MB" in in_pod(pod, "push.py")
         counted = dict(re.findall(r"^tcp\.store\.(\w+): (\d+)$", sidecar_box.ask(pod, "stats"), re.MULTILINE))
     assert int(counted["downstream_cx_rx_bytes_total"]) > 30 * 4e6  # all of it went through
+
+
+def test_a_sidecar_limits_connections_and_their_rate_and_ejects_in_name_only(pod: list[str]) -> None:
+    with sidecar_box.sidecar(pod, BOXES / "envoy_tcp.yaml"):
+        told = in_pod(pod, "knock.py", "tcp").splitlines()
+    rate, limit, gone, back = (line[25:].split() for line in told)
+    assert re.fullmatch(r"\.{20,29}x+", rate[0]) and limit == ["........xxxx"]  # 20 a second; 8 at a time
+    assert gone[0] == "xxxxx" and back[0] == "....." and gone[-1] == back[-1] == "1"
 
 
 def test_requests_beyond_a_rate_or_a_number_are_turned_away_and_a_broken_replica_is_left_out(pod: list[str]) -> None:
@@ -193,6 +201,7 @@ def test_manifests_are_as_the_published_schemas_say(judged: Callable[[Path], lis
     [
         ("train.yaml", "numNodes", "numNode", "spec.trainer.numNode: no such field"),
         ("train.yaml", "numNodes: 4", "numNodes: four", "numNodes: Input should be a valid integer"),
+        ("train.yaml", "{name: node, volumeMounts", "{name: node, volumeMount", "containers.0.volumeMount: no such field"),
         ("servers.yaml", "serviceName", "serviceNam", "'serviceNam' was unexpected"),
         ("tenants.yaml", "value: 1000", "value: high", "'high' is not of type 'integer'"),
     ],

@@ -17,12 +17,14 @@ def mine(function: Function) -> str:
         found: list[int] = []
         for done, size in enumerate(sizes):
             shares = [[int(sample) for sample in function(done, batch, rank, size)] for rank in range(size)]
+            again = [[int(sample) for sample in function(done, batch, rank, size)] for rank in reversed(range(size))]
             found += [sample for share in shares for sample in share]
             case, wanted = f"batch {batch}, {done} steps done, {size} ranks", (done + 1) * batch
             twice = sorted({sample for sample in found if found.count(sample) > 1})
             missing, beyond = sorted({*range(wanted)} - {*found}), sorted({*found} - {*range(wanted)})
             lengths = [len(share) for share in shares]
-            refuse((twice, f"{case}: sample {twice[:1]} is read a second time; who began where?"),
+            refuse((again[::-1] != shares, f"{case}, asked again: other samples. A rank that has started anew remembers nothing"),
+                   (twice, f"{case}: sample {twice[:1]} is read a second time; who began where?"),
                    (beyond, f"{case}: sample {beyond[:1]} belongs to a later step: the batch is of all ranks together"),
                    (missing, f"{case}: sample {missing[:1]} is never read"),
                    (max(lengths) > min(lengths) + 1, f"{case}: shares of {lengths} samples: all wait for the largest"))
@@ -60,7 +62,7 @@ def lasts(function: Function) -> str:
                 right = bucket / drain if drain > 1e-6 * peak else math.inf
                 case = f"lasts({bucket:g}, {peak:g}, {base:g}, {share:g})"
                 ever = right == math.inf
-                refuse((ever and said != right, f"{case}: not {said!r}. As much comes in as goes out: for how long?"),
+                refuse((ever and said != right, f"{case}: not {said!r}. No more goes out than comes in: for how long?"),
                        (not ever and said == math.inf, f"{case}: the bucket does get empty"))  # fmt: skip
                 if not ever:
                     near(case, said, right, "What comes into the bucket in a second, and what goes out?")
@@ -72,7 +74,7 @@ def cold(seconds: Any) -> str:
     """Check (image, weights, all), in seconds, of a cold start on 16 nodes: 12 GB of image, 3/4 there, and 140 GB of weights."""
     parts("cold start", seconds,
           ("image", 16 * 3 / 2.5, "Each node pulls 3 GB, no faster than 1 GB/s; what can the registry give to sixteen at once?"),
-          ("weights", 140.0, "Each node needs all 140 GB over its own port of 1 GB/s; the store could give more."),
+          ("weights", 140.0, "Each node needs all 140 GB over its own port of 1 GB/s; its neighbours give no less to each."),
           ("all", 16 * 3 / 2.5 + 140 + 20, "One after the other, and 20 s at the end."))  # fmt: skip
     return "of 179.2 s, the image is a tenth: here it is the weights that should be near"
 
@@ -109,8 +111,10 @@ def _passed(requests: Sequence[tuple[float, bool]], failures: int, pause: float)
 @answered
 def slip(field: Any, value: Any) -> str:
     """Check which field of the Job keeps it from ever training, and what it should be."""
+    field = field.rsplit(".", 1)[-1] if isinstance(field, str) else field
     refuse((field in ("completions", "backoffLimit"), f"{field} is as it should be: four workers, and none of them again"),
            (field in ("completionMode", "subdomain"), f"{field} gives the pods their numbers and names, and is right"),
            (field != "parallelism", f"{field!r} is not it. How many pods does Kubernetes start before the first has ended?"),
+           (isinstance(value, int) and value > 4, f"{value} would do no harm, but there are only four workers"),
            (value != 4, f"with {value!r} at a time, do all four that wait for one another run at once?"))  # fmt: skip
     return "two pods wait for two that wait for them to end: a gang again"

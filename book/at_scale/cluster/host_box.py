@@ -99,7 +99,12 @@ def on_all(hosts: Sequence[str], command: Sequence[str]) -> int:
     finally:
         for process in processes:
             process.terminate()
-            process.wait()
+        for process in processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 if __name__ == "__main__":
@@ -108,6 +113,8 @@ if __name__ == "__main__":
     parser.add_argument("--shape", default=SHAPE, help="of each link, in the words of `tc qdisc`")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
+    if not (0 < given.hosts < 254 and given.command):
+        parser.error(f"a number of hosts from 1 to 253, and a command, not {given.hosts} and {' '.join(given.command) or 'none'}")
     if reason := why_not():
         sys.exit(reason)
     with shaped_hosts(given.hosts, given.shape) as hosts:

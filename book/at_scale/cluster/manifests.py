@@ -40,7 +40,7 @@ def by_kubernetes(document: dict[str, Any]) -> str:
     import kubernetes_validate
 
     try:
-        kubernetes_validate.validate(document, "1.33", strict=True)
+        kubernetes_validate.validate(document, "1.37", strict=True)
     except kubernetes_validate.ValidationError as error:
         return f"{'.'.join(map(str, error.path))}: {error.message}"
     return ""
@@ -67,9 +67,14 @@ def unknown(written: Any, understood: Any, where: str = "") -> Iterator[str]:
                 yield f"{where}{name}"
             else:
                 yield from unknown(value, understood[name], f"{where}{name}.")
+    if isinstance(written, list):
+        for index, (value, known) in enumerate(zip(written, understood, strict=True)):
+            yield from unknown(value, known, f"{where}{index}.")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} FILE...")
     if reason := why_not():
         sys.exit(reason)
     found = [verdict for path in sys.argv[1:] for verdict in verdicts(Path(path))]

@@ -91,6 +91,8 @@ def ask(inside: list[str], what: str, check: bool = True) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(f"usage: {sys.argv[0]} CONFIGURATION COMMAND...")
     if reason := why_not():
         sys.exit(reason)
     with pod() as inside:

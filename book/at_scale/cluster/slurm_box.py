@@ -126,5 +126,9 @@ def wait_for_nodes(nodes: int, environment: dict[str, str], folder: Path, second
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} COMMAND...")
+    if reason := why_not():
+        sys.exit(reason)
     with slurm_box() as environment:
         sys.exit(subprocess.run(sys.argv[1:], env=environment).returncode)

@@ -47,6 +47,10 @@ if __name__ == "__main__":
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
+    if not {"RANK", "WORLD_SIZE"} <= {*os.environ}:
+        parser.error("no launcher has set RANK and WORLD_SIZE: start this with torchrun")
+    if not 0 < given.servers < int(os.environ["WORLD_SIZE"]):
+        parser.error(f"--servers must be from 1 to {os.environ['WORLD_SIZE']} - 1, not {given.servers}")
     workers = int(os.environ["WORLD_SIZE"]) - given.servers
     losses = kvstore.run(worker, workers, given.servers, given.path, given.steps)
     if os.environ["RANK"] == "0":

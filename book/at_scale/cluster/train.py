@@ -74,6 +74,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=5, help="steps from one checkpoint to the next")
     given = parser.parse_args()
+    if given.every < 1:
+        parser.error(f"--every must be at least 1, not {given.every}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, note)
     # What torchrun sets, srun says in other words; without either this is a job of one rank.
