@@ -73,14 +73,15 @@ def buried(function: Function) -> str:
         kept = np.delete(np.delete(given, dead, 0), dead, 1)
         case = f"a ring of {size} without rank {dead}"
         refuse((said.shape != kept.shape, f"{case}: {size - 1} ranks are left, and your matrix has the shape {list(said.shape)}"))
-        off = ~np.eye(size - 1, dtype=bool)
+        knew = np.delete(given[:, dead], dead) > 0
+        off = ~np.eye(size - 1, dtype=bool) & ~np.outer(knew, knew)  # the dead rank's neighbors may well begin to talk
         refuse(
             ((said < -1e-12).any(), f"{case}: a share can't be negative"),
             (not np.allclose(said.sum(1), 1), f"{case}: row sums are {np.round(said.sum(1), 3).tolist()}: no means"),
             (not np.allclose(said.sum(0), 1), f"{case}: column sums are {np.round(said.sum(0), 3).tolist()}: some ranks count"
              " more than others"),
-            (not np.allclose(said[off], kept[off]), f"{case}: two who did not know the dead rank mix otherwise than before; how"
-             " should they have heard?"),
+            (not np.allclose(said[off], kept[off]), f"{case}: two mix otherwise than before, of whom one did not know the dead"
+             " rank; how should they have heard?"),
         )  # fmt: skip
     return "5 rings of 4 to 8 ranks"
 
