@@ -106,8 +106,10 @@ def test_ports_misjudged(wrong: dict[str, float], words: str) -> None:
     (lambda table, touched, dense, m, s: min({"all-reduce": 2 * (m - 1) / m * (table + dense), "store": touched + dense,
      "mixed": touched + 2 * (m - 1) / m * dense}.items(), key=lambda item: item[1])[0], "with 'store' the busiest port"),
     (lambda table, touched, dense, m, s: "mixed" if 2 * (m - 1) / m * dense + touched < max(1, m / s) * (touched + dense)
-     else "store", "with 'mixed' the busiest port sends 8e+08 B"),
-], ids=["always mixed", "another word", "the larger part", "no servers' ports", "never all-reduce"])  # fmt: skip
+     else "store", "2 workers, 1 servers: with 'mixed' the busiest port sends 2e+08 B"),
+    (lambda table, touched, dense, m, s: min({"all-reduce": 2 * (table + dense), "store": max(1, m / s) * (touched + dense),
+     "mixed": max(2 * dense + touched, m / s * touched)}.items(), key=lambda item: item[1])[0], "2 workers, 1 servers"),
+], ids=["always mixed", "another word", "the larger part", "no servers' ports", "never all-reduce", "rings twice"])  # fmt: skip
 def test_forms_misjudged(wrong: Any, words: str) -> None:
     refused(check.form(wrong), words)
 

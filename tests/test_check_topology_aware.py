@@ -63,6 +63,7 @@ def test_fit_refuses(wrong, word):
     ("wrong", "word"),
     [(lambda now, then, setup, gain, horizon: then < now, "so stay"), (lambda *_: False, "so change"),
      (lambda now, then, setup, gain, horizon: then < (1 - gain) * now, "so stay"),
+     (lambda now, then, setup, gain, horizon: then * (1 + gain) < now and (now - then) * horizon > setup, "gain 50%"),
      (lambda now, then, setup, gain, horizon: now - then > gain and (now - then) * horizon > setup, "so change")],
 )  # fmt: skip
 def test_change_refuses(wrong, word):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import product
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ def form(function: Function) -> str:
     drawn = [(10.0 ** dice.uniform(4, 9), 10.0 ** dice.uniform(-4, 0), 10.0 ** dice.uniform(4, 9), int(dice.integers(2, 17)),
               int(dice.integers(1, 17))) for _ in range(60)]  # fmt: skip
     seen = set()
-    for table, share, dense, m, s in [(1e9, 0.001, 1e6, 8, 2), (1e8, 1.0, 1e6, 8, 1), (1e8, 0.01, 1e9, 4, 8), *drawn]:
+    for table, share, dense, m, s in [(1e9, 0.001, 1e6, 8, 2), (1e8, 1.0, 1e7, 2, 1), (1e8, 0.01, 1e9, 4, 8), *drawn]:
         touched, ring = table * share, 2 * (m - 1) / m
         port = {
             "all-reduce": ring * (table + dense),
@@ -149,7 +150,7 @@ def pieces(function: Function) -> str:
     for case in cases:
         said = function(*case)
         n, p, alpha, beta = case
-        refuse((not isinstance(said, int) or isinstance(said, bool) or said < 1,
+        refuse((not isinstance(said, Integral) or isinstance(said, bool) or said < 1,
                 f"{said!r} is no whole number of pieces from 1 up"))  # fmt: skip
         near = max(1.0, math.sqrt((p - 2) * n * beta / alpha))
         best = min((math.floor(near), math.ceil(near)), key=lambda k: time(k, *case))

@@ -103,15 +103,15 @@ def _same(function: Function, sizes: np.ndarray, seconds: np.ndarray, ages: np.n
 @judged
 def change(function: Function) -> str:
     """Check `function(now, then, setup, gain, horizon)`: whether steps of `then` seconds are worth a change from `now`."""
-    shares, setups = (0.5, 0.94, 0.96, 1.0, 1.5), (0.0, 0.3, 10.0)
-    for now, share, setup, gain, horizon in product((1.0, 2e-3), shares, setups, (0.0, 0.05), (1, 10)):
+    shares, setups = (0.4, 0.6, 0.94, 0.96, 1.0, 1.5), (0.0, 0.3, 10.0)
+    for now, share, setup, gain, horizon in product((1.0, 2e-3), shares, setups, (0.0, 0.05, 0.5), (1, 10)):
         then = share * now
         wanted = then < (1 - gain) * now and (now - then) * horizon > setup
         got = function(now, then, setup, gain, horizon)
         case = f"now {now:g} s, then {then:g} s, setup {setup:g} s, gain {gain:.0%}, horizon {horizon}"
         saved = f"a step saves {1 - then / now:.0%}, {horizon} of them {(now - then) * horizon:.3g} s"
         refuse((bool(got) != wanted, f"{case}: {saved}, so {'change' if wanted else 'stay'}"))
-    return "120 cases"
+    return "216 cases"
 
 
 @judged
