@@ -84,7 +84,7 @@ def checked_all_reduce(comm: Communicator, tensor: Tensor, step: int = 0) -> Non
     ValueError for another tensor, and for one that is only described.
     """
     if tensor.dim() != 1 or not tensor.is_floating_point() or tensor.is_meta:
-        raise ValueError(f"a flat tensor of floats is summed, not {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}")
+        raise ValueError(f"a flat tensor of floats is summed, not {tensor.dtype}, shape {list(tensor.shape)} on {tensor.device}")
     chunks, p = comm.chunks(tensor, comm.size), comm.size
     mine = torch.stack([checksum(chunk, step * p + number) for number, chunk in enumerate(chunks)])
     table = _gathered(comm, mine)  # [rank, chunk, 2]
