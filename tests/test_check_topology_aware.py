@@ -25,7 +25,7 @@ def test_by_hand_refuses(answers, word):
     [(lambda topology, nodes: nodes, "links"), (lambda topology, nodes: sorted(nodes), "links"),
      (lambda topology, nodes: nodes[:-1], "each of the nodes once"), (lambda topology, nodes: len(nodes), "a list of nodes"),
      (lambda topology, nodes: topology.devices[::2] + topology.devices[1::2], "links"),
-     (lambda topology, nodes: topology.devices, "each of the nodes once"),
+     (lambda topology, nodes: topology.devices, "links"),
      (lambda topology, nodes: [node for node in topology.devices if node in nodes], "links"),
      (lambda topology, nodes: sorted(nodes, key=lambda node: int(node[3:])), "links")],
 )  # fmt: skip
