@@ -59,13 +59,25 @@ def cut(W: np.ndarray, dead: int) -> np.ndarray:
     return np.delete(np.delete(W, dead, 0), dead, 1)
 
 
+def closed(W: np.ndarray, dead: int) -> np.ndarray:
+    """What each of the two gave the dead rank, it gives the other one: a ring again."""
+    left, (a, b) = cut(W, dead), np.flatnonzero(np.delete(W[:, dead], dead))
+    left[[a, b], [b, a]] += 1 / 3
+    return left
+
+
+def test_the_grave_may_close_the_ring() -> None:
+    assert check.buried(closed)
+
+
 @pytest.mark.parametrize(("wrong", "words"), [
     (lambda W, dead: W, "3 ranks are left, and your matrix has the shape [4, 4]"),
     (cut, "row sums are [0.667, 1.0, 0.667]: no means"),
     (lambda W, dead: cut(W, dead) / cut(W, dead).sum(1, keepdims=True), "a ring of 4 without rank 3: column sums are"),
     (lambda W, dead: np.full((len(W) - 1,) * 2, 1 / (len(W) - 1)), "how should they have heard?"),
+    (lambda W, dead: closed(W, dead) + 0.1 * (np.roll(np.eye(len(W) - 1), 1, 0) - np.eye(len(W) - 1)), "have heard?"),
     (lambda W, dead: 2 * np.eye(len(W) - 1) - cut(W, dead), "can't be negative"),
-], ids=["nothing", "no repair", "rows only", "everybody anew", "negative"])  # fmt: skip
+], ids=["nothing", "no repair", "rows only", "everybody anew", "all by a little", "negative"])  # fmt: skip
 def test_graves_misjudged(wrong: Any, words: str) -> None:
     refused(check.buried(wrong), words)
 
@@ -94,8 +106,10 @@ def test_ports_misjudged(wrong: dict[str, float], words: str) -> None:
     (lambda table, touched, dense, m, s: min({"all-reduce": 2 * (m - 1) / m * (table + dense), "store": touched + dense,
      "mixed": touched + 2 * (m - 1) / m * dense}.items(), key=lambda item: item[1])[0], "with 'store' the busiest port"),
     (lambda table, touched, dense, m, s: "mixed" if 2 * (m - 1) / m * dense + touched < max(1, m / s) * (touched + dense)
-     else "store", "with 'mixed' the busiest port sends 8e+08 B"),
-], ids=["always mixed", "another word", "the larger part", "no servers' ports", "never all-reduce"])  # fmt: skip
+     else "store", "2 workers, 1 servers: with 'mixed' the busiest port sends 2e+08 B"),
+    (lambda table, touched, dense, m, s: min({"all-reduce": 2 * (table + dense), "store": max(1, m / s) * (touched + dense),
+     "mixed": max(2 * dense + touched, m / s * touched)}.items(), key=lambda item: item[1])[0], "2 workers, 1 servers"),
+], ids=["always mixed", "another word", "the larger part", "no servers' ports", "never all-reduce", "rings twice"])  # fmt: skip
 def test_forms_misjudged(wrong: Any, words: str) -> None:
     refused(check.form(wrong), words)
 

@@ -25,7 +25,9 @@ def test_by_hand_refuses(answers, word):
     [(lambda topology, nodes: nodes, "links"), (lambda topology, nodes: sorted(nodes), "links"),
      (lambda topology, nodes: nodes[:-1], "each of the nodes once"), (lambda topology, nodes: len(nodes), "a list of nodes"),
      (lambda topology, nodes: topology.devices[::2] + topology.devices[1::2], "links"),
-     (lambda topology, nodes: topology.devices, "each of the nodes once")],
+     (lambda topology, nodes: topology.devices, "links"),
+     (lambda topology, nodes: [node for node in topology.devices if node in nodes], "links"),
+     (lambda topology, nodes: sorted(nodes, key=lambda node: int(node[3:])), "links")],
 )  # fmt: skip
 def test_place_refuses(wrong, word):
     refused(check.place(wrong), word)
@@ -61,6 +63,7 @@ def test_fit_refuses(wrong, word):
     ("wrong", "word"),
     [(lambda now, then, setup, gain, horizon: then < now, "so stay"), (lambda *_: False, "so change"),
      (lambda now, then, setup, gain, horizon: then < (1 - gain) * now, "so stay"),
+     (lambda now, then, setup, gain, horizon: then * (1 + gain) < now and (now - then) * horizon > setup, "gain 50%"),
      (lambda now, then, setup, gain, horizon: now - then > gain and (now - then) * horizon > setup, "so change")],
 )  # fmt: skip
 def test_change_refuses(wrong, word):

@@ -314,6 +314,12 @@ def test_who_has_added_wrongly_or_which_way_is_named(ranks: int, way: str) -> No
         assert (f"rank {before} has added wrongly" in str(caught.value)) == (1 < hop <= ranks)
 
 
+@pytest.mark.parametrize("tensor", [torch.ones(6, dtype=torch.long), torch.ones(2, 3), torch.ones(6, device="meta")])
+def test_what_has_no_checksum_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="a flat tensor of floats is summed, not torch"):
+        d2lps.simulate(checked_all_reduce, star(3), tensor)
+
+
 def test_no_number_is_told_before_anything_is_summed() -> None:
     def work(comm: Communicator) -> None:
         checked_all_reduce(comm, torch.full((9,), float("inf") if comm.rank == 1 else 1.0))

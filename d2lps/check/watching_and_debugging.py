@@ -36,6 +36,8 @@ def culprit(function: Function) -> str:
         ("rank 1 computes 1.2 times as long", [Slow("gpu1", 1.2)], None),
         ("all but rank 1 compute twice as long", [Slow(f"gpu{rank}", 2) for rank in (0, 2, 3, 4)], None),
         ("rank 0 computes three times as long", [Slow("gpu0", 3)], 0),
+        ("ranks 2 and 4 compute 1.5 times as long, rank 3 1.8 times",
+         [Slow("gpu2", 1.5), Slow("gpu3", 1.8), Slow("gpu4", 1.5)], 3),
         ("only the cable of rank 2 is slow", [Narrow(("gpu2", "switch"), 8)], None),
         ("rank 4 computes twice as long, and rank 1's cable is slow", [Slow("gpu4", 2), Narrow(("gpu1", "switch"), 8)], 4),
     ]
@@ -100,6 +102,7 @@ def lamport(function: Function) -> str:
     cases: list[list[list[tuple[Any, ...]]]] = [
         [[("line",), ("send", 0)], [("line",), ("recv", 0), ("line",)]],
         [[("recv", 1), ("line",), ("send", 2)], [("line",), ("line",), ("send", 1)], [("recv", 2), ("line",)]],
+        [[("recv", 3)], [("recv", 2), ("send", 3)], [("recv", 1), ("send", 2)], [("recv", 0), ("send", 1)], [("send", 0)]],
         [[("send", 0), ("recv", 3)], [("recv", 0), ("send", 1)], [("recv", 1), ("send", 2)], [("recv", 2), ("send", 3)]],
     ]
     for events in cases:
@@ -115,7 +118,7 @@ def lamport(function: Function) -> str:
                 early = event[0] == "recv" and n <= sent[event[1]]
                 refuse((early, f"rank {rank} receives message {event[1:]} at {n}, and it was sent at {sent.get(event[-1])}"))
             refuse((max(numbers) > sum(map(len, events)), f"rank {rank} has {max(numbers)}: larger than all events together"))
-    return "3 runs, one with a ring of messages"
+    return f"{len(cases)} runs, one with a ring of messages"
 
 
 @judged

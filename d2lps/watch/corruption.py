@@ -81,7 +81,10 @@ def checked_all_reduce(comm: Communicator, tensor: Tensor, step: int = 0) -> Non
     the errors of n elements add up to more than 8 times the root of their squares once in 4e13 (Hoeffding). So what is refused
     is wrong, and what changes by less than 8 (h - 1) e times the summands' lengths is not seen. step: for other signs each time.
     Cost: the ring's steps and bytes, an all-gather of 16 p bytes a rank, and reading what arrives once more, in float64.
+    ValueError for another tensor, and for one that is only described.
     """
+    if tensor.dim() != 1 or not tensor.is_floating_point() or tensor.is_meta:
+        raise ValueError(f"a flat tensor of floats is summed, not {tensor.dtype}, shape {list(tensor.shape)} on {tensor.device}")
     chunks, p = comm.chunks(tensor, comm.size), comm.size
     mine = torch.stack([checksum(chunk, step * p + number) for number, chunk in enumerate(chunks)])
     table = _gathered(comm, mine)  # [rank, chunk, 2]

@@ -5,11 +5,12 @@ step: it is blocks of computing with the same block on the other ranks, and mess
 slow, however long it waits.
 
 The test needs no bell curve. Where nobody is slow, a rank is above the upper median of the others in at most half of the steps,
-whatever the noise is like. A counter goes up by 1 when a rank is above it (and above it by more than `tolerance`), and down by
-2, though never below 0, when it is not. With g the golden ratio, g + g**-2 = 2: so g**counter does not grow on average, and the
-chance that a count begun at any one step ever reaches `patience` is at most g**-patience (Doob). Over T steps of p ranks that is
-at most p T g**-patience false alarms: for 1,000 steps, 8 ranks and a patience of 40, one in 28,000 such trainings. A straggler
-is named after `patience` steps, or somewhat more. It is Page's cumulative sum (Biometrika 41, 1954), of signs.
+whatever the noise is like, if it does not last from one step to the next. A counter goes up by 1 when a rank is above it (and
+above it by more than `tolerance`), and down by 2, though never below 0, when it is not. With g the golden ratio, g + g**-2 = 2:
+so g**counter does not grow on average, and the chance that a count begun at any one step ever reaches `patience` is at most
+g**-patience (Doob). Over T steps of p ranks that is at most p T g**-patience false alarms: for 1,000 steps, 8 ranks and a
+patience of 40, one in 28,000 such trainings. A straggler is named after `patience` steps, or somewhat more. It is Page's
+cumulative sum (Biometrika 41, 1954), of signs.
 """
 
 from collections import defaultdict, deque
