@@ -22,6 +22,11 @@ def test_answer_passes(name):
     assert getattr(check, name)(solution(ANSWERS[name])["answer"])
 
 
+@pytest.mark.parametrize(("name", "answer"), [("bisection", (614, 88, 0.25)), ("power", (21, 23, 30)), ("units", (200, 4.4, 64))])
+def test_rounded_answers_pass(name, answer):
+    assert getattr(check, name)(answer)
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "word"),
     [("interval", (27.7, 0.5), "8 times as often"), ("interval", (9.8, 0.25), "under a root"), ("interval", 9.8, "2 numbers"),
@@ -54,6 +59,7 @@ def lived(failures, work, interval, save, restart, again=True, whole=False, savi
     ("wrong", "word"),
     [(partial(lived, again=False), "while it restarts"), (partial(lived, whole=True), "is shorter"),
      (partial(lived, saving=False), "does not count"), (partial(lived, late=False), "one failure in the second interval"),
+     (lambda *given: lived(*given[:4], 5.0), "by chance"), (lambda *given: lived(*given[:3], 1.0, given[4]), "by chance"),
      (lambda *given: "soon", "no number of seconds"), (lambda *given: float("nan"), "without a failure"),
      (lambda failures, work, interval, save, restart: work, "without a failure")],
 )  # fmt: skip

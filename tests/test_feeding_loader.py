@@ -313,7 +313,7 @@ def test_a_process_killed_while_it_loads_ahead_goes_on_where_it_was(tmp_path) ->
     ("how", "word"),
     [
         ({"rank": 2, "ranks": 2}, "rank=2 is none of 2 ranks"), ({"batch": 0}, "batch=0"), ({"ahead": -1}, "ahead=-1"),
-        ({"ahead": 1.5}, "ahead=1.5"), ({"seed": "a"}, "seed='a'"),
+        ({"ahead": 1.5}, "ahead=1.5"), ({"rank": 0.5}, "rank=0.5"), ({"seed": "a"}, "seed='a'"),
         ({"last": "wrap"}, "last='wrap'"), ({"workers": 0}, "workers=0"), ({"ranks": 0}, "ranks=0"),
     ],
 )  # fmt: skip

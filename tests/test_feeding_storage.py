@@ -73,6 +73,9 @@ def test_wrong_requests_are_refused():
         OBJECTS.simulate(reading, 0, 1, 1, 1)
     with pytest.raises(ValueError, match="nbytes=0"):
         OBJECTS.simulate(lambda comm, mount: mount.read(0), 1)
+    for wrong, word in (((0,), "nbytes=0"), ((1e6, 0), "outstanding=0"), ((1e6, 1, 0), "readers=0")):
+        with pytest.raises(ValueError, match=word):
+            OBJECTS.rate(*wrong)
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------------

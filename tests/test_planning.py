@@ -65,7 +65,8 @@ def test_the_same_failures_whatever_the_interval() -> None:
 @pytest.mark.parametrize(("call", "word"), [
     (lambda: young(0, 1), "save=0"), (lambda: daly(1, -2), "mtbf=-2"), (lambda: mtbf(0, 5.0), "devices=0"),
     (lambda: goodput(1, 1, -1, 1), "restart=-1"), (lambda: lives(1, 100, 9000, 1, 1, 60), "would never end"),
-    (lambda: lives(1, 0, 10, 1, 1, 60), "work=0"), (lambda: goodput(float("nan"), 1, 1, 1), "interval=nan"),
+    (lambda: lives(0, 9, 10, 1, 1, 60), "jobs=0"), (lambda: lives(1, 0, 10, 1, 1, 60), "work=0"),
+    (lambda: goodput(float("nan"), 1, 1, 1), "interval=nan"),
 ])  # fmt: skip
 def test_what_is_no_time_is_named(call: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):
@@ -109,8 +110,9 @@ def test_clos_is_the_fat_tree_of_its_switches(k: int, tiers: int) -> None:
 
 def test_tiers_grow_with_devices() -> None:
     assert [clos(n).tiers for n in (64, 65, 2048, 2049, 65_536, 65_537)] == [1, 2, 2, 3, 3, 4]
-    with pytest.raises(ValueError, match="devices=0"):
-        clos(0)
+    for wrong, word in (((0,), "devices=0"), ((100, 5), "radix=5")):
+        with pytest.raises(ValueError, match=word):
+            clos(*wrong)
 
 
 # ---- prices against messages ----------------------------------------------------------------------------------------------

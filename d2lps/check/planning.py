@@ -8,6 +8,8 @@ from d2lps.check.tools import parts, refuse
 
 __all__ = ["amdahl", "bisection", "interval", "power", "survive", "units"]
 
+ROUNDED = 0.025  # who rounds to two digits is right, too
+
 
 @answered
 def interval(answer: Any) -> str:
@@ -28,11 +30,13 @@ def survive(function: Function) -> str:
     dice = random.Random(7)
     for _ in range(20):
         failures = sorted(dice.uniform(0, 400) for _ in range(dice.randrange(6)))
-        cases.append((failures, dice.uniform(50, 200), dice.uniform(5, 30), 1.0, 5.0))
+        work, interval = dice.uniform(50, 200), dice.uniform(5, 30)
+        cases.append((failures, work, interval, dice.choice((0.5, 1.0, 2.0)), dice.choice((3.0, 5.0, 8.0))))
     for number, case in enumerate(cases):
         got, right = function(list(case[0]), *case[1:]), _survived(*case)
         what = told[number] if number < len(told) else "failures by chance"
-        given = f"failures={[round(t, 2) for t in case[0]]}, work={case[1]:.4g}, interval={case[2]:.4g}, save=1, restart=5"
+        times = [round(t, 2) for t in case[0]]
+        given = "failures={}, work={:.4g}, interval={:.4g}, save={:g}, restart={:g}".format(times, *case[1:])
         refuse((not isinstance(got, int | float), f"{got!r} is no number of seconds"))
         refuse((not abs(got - right) <= 1e-6, f"{what}: {given}: {got:.6g} s, and it is done after {right:.6g} s"))
     return f"{len(cases)} lives, with failures in work, in saving and in restarting"
@@ -56,15 +60,15 @@ def bisection(answer: Any) -> str:
     parts("bisection", answer,
           ("TB/s", 614.4, "Half of the devices send to the other half, each through its port, one way."),
           ("TB/s behind 7 : 1", 87.77, "Out of the pods goes a seventh."),
-          ("seconds", 0.245, "Seven eighths of what a pod's 3,072 devices have are for other pods."))  # fmt: skip
-    return "614 TB/s, 88 TB/s, and a quarter of a second, where ports that do not share need 0.035"
+          ("seconds", 0.245, "Seven eighths of what a pod's 3,072 devices have are for other pods."), within=ROUNDED)  # fmt: skip
+    return "614 TB/s, 88 TB/s, and a quarter of a second, where ports that do not share need 0.04"
 
 
 @answered
 def power(answer: Any) -> str:
     """Check three numbers: MW of the machines, MW with the building, and GWh of 54 days."""
     parts("power", answer, ("MW", 20.89, "2,048 machines of 10.2 kW."), ("MW with the building", 22.98, "PUE 1.1 times that."),
-          ("GWh", 29.78, "MW times hours is MWh."))  # fmt: skip
+          ("GWh", 29.78, "MW times hours is MWh."), within=ROUNDED)  # fmt: skip
     return "21 MW in the machines, 23 MW at the meter, 30 GWh: at most, for machines seldom draw what they may"
 
 
@@ -91,5 +95,5 @@ def units(answer: Any) -> str:
     parts("units", answer,
           ("TB", 200.0, "100 trillion numbers of 16 bits, and 8 bits are a byte."),
           ("hours", 4.444, "100 Gb/s are 12.5 GB/s; 200 TB / 12.5 GB/s."),
-          ("factor", 64.0, "Multiplied by 8 where one divides by 8."))  # fmt: skip
+          ("factor", 64.0, "Multiplied by 8 where one divides by 8."), within=ROUNDED)  # fmt: skip
     return "200 TB, 4.4 hours, and a slip of 64: bits times 8 are no bytes"

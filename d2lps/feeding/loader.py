@@ -85,7 +85,7 @@ class Loader:
         last: str = "short", workers: int = 1, processes: bool = False, ahead: int = 2,
         transform: Callable[[Any, torch.Generator], Any] | None = None,
     ) -> None:  # fmt: skip
-        if not 0 <= rank < whole("ranks", ranks):
+        if not (isinstance(rank, int) and 0 <= rank < whole("ranks", ranks)):
             raise ValueError(f"rank={rank} is none of {ranks} ranks")
         if not isinstance(ahead, int) or ahead < 0:
             raise ValueError(f"ahead={ahead!r} is not a whole number from 0 up")

@@ -63,6 +63,8 @@ class Storage:
 
     def request(self, nbytes: float) -> float:
         """Seconds of one request for so many bytes, when nobody else asks: latency, then disks and port at the same time."""
+        if not 0 < nbytes < inf:
+            raise ValueError(f"nbytes={nbytes!r} is not a number above 0")
         return self.latency + max(self.per_request + nbytes / self.bandwidth, nbytes / self.port)
 
     def rate(self, nbytes: float, outstanding: int = 1, readers: int = 1, per_file: float = 1) -> float:
@@ -77,6 +79,7 @@ class Storage:
         metadata server. The first three are bounds; the lookups' is for readers in step, as ranks of one job are (those who come
         one after the other get up to 1 / (readers lookup) each).
         """
+        whole("outstanding", outstanding), whole("readers", readers)
         busy = self.per_request + nbytes / self.bandwidth
         opening = (self.latency + self.lookup * readers) / per_file if self.lookup else 0.0
         asked = min(outstanding, self.servers) / (self.request(nbytes) + opening)

@@ -65,7 +65,9 @@ def clos(devices: int, radix: int = RADIX, bandwidth: float = PORT) -> Clos:
     """
     check_count("devices", devices)
     check_count("radix", radix, least=4)
-    half = radix // 2
+    half, odd = divmod(radix, 2)
+    if odd:
+        raise ValueError(f"radix={radix} is odd: a switch has as many ports up as down")
     tiers = next(tiers for tiers in count_from(1) if radix * half ** (tiers - 1) >= devices)
     below, top = ceil(devices / half), ceil(devices / radix)
     return Clos(tiers, below * (tiers - 1) + top, devices * tiers, devices * bandwidth / 2)

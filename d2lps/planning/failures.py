@@ -9,6 +9,7 @@ from math import exp, expm1, log, sqrt
 import torch
 
 from d2lps.comm import Communicator
+from d2lps.cost.numbers import whole
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import star
@@ -73,6 +74,7 @@ def lives(
     saves, loses what a failure takes, and restarts. ValueError for jobs that would hardly ever get through an interval.
     Cost: some 10 us for each interval and each failure.
     """
+    whole("jobs", jobs)
     if goodput(interval, save, restart, mtbf) < 1e-3:
         raise ValueError(f"interval={interval!r}, save={save!r} s: with a failure every {mtbf!r} s it would never end")
     _check(work=work)
