@@ -117,15 +117,14 @@ def test_tiers_grow_with_devices() -> None:
 
 # ---- prices against messages ----------------------------------------------------------------------------------------------
 
-FEW = Transformer(layers=4, hidden=8192, heads=64, vocab=51200, sequence=1024)
 
-
-@pytest.mark.parametrize(("per_pod", "count", "plan", "batch"), [
-    (4, 2, Plan(dp=4, tp=8, pp=2), 8), (4, 2, Plan(dp=4, tp=4, pp=4, zero=1), 8), (16, 4, Plan(dp=16, tp=8, pp=4), 16),
+@pytest.mark.parametrize(("per_pod", "count", "ratio", "plan", "batch"), [
+    (4, 2, 7, Plan(dp=4, tp=8, pp=2), 8), (4, 2, 7, Plan(dp=4, tp=4, pp=4, zero=1), 8), (16, 4, 28, Plan(dp=16, tp=2, pp=16), 16),
 ], ids=["64 tp 8", "64 tp 4", "512"])  # fmt: skip
-def test_a_step_on_pods_takes_what_its_messages_take(per_pod: int, count: int, plan: Plan, batch: int) -> None:
-    net = pods(count, per_pod, oversubscription=7)
-    told = predict_on_pods(FEW, plan, net, batch, H100)
+def test_a_step_on_pods_takes_what_its_messages_take(per_pod: int, count: int, ratio: int, plan: Plan, batch: int) -> None:
+    few = Transformer(layers=max(4, plan.pp), hidden=8192, heads=64, vocab=51200, sequence=1024)
+    net = pods(count, per_pod, oversubscription=ratio)
+    told = predict_on_pods(few, plan, net, batch, H100)
     assert told.time == pytest.approx(by_messages(told.job, net).time, rel=0.02)
 
 
