@@ -42,8 +42,8 @@ class Agent:
         command += ["--rdzv-backend=c10d", "--rdzv-id=box", f"--rdzv-endpoint=127.0.0.1:{port}"]
         command += [f"--rdzv-conf={PATIENCE},is_host={number == 1}", "--local-addr=127.0.0.1", *script]
         self.words = tempfile.TemporaryFile("w+")  # its own, and its workers' errors
-        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.words, "text": True, "env": os.environ | QUIET}
-        self.process = subprocess.Popen(command, **options)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.words}
+        self.process = subprocess.Popen(command, text=True, env=os.environ | QUIET, **pipes)
         threading.Thread(target=self._read, args=[lines], daemon=True).start()
 
     def _read(self, lines: Queue[str]) -> None:
