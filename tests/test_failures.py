@@ -42,9 +42,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
+    """So long, and ten seconds more: a busy machine is slow, and whoever waits for what never comes takes longer than that."""
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < seconds
+    assert time.monotonic() - start < seconds + 10
 
 
 def line_of(function: Callable[..., Any], line: int) -> int:
