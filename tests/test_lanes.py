@@ -10,6 +10,7 @@ import torch
 import d2lps
 from d2lps import Communicator, Deadlock, OutOfMemory, RankDied, RankHung
 from d2lps.collectives import all_reduce
+from d2lps.comm import Event
 from d2lps.simulator import Cut, Kill, Narrow, Slow, simulate
 from d2lps.topology import Device, Topology, star
 from d2lps.trace import Trace
@@ -32,8 +33,16 @@ def chips(ranks: int, bandwidth: float = 1e6) -> Topology:
 
 
 def several_at_once(comm: Communicator) -> list[list[float]]:
+    """None begins before all have a lane: else one that is over by then gives its lane to the next."""
+    begin = Event()
+
+    def together(comm: Communicator, tensor: torch.Tensor) -> None:
+        comm.wait(begin)
+        all_reduce(comm, tensor)
+
     tensors = [torch.full((5,), float(comm.rank + k)) for k in range(4)]
-    works = [comm.start(all_reduce, tensor) for tensor in tensors]
+    works = [comm.start(together, tensor) for tensor in tensors]
+    comm.signal(begin)
     mine = torch.ones(3)
     all_reduce(comm, mine)
     for work in reversed(works):
