@@ -109,15 +109,30 @@ class Topology:
 
     def _distances_to(self, dst: Hashable, machine: str | None) -> dict[Hashable, int]:
         """From each node that passes messages on, and from `dst` itself, to `dst`."""
-
-        def length(here: Hashable, before: Hashable, _: Any) -> int | None:  # Dijkstra begins at `dst` and goes backwards
-            node = self.graph.nodes[before]
-            return self._length[before, here] if node["forwards"] and machine in (None, node.get("machine")) else None
-
         if (dst, machine) not in self._distances:
-            backwards = self.graph.reverse(copy=False)
-            self._distances[dst, machine] = nx.single_source_dijkstra_path_length(backwards, dst, weight=length)
+            find = self._dijkstra if self.graph.nodes[dst]["forwards"] else self._last_link
+            self._distances[dst, machine] = find(dst, machine)
         return self._distances[dst, machine]
+
+    def _last_link(self, dst: Hashable, machine: str | None) -> dict[Hashable, int]:
+        """Nothing passes through `dst`. So who comes there comes by a switch beside it, whose distances serve all that hang there."""
+        rest = {dst: 0}
+        for switch in self.graph.predecessors(dst):
+            if self._passes_on(switch, machine):
+                for node, length in self._distances_to(switch, machine).items():
+                    way = length + self._length[switch, dst]
+                    rest[node] = min(way, rest.get(node, way))
+        return rest
+
+    def _dijkstra(self, dst: Hashable, machine: str | None) -> dict[Hashable, int]:
+        def length(here: Hashable, before: Hashable, _: Any) -> int | None:  # from `dst` backwards
+            return self._length[before, here] if self._passes_on(before, machine) else None
+
+        return dict(nx.single_source_dijkstra_path_length(self.graph.reverse(copy=False), dst, weight=length))
+
+    def _passes_on(self, node: Hashable, machine: str | None) -> bool:
+        data = self.graph.nodes[node]
+        return bool(data["forwards"]) and machine in (None, data.get("machine"))
 
     # ---- other clusters like this one -----------------------------------------------------------------------------
 
