@@ -115,7 +115,7 @@ class Topology:
         return self._distances[dst, machine]
 
     def _last_link(self, dst: Hashable, machine: str | None) -> dict[Hashable, int]:
-        """Nothing passes through `dst`. So who comes there comes by a switch beside it, whose distances serve all that hang there."""
+        """Nothing passes through `dst`: the way there is by a switch beside it, whose distances serve all that hang there."""
         rest = {dst: 0}
         for switch in self.graph.predecessors(dst):
             if self._passes_on(switch, machine):
