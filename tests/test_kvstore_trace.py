@@ -13,8 +13,8 @@ import torch
 from launching import ROOT, environment, script
 
 from d2lps import kvstore
-from d2lps.kvstore.core.events import Request
-from d2lps.kvstore.core.notes import Notes
+from d2lps.kvstore.core.events import Membership, Request, replace
+from d2lps.kvstore.core.notes import Notes, ServerNotes
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.launch.chaos import Cluster
 from d2lps.topology import star
@@ -225,3 +225,25 @@ def test_under_torchrun_it_is_the_jobs(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     clean = environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path), PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     subprocess.run([*torchrun, *script(tmp_path / "job.py", SCRIPT)[1:]], check=True, env=clean, timeout=250)
+
+
+def test_a_request_that_comes_again_is_one_message() -> None:
+    """A worker that has no answer for a second asks again, and notes what it has asked once."""
+    recorder = Recorder(1, lambda: 0.0)
+    notes = ServerNotes(Server([0]), recorder, 1)
+    asked = [Request("init", "w", torch.zeros(2), sequence=1), Request("pull", "w", sequence=2)]
+    for request in asked:
+        notes.step(request)
+    once = len(recorder.ends)
+    answers = [notes.step(request)[-1] for request in asked]
+    assert [answer.sequence for answer in answers] == [1, 2] and len(recorder.ends) == once == 4 * len(COLUMNS["ends"])
+
+
+def test_an_answer_that_tells_of_another_view_is_none() -> None:
+    recorder = Recorder(1, lambda: 0.0)
+    notes = ServerNotes(Server([0]), recorder, 1)
+    notes.step(Membership(view=1, servers=(0,)))
+    early = Request("init", "w", torch.zeros(2), sequence=1)
+    assert notes.step(early)[-1].error.startswith("stale view")
+    assert not notes.step(replace(early, view=1))[-1].error
+    assert len(recorder.ends) == 2 * len(COLUMNS["ends"])

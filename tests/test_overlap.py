@@ -606,10 +606,11 @@ def test_messages_move_while_the_rank_computes() -> None:
     bars = trace.bars()
     for rank in range(3):
         (start,), (end,) = (bars["computing"][edge][bars["computing"]["rank"] == rank] for edge in ("start", "end"))
-        mine = trace.messages["src"] == rank
-        assert np.all(trace.messages["src_lane"][mine] == 1)
-        assert np.all((trace.messages["start"][mine] > start) & (trace.messages["end"][mine] < end))
-        assert mine.sum() == 4
+        sent, received = (trace.messages[end_of] == rank for end_of in ("src", "dst"))
+        assert np.all(trace.messages["src_lane"][sent] == 1)
+        # What it has sent may arrive after it has gone on: its neighbour may be late.
+        assert np.all(trace.messages["start"][sent] > start) and np.all(trace.messages["end"][received] < end)
+        assert sent.sum() == received.sum() == 4
 
 
 def test_a_timeline_has_computing_and_messages_in_lanes_of_their_own() -> None:

@@ -131,15 +131,16 @@ class WorkerNotes:
 
 class ServerNotes(Notes):
     """A server's messages too. An answer is on its way when the server has it: where a log must be safe first, that time is the
-    message's."""
+    message's. What comes again, because it was slow to be answered, is noted once, as the worker does."""
 
     def __init__(self, server: Server, recorder: Recorder, rank: int) -> None:
         super().__init__(server, recorder)
         self.ready, recorder.rank = recorder.now(), rank
+        self.noted = set[tuple[type, int, int, int]]()  # requests that were heard, answers that were given
 
     def step(self, event: Event) -> list[Effect]:
         """The server's, and a note of it."""
-        if isinstance(event, Request) and event.op not in QUIET:
+        if isinstance(event, Request) and self._first(event):
             stream = _stream(self.recorder, event.client, self.recorder.rank, event.sequence)
             row = self.recorder.end(carried(event), stream, self.ready)
             self.recorder.done(row)
@@ -147,8 +148,15 @@ class ServerNotes(Notes):
         effects = self.server.step(event)
         self.stepped(effects)
         for reply in effects:
-            if isinstance(reply, Reply) and reply.op not in QUIET:
+            if isinstance(reply, Reply) and not reply.error.startswith("stale view") and self._first(reply):
                 stream = _stream(self.recorder, self.recorder.rank, reply.client, reply.sequence)
                 with named(self.recorder, reply):
                     self.recorder.end(self.source(reply), stream, self.recorder.now())
         return effects
+
+    def _first(self, record: Request | Reply) -> bool:
+        """Whether it is to be noted: it is none of the quiet ones, and has not been before."""
+        name = type(record), record.client, record.epoch, record.sequence
+        new = record.op not in QUIET and name not in self.noted
+        self.noted.add(name)
+        return new
