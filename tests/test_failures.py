@@ -383,7 +383,7 @@ def waiting_script(tmp_path: Path, option: str = "running") -> Iterator[subproce
 def test_an_interrupt_ends_the_run(tmp_path: Path, nothing_left: Gone) -> None:
     with waiting_script(tmp_path) as process:
         process.send_signal(signal.SIGINT)
-        text, _ = process.communicate(timeout=30)
+        text, _ = process.communicate(timeout=5)
         assert text == "interrupted\n"
         assert nothing_left(0)
 
