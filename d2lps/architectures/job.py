@@ -37,8 +37,9 @@ class Job:
     batch: sequences a step, of all ranks together, whoever and however many they are. part: sequences that are leased at a time.
     data: as of `train`; None for a described job, whose tensors have no content: it takes the time of one that has, and has no
     losses. Optimizer: SGD, so that a rounding error stays one. Weights are FP64, or BF16 where they are only described.
-    every: steps from one checkpoint to the next. folder, comes: where those lie, and when somebody will come, in seconds of a
-    simulation; a run fills them in (see `elastic`). ValueError for a batch that is no multiple of the part.
+    every: steps from one checkpoint to the next. folder, comes, dies: where those lie; when somebody will come, in seconds of a
+    simulation; and which process is to be killed, after how many steps; a run fills them in (see `elastic`). ValueError for a
+    batch that is no multiple of the part.
     """
 
     transformer: Transformer = SMALL
@@ -52,6 +53,7 @@ class Job:
     every: int = 2
     folder: str = ""
     comes: float | None = None
+    dies: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "part", "every"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +34,11 @@ def run(
 
     >>> run("cloud-native", Job(), 4, "kill").losses[3] == run("cloud-native", Job(), 4).losses[3]      # doctest: +SKIP
 
-    accident: "kill", the middle one of the processes is killed (SIGKILL), or "join": it begins with as many as can share the
-    batch without the last one, which comes then. A job of collectives is ended and started again from its last checkpoint,
-    by a launcher that has noticed. Time begins with the first launch, which it includes. servers: of a store; that of
-    "cloud-native" has backups, the other a log. timeout, trace: as of `d2lps.run`. ValueError for another accident; else as
-    d2lps.run and kvstore.run, but that a death is not the end.
+    accident: "kill", the middle one of the processes is killed (SIGKILL) when it has done them, or "join": it begins with as
+    many as can share the batch without the last one, which comes then. A job of collectives is ended and started again from its
+    last checkpoint, by a launcher that has noticed. Time begins with the first launch, which it includes. servers: of a store;
+    that of "cloud-native" has backups, the other a log. timeout, trace: as of `d2lps.run`. ValueError for another accident;
+    else as d2lps.run and kvstore.run, but that a death is not the end.
     """
     known(architecture)
     if accident is not None:
@@ -70,8 +68,9 @@ def _elastic(outcome: Outcome, job: Job, ranks: int, accident: str | None, optio
         happens, still = still, None
         Path(job.folder, "comes").unlink(missing_ok=True)
         try:
-            with _meanwhile(job, happens, len(there) // 2):
-                found = launch.run(_numbered, len(there), COLLECTIVE[outcome.architecture], job, **options)
+            with _somebody_comes(job, happens == "join"):
+                doomed = dying(job, len(there), happens)
+                found = launch.run(run_rank, len(there), COLLECTIVE[outcome.architecture], doomed, **options)
         except RankDied as error:
             if len(there) == 1:
                 raise
@@ -83,34 +82,30 @@ def _elastic(outcome: Outcome, job: Job, ranks: int, accident: str | None, optio
     elastic(outcome, job, [*range(ranks - (accident == "join"))], attempt)
 
 
-def _numbered(comm: Communicator, function: Callable[..., Any], job: Job) -> Any:
-    """A rank that can be found to be killed."""
-    Path(job.folder, f"rank{comm.rank}").write_text(str(os.getpid()))
-    return run_rank(comm, function, job)
+def dying(job: Job, ranks: int, accident: str | None) -> Job:
+    """The job, in which the middle one of the ranks dies if that is the accident."""
+    return replace(job, dies=(ranks // 2, AFTER) if accident == "kill" else None)
 
 
 @contextmanager
-def _meanwhile(job: Job, accident: str | None, victim: int) -> Any:
-    """Let something happen to the ranks as soon as some steps are done."""
+def _somebody_comes(job: Job, comes: bool) -> Iterator[None]:
+    """As soon as some steps are done, and if that is the accident."""
     over = threading.Event()
 
     def watch() -> None:
         while noted(job).get("done", 0) < AFTER:
             if over.wait(LOOK):
                 return
-        if accident == "kill":
-            os.kill(int(Path(job.folder, f"rank{victim}").read_text()), signal.SIGKILL)
-        else:
-            Path(job.folder, "comes").touch()
+        Path(job.folder, "comes").touch()
 
     thread = threading.Thread(target=watch, name="accident", daemon=True)
-    if accident:
+    if comes:
         thread.start()
     try:
         yield
     finally:
         over.set()
-        if accident:
+        if comes:
             thread.join()
 
 
@@ -126,15 +121,12 @@ def _stored(outcome: Outcome, job: Job, ranks: int, accident: str | None, server
     def saboteur(cluster: kvstore.Cluster) -> None:
         while noted(job).get("done", 0) < AFTER:
             cluster.sleep(LOOK)
-        if accident == "kill":
-            cluster.workers[ranks // 2].kill()
-        else:
-            Path(job.folder, "comes").touch()
+        Path(job.folder, "comes").touch()
 
     began = time.monotonic()
     found: Run = kvstore.run(
-        member, ranks, servers, STORED[outcome.architecture], job, late, as_soon_as_told,
-        absent=late, saboteur=saboteur if accident else None, **rules, **options,
+        member, ranks, servers, STORED[outcome.architecture], dying(job, ranks, accident), late, as_soon_as_told,
+        absent=late, saboteur=saboteur if late else None, **rules, **options,
     )  # fmt: skip
     outcome.add(found, -began, [*range(ranks)])
     outcome.history += found.history  # type: ignore[attr-defined]

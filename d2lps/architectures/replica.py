@@ -6,6 +6,8 @@ The weights are one flat tensor, and so is a gradient: what an architecture does
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -68,9 +70,7 @@ class Model:
 
     def finished(self, step: int) -> None:
         """Note that a step is over."""
-        self.record.ended[step] = self.comm.now()
-        if self.comm.rank == 0 and self.job.folder:
-            note(self.job, done=step + 1)
+        over(self, step)
 
     def final(self) -> Record:
         """All that there is to say, with the weights."""
@@ -153,11 +153,22 @@ def agreed(model: Any, step: int) -> bool:
     record.losses = {key: loss for key, loss in record.losses.items() if key[0] != step}
     if not job.described:
         record.losses[step, 0] = words[0].item()
-    record.ended[step] = comm.now()
-    if comm.rank == 0 and job.folder:
-        loss = {} if job.described else {str(step): words[0].item()}
-        note(job, done=step + 1, losses=noted(job).get("losses", {}) | loss)
+    over(model, step, {} if job.described else {str(step): words[0].item()})
     return bool(words[1])
+
+
+def over(model: Any, step: int, losses: dict[str, float] | None = None) -> None:
+    """Note that a step is over, and what all know of its loss; who is to die now dies, by the signal that lets nobody clean up.
+
+    A rank that died when somebody else had seen enough steps could have done all of its own by then.
+    """
+    job, comm = model.job, model.comm
+    model.record.ended[step] = comm.now()
+    if comm.rank == 0 and job.folder:
+        facts = {} if losses is None else {"losses": noted(job).get("losses", {}) | losses}
+        note(job, done=step + 1, **facts)
+    if job.dies and not comm.topology and comm.rank == job.dies[0] and step + 1 >= job.dies[1]:  # a simulation has no processes
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def somebody_waits(comm: Communicator, job: Job) -> bool:
