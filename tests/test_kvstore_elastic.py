@@ -218,6 +218,27 @@ def test_a_worker_stops_where_all_do() -> None:
     assert placement.servers == [3]
 
 
+def test_who_leaves_with_a_change_open_hears_of_the_next_ones_too() -> None:
+    changes, placement = Changes(), Placement([0])
+    assert changes.heard(Membership(1, (0, 1)), Promised(8)) == Request("hold", clock=1), "it never comes to clock 8"
+    for wanted in (Membership(2, (1,)), Membership(3, (1, 2)), Membership(3, (1, 2)), Membership(4, (1, 2), instead=3)):
+        assert changes.heard(wanted, Promised()) is None
+    changes.catch_up(placement)
+    assert placement.servers == [1, 2] and [wanted.view for wanted in changes.followed] == [1, 2, 4]
+    assert changes.heard(Membership(4, (1, 2), instead=3), Promised()) is None, "it has been followed"
+    assert changes.heard(Membership(5, (2,)), Promised()) == Request("hold", clock=1)
+
+
+def test_a_change_that_came_too_early_is_told_again_to_who_takes_part() -> None:
+    changes, placement, second = Changes(), Placement([0]), Membership(2, (1,))
+    assert changes.heard(Membership(1, (0, 1)), Promised(1)) is not None and changes.heard(second, Promised()) is None
+    changes.reached(1, [], placement, lambda server, request: Promised(1, view=1))
+    assert placement.servers == [0, 1]
+    assert changes.heard(second, Promised(2)) == Request("hold", clock=2)
+    changes.reached(2, [], placement, lambda server, request: Promised(2, view=2))
+    assert placement.servers == [1] and not changes.open and not changes.missed
+
+
 def test_a_change_is_called_off_for_who_has_stopped_and_for_who_has_not() -> None:
     stopped, computing, placement = Changes(), Changes(), Placement([0])
     for changes in (stopped, computing):
@@ -564,9 +585,11 @@ def add_alone(kv: Any, folder: str) -> int:
 
 
 def late(kv: Any, folder: str) -> tuple[int, list[int]]:
-    """Worker 2 comes when the servers have changed, and worker 1 leaves before and comes again."""
+    """Worker 2 comes when the servers have changed; worker 1 leaves when it has told how far it will go, and comes again."""
     if kv.rank:
         if kv.rank == 1:
+            while not kv.transport.changes.open:
+                time.sleep(0.01)
             kv.leave()
         while not os.path.exists(f"{folder}/changed"):
             time.sleep(0.01)

@@ -43,6 +43,7 @@ class Changes:
     def __init__(self) -> None:
         self.lock, self.clock, self.view = threading.Lock(), 0, 0
         self.open = deque[Change]()  # several, if this worker is none of those who are asked
+        self.missed = deque[Membership]()  # what came while another was open: if this worker leaves, it won't be told again
         self.followed = deque[Membership]()  # what the other thread has not seen to yet
 
     def heard(self, wanted: Membership, answer: Any) -> Request | None:
@@ -50,7 +51,11 @@ class Changes:
         with self.lock:
             self._drop(wanted.instead)
             busy = self.open and (self.open[-1].answer.reply is None or not self.open[-1].answer.reply.error)
-            if wanted.view <= self.view or busy:
+            if wanted.view <= self.view:
+                return None
+            if busy:
+                if wanted not in self.missed:
+                    self.missed.append(wanted)
                 return None
             self.view, promise = wanted.view, self.clock + 1
             self.open.append(Change(wanted, promise, answer))
@@ -70,7 +75,7 @@ class Changes:
             with self.lock:
                 self._drop(wanted.view)
         else:
-            self._follow(placement)
+            self._follow(placement, wanted)
 
     def at(self, clock: int) -> Membership | None:
         """What is wanted, if it is at this clock that all stop for it."""
@@ -83,14 +88,23 @@ class Changes:
         return change.wanted if clock >= reply.clock else None
 
     def catch_up(self, placement: Placement) -> None:
-        """With what has changed while this worker took no part."""
-        while self.open:
-            self._follow(placement)
+        """With what has changed while this worker took no part: one after the other, as where a key lies depends on it."""
+        while heard := self._heard():
+            self._follow(placement, min(heard, key=lambda wanted: wanted.view))
+
+    def _heard(self) -> list[Membership]:
+        """What has been wanted, and not been followed."""
+        with self.lock:
+            return [*(change.wanted for change in self.open), *self.missed]
 
     def _drop(self, view: int) -> None:
         self.open = deque(change for change in self.open if change.wanted.view != view)
+        self.missed = deque(wanted for wanted in self.missed if wanted.view != view)
 
-    def _follow(self, placement: Placement) -> None:
-        placement.follow(self.open[0].wanted.servers)
+    def _follow(self, placement: Placement, wanted: Membership) -> None:
+        placement.follow(wanted.servers)
         with self.lock:  # at once: who hears of the next change has seen to this one
-            self.followed.append(self.open.popleft().wanted)
+            self.view = max(self.view, wanted.view)
+            self.open = deque(change for change in self.open if change.wanted.view > wanted.view)
+            self.missed = deque(missed for missed in self.missed if missed.view > wanted.view)
+            self.followed.append(wanted)
