@@ -28,6 +28,7 @@ MIXED = replace(FLAT, experts=4, top_k=2, capacity=float("inf"))
 MODELS = {"flat": FLAT, "gated": GATED, "experts": MIXED, "ffn": replace(FLAT, ffn=40), "one kv head": replace(GATED, kv_heads=1)}
 BATCH = 8
 plan = partial(Plan, precision="fp32")
+layers = partial(plan, zero_layers=True, overlap=False)
 adam = partial(torch.optim.Adam, lr=1e-3)
 
 
@@ -221,6 +222,10 @@ SENT = [
     (FLAT, plan(dp=4, zero=1, overlap=False)),
     (FLAT, plan(dp=4, zero=3, recompute="full")),
     (FLAT, plan(dp=4, pp=2, zero=3, zero_group=2)),
+    (FLAT, layers(dp=4, zero=2)),
+    (replace(GATED, tied=False), layers(dp=2, pp=2, zero=3)),
+    (FLAT, layers(dp=4, zero=3, zero_group=2, recompute="full")),
+    (replace(FLAT, dropout=0.1), layers(dp=2, tp=2, zero=3, recompute="full")),
     (FLAT, plan(tp=2, dp=2, pp=2, zero=1)),
     (MIXED, plan(dp=4, ep=2, zero=2)),
     (MIXED, plan(dp=2, tp=2, ep=2, sequence_parallel=True, micro_batch=2)),
@@ -248,7 +253,7 @@ HELD = [
     plan(dp=4), plan(dp=4, zero=1, overlap=False), plan(dp=4, zero=2), plan(dp=4, zero=3), plan(dp=4, zero=3, overlap=False),
     plan(dp=4, recompute="full"), plan(tp=4, micro_batch=2), plan(pp=4, micro_batch=2), plan(pp=4, schedule="gpipe"),
     plan(pp=2, dp=2, schedule="interleaved", interleave=2), plan(pp=4, schedule="zero_bubble"), Plan(dp=4), Plan(dp=4, zero=3),
-    plan(dp=4, ep=2, zero=1),
+    plan(dp=4, ep=2, zero=1), layers(dp=4, zero=2), layers(dp=4, zero=3), layers(dp=2, pp=2, zero=3),
 ]  # fmt: skip
 
 

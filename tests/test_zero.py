@@ -77,6 +77,12 @@ def test_it_trains_as_one_process(ranks: int, stage: int) -> None:
     agrees(simulated(partial(together, overlap=ranks > 2), ranks, stage), alone())
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_layer_by_layer_too(ranks: int, stage: int) -> None:
+    agrees(simulated(partial(together, layers=True, parts=3, sync=ranks > 2), ranks, stage), alone())
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_processes(stage: int) -> None:
     agrees(d2lps.run(partial(together, overlap=True, group=2), 4, stage, 0.5), alone(0.5))
@@ -323,6 +329,7 @@ def test_accumulation_sends_once() -> None:
         ({"stage": 4}, "stage=4 is none of 1"),
         ({"stage": 3, "group": 3}, "group=3 must divide the 4 ranks"),
         ({"stage": 3, "group": 0}, "group=0 is not a whole number from 1 up"),
+        ({"stage": 3, "layers": True, "overlap": True}, "layers=True with overlap=True"),
         ({"stage": 2, "parameters": []}, "Chain has no parameters that need gradients"),
     ],
 )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from d2lps.parallel.pipeline.schedules import Action
+from d2lps.parallel.prediction.parts import Part
 from d2lps.parallel.prediction.priced import ordered
 from d2lps.parallel.prediction.program import Job
 
@@ -24,7 +25,7 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
         parts = [part for stage in range(place, len(job.stages), plan.pp) for part in job.stages[stage]]
         weights = sum(part.weights for part in parts)
         owned = job.owned(weights, sum(part.experts for part in parts))
-        largest = sorted((part.weights for part in parts), reverse=True)[: 1 + plan.overlap]
+        largest = sorted(_units(parts, plan.zero_layers), reverse=True)[: 1 + plan.overlap]
         yield {
             "weights": (owned if plan.zero == 3 else weights) * job.width,
             "gathered": sum(largest) * job.width if plan.zero == 3 else 0,
@@ -33,6 +34,10 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
             "activations": _kept(job, row),
             "working": max(part.working for part in parts),
         }
+
+
+def _units(parts: list[Part], layers: bool) -> list[float]:
+    return [weights for part in parts for _, weights in part.layers] if layers else [part.weights for part in parts]
 
 
 def _kept(job: Job, row: Sequence[Action]) -> float:

@@ -5,7 +5,7 @@ reads and writes are written down, as Megatron-LM's fused ones have them; of a m
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from d2lps.parallel.experts import Experts
@@ -44,7 +44,8 @@ class Part:
     """forward, backward: what is done one after another. again: what a backward pass repeats of the forward pass first. late: of
     a backward pass, what makes the weights' gradients, for which no other stage is waiting.
 
-    weights: how many on this rank; experts: how many of them are experts'. kept: bytes from the forward to the backward pass;
+    layers: how many weights each layer has on this rank, in the order of their use, and the axis of those that have the same
+    ones; weights: how many in all; experts: how many of them are experts'. kept: bytes from the forward to the backward pass;
     working: bytes while the part is at work, besides.
     """
 
@@ -53,10 +54,17 @@ class Part:
     backward: tuple[Step, ...]
     again: tuple[Step, ...] = ()
     late: tuple[Kernel, ...] = ()
-    weights: float = 0
-    experts: float = 0
+    layers: tuple[tuple[str, float], ...] = ()
     kept: float = 0
     working: float = 0
+
+    @cached_property
+    def weights(self) -> float:
+        return sum(weights for _, weights in self.layers)
+
+    @cached_property
+    def experts(self) -> float:
+        return sum(weights for axis, weights in self.layers if axis == "edp")
 
 
 class Sizes:
@@ -116,9 +124,9 @@ def _leave(s: Sizes) -> tuple[Message, ...]:
 def _embed(s: Sizes) -> Part:
     m, wide = s.model, s.between * s.hidden
     look_up = s.touch((2 * s.tokens + 4 * s.between) * s.hidden)  # the rows, their sum with the positions', dropout
-    weights = (m.vocab / s.tp + m.sequence) * s.hidden
+    layers = _dp(m.vocab / s.tp * s.hidden, m.sequence * s.hidden)
     return Part(
-        "embed", (look_up, *_leave(s)), (*_enter(s), s.touch(3 * s.tokens * s.hidden)), weights=weights, kept=s.masks * wide
+        "embed", (look_up, *_leave(s)), (*_enter(s), s.touch(3 * s.tokens * s.hidden)), layers=layers, kept=s.masks * wide
     )
 
 
@@ -128,10 +136,10 @@ def _head(s: Sizes) -> Part:
     loss = s.touch(3 * scores, 4)  # in 32 bits: the largest, the sum, the own
     small = tuple(Message("tp", "all_reduce", nbytes * s.tokens) for nbytes in (4, 8) if s.tp > 1)
     back: tuple[Step, ...] = (s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide))
-    weights = s.hidden * (2 + (0 if s.model.tied and s.plan.pp == 1 else s.model.vocab / s.tp))
+    own = () if s.model.tied and s.plan.pp == 1 else (s.hidden * s.model.vocab / s.tp,)
     kept = 2 * wide * s.width + scores * (4 if s.width < 4 else s.width)
     forward: tuple[Step, ...] = (norm, *_enter(s), product, loss, *small)
-    return Part("head", forward, back, late=(product,), weights=weights, kept=kept, working=scores * s.width)
+    return Part("head", forward, back, late=(product,), layers=_dp(2 * s.hidden, *own), kept=kept, working=scores * s.width)
 
 
 def _block(s: Sizes) -> Part:
@@ -144,9 +152,8 @@ def _block(s: Sizes) -> Part:
         kept, working = kept - attention.working, attention.working
     else:
         again = ()
-    weights = attention.weights + mlp.weights
     backward, late = (*mlp.backward, *attention.backward), (*mlp.late, *attention.late)
-    return Part("block", forward, backward, again, late, weights, mlp.experts, kept, working)
+    return Part("block", forward, backward, again, late, attention.layers + mlp.layers, kept, working)
 
 
 def _attention(s: Sizes) -> Part:
@@ -162,8 +169,8 @@ def _attention(s: Sizes) -> Part:
     scores = 0 if s.fused else heads * s.tokens * s.model.sequence
     inside = scores * (s.width + s.masks * (1 + s.width))  # softmax's output; its mask, and what dropout makes of it
     kept = 2 * wide * s.width + s.tokens * (2 * inner + 2 * s.kv) * s.width + s.masks * wide + inside
-    weights = 2 * h * inner + inner + 3 * h + 2 * s.kv * (h + 1)
-    return Part("attention", forward, backward, attend, (out, *project), weights, 0, kept, inside)
+    layers = (2 * h, (h + 1) * inner, (h + 1) * s.kv, (h + 1) * s.kv, inner * h + h)
+    return Part("attention", forward, backward, attend, (out, *project), _dp(*layers), kept, inside)
 
 
 def _attend(s: Sizes, heads: float) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
@@ -192,9 +199,9 @@ def _mlp(s: Sizes) -> Part:
     forward: tuple[Step, ...] = (norm, *_enter(s), *[up] * ups, bend, down, *_leave(s), add)
     backward: tuple[Step, ...] = (add, *_enter(s), down, unbend, *[up] * ups, *_leave(s), s.touch(3 * wide))
     kept = 2 * wide * s.width + (1 + ups) * s.tokens * inner * s.width + s.masks * wide
-    weights = ups * (h * inner + inner) + inner * h + 3 * h
+    layers = (2 * h, *[(h + 1) * inner] * ups, inner * h + h)
     again = forward if s.masks else forward[: -2 - len(_leave(s))]  # until all is there that was kept: torch stops there
-    return Part("mlp", forward, backward, again, (down, *[up] * ups), weights, 0, kept)
+    return Part("mlp", forward, backward, again, (down, *[up] * ups), _dp(*layers), kept)
 
 
 def _mixture(s: Sizes) -> Part:
@@ -212,8 +219,12 @@ def _mixture(s: Sizes) -> Part:
     backward = s.touch(3 * wide), *enter, sort, *there, down, bend, bend, *products, route, s.touch(3 * wide)
     experts = here * (ups * (h * inner + inner) + inner * h + h)
     kept = (2 * wide + 2 * slots * h + (1 + ups) * slots * inner) * s.width
-    weights = experts + h * s.model.experts + 2 * h
-    return Part("experts", forward, backward, forward, (down, *products, route), weights, experts, kept)
+    layers = *_dp(2 * h, h * s.model.experts), ("edp", experts)
+    return Part("experts", forward, backward, forward, (down, *products, route), layers, kept)
+
+
+def _dp(*weights: float) -> tuple[tuple[str, float], ...]:
+    return tuple(("dp", count) for count in weights)
 
 
 def stages(model: Transformer, plan: Plan, fused: bool = False) -> list[list[Part]]:

@@ -102,6 +102,11 @@ class Job:
         return sum(self.device.time_of(kernel.flops, kernel.nbytes) for kernel in kernels)
 
 
+def by_axis(part: Part) -> list[tuple[str, float]]:
+    """What ZeRO fetches and reduces at a time of it: all that the same ranks have."""
+    return [(axis, count) for axis, count in (("dp", part.weights - part.experts), ("edp", part.experts)) if count]
+
+
 class Rank:
     """One rank's program, on a rank of the pipeline. Its parts are what ZeRO fetches and reduces at a time."""
 
@@ -123,6 +128,7 @@ class Rank:
                 continue
             if action.kind == "B":
                 self._fetch((action.stage, number), -1)
+                self._fetch_again(part)
                 self._run(part, "again")
                 self._make_room()
                 self._run(part, "backward")
@@ -149,6 +155,8 @@ class Rank:
         """A part's weights are needed now; with overlap, those of its neighbor next."""
         if self.plan.zero < 3:
             return
+        if self.plan.zero_layers:
+            return self._fetch_layers(self.job.stages[unit[0]][unit[1]].layers)
         self._gather(unit)
         for started in self.gathered[unit]:
             self.world.wait(started)
@@ -156,11 +164,20 @@ class Rank:
         if self.plan.overlap and 0 <= following < len(self.units):
             self._gather(self.units[following])
 
+    def _fetch_again(self, part: Part) -> None:
+        """Layers come and go while a block is computed again; the last stays, if it is not a mask's turn first."""
+        if self.plan.zero_layers and self.plan.zero == 3 and self.plan.recompute == "full" and part.name == "block":
+            self._fetch_layers(part.layers if self.job.model.dropout else part.layers[:-1])
+
+    def _fetch_layers(self, layers: Iterable[tuple[str, float]]) -> None:
+        """One after the other, and nothing overlaps: so it does not matter what is computed in between."""
+        for axis, weights in layers:
+            self.world.collective(axis, "all_gather", weights * self.job.width)
+
     def _gather(self, unit: tuple[int, int]) -> None:
         if unit not in self.gathered:
-            part = self.job.stages[unit[0]][unit[1]]
-            counts = (("dp", part.weights - part.experts), ("edp", part.experts))
-            self.gathered[unit] = [self._begin(axis, "all_gather", n * self.job.width) for axis, n in counts if n]
+            counts = by_axis(self.job.stages[unit[0]][unit[1]])
+            self.gathered[unit] = [self._begin(axis, "all_gather", n * self.job.width) for axis, n in counts]
 
     def _begin(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
         if self.plan.overlap:
@@ -173,9 +190,8 @@ class Rank:
     def _complete(self, unit: tuple[int, int], part: Part, last: bool) -> None:
         """A micro-batch's gradients of a part are there: they travel, if they are shared out, or if they are the last."""
         if self.plan.zero > 1 or (last and self.plan.overlap):
-            self._reduce(part.weights - part.experts, "dp")
-            if part.experts:
-                self._reduce(part.experts, "edp")
+            for axis, weights in reversed(part.layers) if self.plan.zero_layers else by_axis(part):
+                self._reduce(weights, axis)
         self.gathered.pop(unit, None)
 
     def _reduce(self, weights: float, axis: str) -> None:

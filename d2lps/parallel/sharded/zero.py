@@ -37,8 +37,10 @@ class Zero:
     | 3 | and weights | an all-gather for each unit before its forward, and before its backward pass; freed after each |
 
     A unit is a direct child of `module`, or one of a ModuleList in it; parameters that several children share are a unit of
-    their own, and are there for all of them. Frozen parameters stay whole. `shards` are flat parameters, one for each unit,
-    that `optimizer(shards)` steps on: so an optimizer that looks at each tensor by itself (LAMB, Adafactor) is not for them.
+    their own, and are there for all of them. layers: each module with parameters of its own is a unit in stages 2 and 3, so that
+    less is whole at a time; only that module's forward may use them. Frozen parameters stay whole. `shards` are flat parameters,
+    one for each unit, that `optimizer(shards)` steps on: so an optimizer that looks at each tensor by itself (LAMB, Adafactor) is
+    not for them.
     Gradients are in the `shards`' once `reduce` has returned, the means over all ranks; a parameter's own `.grad` stays None.
     A parameter with an attribute `partial` has its gradient summed over that group first (see tensor/layers.py).
 
@@ -56,10 +58,12 @@ class Zero:
     def __init__(
         self, comm: Communicator, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         stage: int, group: int | None = None, param_dtype: torch.dtype | None = None, overlap: bool = False,
-        parameters: Iterable[nn.Parameter] | None = None,
+        parameters: Iterable[nn.Parameter] | None = None, layers: bool = False,
     ) -> None:  # fmt: skip
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
+        if layers and overlap:  # they don't form a chain, in which one would know what comes next
+            raise ValueError("layers=True with overlap=True: single layers are fetched when they are needed, and not before")
         size = whole("group", comm.size if group is None else group)
         if comm.size % size:
             raise ValueError(f"group={group} must divide the {comm.size} ranks, so many of which share the state")
@@ -69,14 +73,14 @@ class Zero:
             raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is no state to share")
         self.comm, self.stage, self.overlap = comm, stage, overlap
         shapes = [(name, list(p.shape)) for name, p in trained.items()]
-        comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}) of {len(shapes)} parameters, {shapes}")
+        comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {layers=}) of {len(shapes)} parameters, {shapes}")
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor in chosen or not isinstance(tensor, nn.Parameter):
                 broadcast(comm, tensor)
         sharing, replicas = comm.split(comm.rank // size), comm.split(comm.rank % size)
         assert sharing is not None and replicas is not None
         self.sharing, self.replicas = sharing, replicas  #: those that own one copy of the state, those that own this shard
-        parts = list(_parts(module)) if stage > 1 else [(module, list(trained.values()))]
+        parts = list((_layers if layers else _parts)(module)) if stage > 1 else [(module, list(trained.values()))]
         owners = {p: tuple(k for k, (_, owned) in enumerate(parts) if any(p is q for q in owned)) for p in trained.values()}
         shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
         for name, p in trained.items():
@@ -223,3 +227,9 @@ def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
             yield from _parts(child)
         else:
             yield child, list(child.parameters())
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """As `_parts`, to the very bottom: every module, and what it has itself."""
+    for part in module.modules():
+        yield part, list(part.parameters(recurse=False))

@@ -65,4 +65,5 @@ def look_after(mesh: Mesh, plan: Plan, module: nn.Module, tied: list[nn.Paramete
     stage = max(stage, 1 + plan.overlap)  # 2 is how 1 overlaps: by unit; in the last backward pass alone, see Trainer
     for comm, parameters, how in ((mesh.data, rest, stage), (mesh.edp, split, stage), (mesh.data, tied, 1)):
         if parameters:
-            yield Zero(comm, module, optimizer, how, group, PRECISIONS[plan.precision], plan.overlap, parameters)
+            precision = PRECISIONS[plan.precision]
+            yield Zero(comm, module, optimizer, how, group, precision, plan.overlap, parameters, plan.zero_layers)

@@ -28,7 +28,8 @@ class Plan:
 
     dp, tp, pp, cp, ep: how many ranks share the batch, each layer, the layers, each sequence, the experts (see `Mesh`).
     micro_batch: sequences that a rank computes at a time. zero: 1, 2 and 3 share out the optimizer's state, gradients too, and
-    parameters too, among the ranks that hold the same ones, or within so many of them (zero_group). schedule: in which order
+    parameters too, among the ranks that hold the same ones, or within so many of them (zero_group); 2 and 3 reduce and fetch
+    a block at a time, or a single layer (zero_layers), so that less is whole, and nothing overlaps. schedule: in which order
     stages compute micro-batches; interleave: how many stages a rank has. recompute: what is computed again in the backward pass
     and not kept, "selective" the attention, "full" the blocks. sequence_parallel: also what lies between a layer's matrices is
     shared out along tp. precision: "bf16" (with FP32 masters), "fp32", "fp64". overlap: gradients travel while others
@@ -44,6 +45,7 @@ class Plan:
     micro_batch: int = 1
     zero: int = 0
     zero_group: int | None = None
+    zero_layers: bool = False
     schedule: str = "one_f_one_b"
     interleave: int = 1
     recompute: str = "none"
@@ -56,6 +58,8 @@ class Plan:
             whole(name, getattr(self, name))
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3")
+        if self.zero_layers and (self.zero < 2 or self.overlap):
+            raise ValueError(f"zero_layers=True asks for zero=2 or 3 and overlap=False: zero={self.zero}, overlap={self.overlap}")
         named("schedule", self.schedule, SCHEDULES)
         named("recompute", self.recompute, dict.fromkeys(("none", "selective", "full")))
         named("precision", self.precision, PRECISIONS)
@@ -132,6 +136,8 @@ class Plan:
             yield f"interleave={self.interleave}, schedule={self.schedule!r}: one asks for several stages a rank, one for one"
         if self.ep > 1 and model.experts == 1:
             yield f"ep={self.ep} shares out experts, and the model has none (experts=1)"
+        if self.zero_layers and model.experts > 1:
+            yield f"zero_layers=True is not carried out with experts={model.experts}: a router is a layer inside a layer"
         if self.cp > 1 and model.capacity * model.top_k < model.experts:  # a whole sequence may not find slots
             told = "each part of a sequence would be sorted into slots by itself, and others dropped than without cp"
             yield f"capacity={model.capacity} with cp={self.cp}: {told}; capacity=float('inf') drops none"
