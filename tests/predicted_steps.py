@@ -90,7 +90,9 @@ def plans(row: Row) -> Iterator[Plan]:
         for recompute in again:
             schedule = "interleaved" if v > 1 else "one_f_one_b"
             for micro in [int(row["micro_batch"])] if row["micro_batch"] else [1, 2, 4]:
-                yield replace(plan, interleave=v, schedule=schedule, recompute=recompute, micro_batch=micro)
+                yield (one := replace(plan, interleave=v, schedule=schedule, recompute=recompute, micro_batch=micro))
+                if zero == 3 and not row["overlap"]:
+                    yield replace(one, overlap=False, zero_layers=True)
 
 
 def predicted(row: Row, calibration: Calibration) -> Prediction:

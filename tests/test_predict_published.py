@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 import pytest
-from predicted_steps import MEASURED, Row, cluster, model, rows, table_of
+from predicted_steps import MEASURED, Row, cluster, model, plans, rows, table_of
 
 from d2lps import OutOfMemory
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, predict
@@ -100,6 +100,16 @@ def test_no_step_that_ran_is_too_large() -> None:
         software = Calibration(fused_attention=row["device"] == "H100", wide_gradients=row["table"] == "korthikanti")
         transformer, layout, here, batch = job(row)
         assert sum(held(described(transformer, layout, here, batch, software)).values()) <= A100.memory, (row["table"], layout)
+
+
+def test_with_blocks_or_single_layers_fetched_no_step_of_zero_3_is_too_large() -> None:
+    ran = [row for row in rows("narayanan2") if row["zero"] == "3"]
+    fits = [[held_by(row, one) <= A100.memory for one in plans(row)] for row in ran]
+    assert len(ran) == 6 and all(map(any, fits)) and fits.count([False, True]) == 1, "one needs its layers by themselves"
+
+
+def held_by(row: Row, layout: Plan) -> float:
+    return sum(held(described(model(row), layout, cluster(row["table"]), int(row["batch"]))).values())
 
 
 @pytest.mark.parametrize("name", ["22B", "175B"])
