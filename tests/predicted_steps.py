@@ -83,6 +83,8 @@ def plans(row: Row) -> Iterator[Plan]:
     chunks = [v for v in range(1, int(row["layers"]) // pp + 1) if int(row["layers"]) % (pp * v) == 0] if pp > 1 else [1]
     chunks = [int(row["interleave"])] if row["interleave"] else chunks
     again = [row["recompute"]] if row["recompute"] else ["none", "selective"]
+    if row["table"] == "torchtitan" and row["recompute"] == "selective":  # of single operations, which no Plan has: the nearest
+        again = ["selective", "activation"]
     sequence = row["sequence_parallel"] == "yes" or (row["sequence_parallel"] == "" and row["recompute"] == "" and tp > 1)
     zero = int(row["zero"] or (row["device"] == "H100" and dp > 1))
     plan = Plan(dp, tp, pp, cp, zero=zero, sequence_parallel=sequence, overlap=row["overlap"] == "yes" or zero == 3)

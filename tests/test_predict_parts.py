@@ -101,6 +101,7 @@ KORTHIKANTI = {  # bytes a layer, as the paper's table 2 has them, tp = t
     "none, sequence parallel": lambda t: S * B * H / t * (34 + 5 * A * S / H),
     "selective": lambda t: S * B * H * (10 + 24 / t),
     "selective, sequence parallel": lambda t: 34 * S * B * H / t,
+    "activation": lambda t: S * B * H * (10 + 16 / t + 5 * A * S / (H * t)),
     "full": lambda t: 2 * S * B * H,
 }
 
@@ -115,11 +116,12 @@ def test_a_block_keeps_what_korthikanti_says(how: str, t: int) -> None:
     assert block.kept == KORTHIKANTI[how](t)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "activation", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_keeps_about_what_the_module_does(name: str, recompute: str) -> None:
-    """Fused attention, as torch has it on a CPU. Seen: at most 2% less, with experts 6%; with a gate, of which torch keeps silu's
-    output besides, as a fused kernel would not, 18%. With full recomputation the same to the byte."""
+    """Fused attention, as torch has it on a CPU. Seen: at most 2% less, with experts 6% (as many bytes are 8% with "activation");
+    with a gate, of which torch keeps silu's output besides, as a fused kernel would not, 18%. With full recomputation
+    the same to the byte."""
     model = MODELS[name]
     one = plan(micro_batch=4, recompute=recompute)
 
@@ -130,7 +132,7 @@ def test_a_block_keeps_about_what_the_module_does(name: str, recompute: str) -> 
         return comm.memory.held["activations block1"] + 0 * made.numel()
 
     held = d2lps.simulate(count, star(1, 1e9, device=A100), trace=False)[0]
-    band = 0 if recompute == "full" else 0.18 if model.gated else 0.06
+    band = 0 if recompute == "full" else 0.18 if model.gated and recompute == "none" else 0.09 if model is MIXED else 0.06
     assert (1 - band) * held <= parts(model, one, True)[1].kept <= held
 
 
@@ -221,6 +223,8 @@ SENT = [
     (FLAT, plan(dp=8, zero=2, zero_group=4)),
     (FLAT, plan(dp=4, zero=1, overlap=False)),
     (FLAT, plan(dp=4, zero=3, recompute="full")),
+    (replace(FLAT, dropout=0.1), plan(dp=2, tp=2, zero=3, recompute="activation")),
+    (MIXED, plan(dp=2, pp=2, ep=2, recompute="activation", micro_batch=2)),
     (FLAT, plan(dp=4, pp=2, zero=3, zero_group=2)),
     (FLAT, layers(dp=4, zero=2)),
     (replace(GATED, tied=False), layers(dp=2, pp=2, zero=3)),

@@ -85,6 +85,7 @@ PLANS = [  # two micro-batches or more each, to accumulate
     exact(dp=4),
     exact(dp=4, overlap=False),
     exact(dp=4, zero=1, recompute="selective"),
+    exact(tp=2, pp=2, micro_batch=4, recompute="activation", sequence_parallel=True),
     exact(dp=2, tp=2, micro_batch=2, zero=2, sequence_parallel=True),
     exact(dp=4, zero=3, recompute="full"),
     exact(dp=4, zero=3, zero_group=2, overlap=False),
@@ -108,6 +109,7 @@ PLANS = [  # two micro-batches or more each, to accumulate
     exact(dp=2, ep=2, micro_batch=2),
     exact(dp=4, ep=4, zero=1, recompute="full"),
     exact(dp=4, ep=2, zero=3),
+    exact(dp=4, ep=2, zero=3, recompute="activation"),
     exact(dp=2, cp=2, ep=4, micro_batch=2, zero=2),
     exact(dp=2, pp=2, ep=2, micro_batch=2, zero=2),
     exact(dp=2, tp=2, pp=2, ep=2, micro_batch=2, zero=1, sequence_parallel=True),
@@ -163,9 +165,9 @@ def held(comm: Communicator, sizes: Transformer, plan: Plan) -> tuple[dict[str, 
 
 
 def test_recomputation_holds_less() -> None:
-    plans = [exact(dp=2, recompute=what) for what in ("none", "selective", "full")]
-    none, selective, full = (simulated(held, plan, DEEP, plan)[0][0]["activations"] for plan in plans)
-    assert full < 0.5 * selective < 0.5 * none
+    plans = [exact(dp=2, recompute=what) for what in ("none", "selective", "activation", "full")]
+    none, selective, activation, full = (simulated(held, plan, DEEP, plan)[0][0]["activations"] for plan in plans)
+    assert full < 0.5 * selective < 0.5 * none and full < 0.5 * activation < 0.5 * none
 
 
 def test_zero_holds_less_from_stage_to_stage() -> None:

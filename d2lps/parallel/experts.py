@@ -98,8 +98,11 @@ class Experts(nn.Module):
 
     def _compute(self, rows: Tensor) -> Tensor:
         up = self._linear(rows, self.up, self.up_bias)
-        opened = gelu(up) if self.gate is None else silu(self._linear(rows, self.gate, self.gate_bias)) * up
-        return self._linear(opened, self.down, self.down_bias)
+        return self.lower(up, None if self.gate is None else self._linear(rows, self.gate, self.gate_bias))
+
+    def lower(self, up: Tensor, gate: Tensor | None) -> Tensor:
+        """As an MLP's."""
+        return self._linear(gelu(up) if gate is None else silu(gate) * up, self.down, self.down_bias)
 
     def _linear(self, rows: Tensor, weight: Tensor, bias: Any) -> Tensor:
         if self.comm:

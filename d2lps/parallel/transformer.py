@@ -139,7 +139,11 @@ class MLP(nn.Module):
         self.gate = nn.Linear(sizes.hidden, wide) if sizes.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x)) if self.gate is None else silu(self.gate(x)) * self.up(x))
+        return self.lower(self.up(x), None if self.gate is None else self.gate(x))
+
+    def lower(self, up: Tensor, gate: Tensor | None) -> Tensor:
+        """From the width inside back to the width outside."""
+        return self.down(gelu(up) if gate is None else silu(gate) * up)
 
 
 class Head(nn.Module):

@@ -150,6 +150,8 @@ def _block(s: Sizes) -> Part:
         again, working, kept = (*attention.forward, *mlp.again), kept, s.between * s.hidden * s.width
     elif s.plan.recompute == "selective":
         kept, working = kept - attention.working, attention.working
+    elif s.plan.recompute == "activation":
+        again, kept, working = mlp.again, kept - mlp.working, mlp.working
     else:
         again = ()
     backward, late = (*mlp.backward, *attention.backward), (*mlp.late, *attention.late)
@@ -191,6 +193,7 @@ def _attend(s: Sizes, heads: float) -> tuple[tuple[Step, ...], tuple[Step, ...]]
 
 
 def _mlp(s: Sizes) -> Part:
+    """again, working: what "activation" repeats, and does not keep, or else what "full" repeats."""
     h, inner, wide = s.hidden, s.ffn / s.tp, s.between * s.hidden
     ups = 2 if s.model.gated else 1
     up, down = s.matrix(s.tokens, h, inner), s.matrix(s.tokens, inner, h)
@@ -201,7 +204,8 @@ def _mlp(s: Sizes) -> Part:
     kept = 2 * wide * s.width + (1 + ups) * s.tokens * inner * s.width + s.masks * wide
     layers = (2 * h, *[(h + 1) * inner] * ups, inner * h + h)
     again = forward if s.masks else forward[: -2 - len(_leave(s))]  # until all is there that was kept: torch stops there
-    return Part("mlp", forward, backward, again, (down, *[up] * ups), _dp(*layers), kept)
+    again = (bend,) if s.plan.recompute == "activation" else again
+    return Part("mlp", forward, backward, again, (down, *[up] * ups), _dp(*layers), kept, s.tokens * inner * s.width)
 
 
 def _mixture(s: Sizes) -> Part:
@@ -220,7 +224,8 @@ def _mixture(s: Sizes) -> Part:
     experts = here * (ups * (h * inner + inner) + inner * h + h)
     kept = (2 * wide + 2 * slots * h + (1 + ups) * slots * inner) * s.width
     layers = *_dp(2 * h, h * s.model.experts), ("edp", experts)
-    return Part("experts", forward, backward, forward, (down, *products, route), layers, kept)
+    again = (bend,) if s.plan.recompute == "activation" else forward
+    return Part("experts", forward, backward, again, (down, *products, route), layers, kept, slots * inner * s.width)
 
 
 def _dp(*weights: float) -> tuple[tuple[str, float], ...]:

@@ -31,10 +31,11 @@ class Plan:
     parameters too, among the ranks that hold the same ones, or within so many of them (zero_group); 2 and 3 reduce and fetch
     a block at a time, or a single layer (zero_layers), so that less is whole, and nothing overlaps. schedule: in which order
     stages compute micro-batches; interleave: how many stages a rank has. recompute: what is computed again in the backward pass
-    and not kept, "selective" the attention, "full" the blocks. sequence_parallel: also what lies between a layer's matrices is
-    shared out along tp. precision: "bf16" (with FP32 masters), "fp32", "fp64". overlap: gradients travel while others
-    are computed, and so, with zero=0 and 1, in the last micro-batch's backward pass, each block's by itself: as many bytes as
-    in the one collective after that pass that they travel by without overlap. With zero=2 and 3 they do after each micro-batch.
+    and not kept, "selective" the attention, "activation" what is between an MLP's matrices, "full" the blocks. sequence_parallel:
+    also what lies between a layer's matrices is shared out along tp. precision: "bf16" (with FP32 masters), "fp32", "fp64".
+    overlap: gradients travel while others are computed, and so, with zero=0 and 1, in the last micro-batch's backward pass, each
+    block's by itself: as many bytes as in the one collective after that pass that they travel by without overlap. With zero=2
+    and 3 they do after each micro-batch.
     """
 
     dp: int = 1
@@ -61,7 +62,7 @@ class Plan:
         if self.zero_layers and (self.zero < 2 or self.overlap):
             raise ValueError(f"zero_layers=True asks for zero=2 or 3 and overlap=False: zero={self.zero}, overlap={self.overlap}")
         named("schedule", self.schedule, SCHEDULES)
-        named("recompute", self.recompute, dict.fromkeys(("none", "selective", "full")))
+        named("recompute", self.recompute, dict.fromkeys(("none", "selective", "activation", "full")))
         named("precision", self.precision, PRECISIONS)
         if self.zero_group is not None:
             whole("zero_group", self.zero_group)
