@@ -225,6 +225,8 @@ SENT = [
     (FLAT, plan(dp=4, zero=3, recompute="full")),
     (replace(FLAT, dropout=0.1), plan(dp=2, tp=2, zero=3, recompute="activation")),
     (MIXED, plan(dp=2, pp=2, ep=2, recompute="activation", micro_batch=2)),
+    (GATED, plan(dp=4, zero=3)),
+    (GATED, layers(dp=2, tp=2, zero=3, recompute="full")),
     (FLAT, plan(dp=4, pp=2, zero=3, zero_group=2)),
     (FLAT, layers(dp=4, zero=2)),
     (replace(GATED, tied=False), layers(dp=2, pp=2, zero=3)),

@@ -28,7 +28,7 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
         largest = sorted(_units(parts, plan.zero_layers), reverse=True)[: 1 + plan.overlap]
         yield {
             "weights": (owned if plan.zero == 3 else weights) * job.width,
-            "gathered": sum(largest) * job.width if plan.zero == 3 else 0,
+            "gathered": (sum(largest) + sum(part.tied for part in parts)) * job.width if plan.zero == 3 else 0,
             "gradients": (owned + sum(largest) if plan.zero > 1 else weights) * job.gradient_width,
             "optimizer": owned * job.state_width,
             "activations": _kept(job, row),

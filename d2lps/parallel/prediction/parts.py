@@ -45,8 +45,8 @@ class Part:
     a backward pass, what makes the weights' gradients, for which no other stage is waiting.
 
     layers: how many weights each layer has on this rank, in the order of their use, and the axis of those that have the same
-    ones; weights: how many in all; experts: how many of them are experts'. kept: bytes from the forward to the backward pass;
-    working: bytes while the part is at work, besides.
+    ones; weights: how many in all; experts: how many of them are experts'; tied: how many it uses that another part has. kept:
+    bytes from the forward to the backward pass; working: bytes while the part is at work, besides.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Part:
     layers: tuple[tuple[str, float], ...] = ()
     kept: float = 0
     working: float = 0
+    tied: float = 0
 
     @cached_property
     def weights(self) -> float:
@@ -136,10 +137,12 @@ def _head(s: Sizes) -> Part:
     loss = s.touch(3 * scores, 4)  # in 32 bits: the largest, the sum, the own
     small = tuple(Message("tp", "all_reduce", nbytes * s.tokens) for nbytes in (4, 8) if s.tp > 1)
     back: tuple[Step, ...] = (s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide))
-    own = () if s.model.tied and s.plan.pp == 1 else (s.hidden * s.model.vocab / s.tp,)
+    matrix = s.hidden * s.model.vocab / s.tp
+    own, tied = ((), matrix) if s.model.tied and s.plan.pp == 1 else ((matrix,), 0)
     kept = 2 * wide * s.width + scores * (4 if s.width < 4 else s.width)
     forward: tuple[Step, ...] = (norm, *_enter(s), product, loss, *small)
-    return Part("head", forward, back, late=(product,), layers=_dp(2 * s.hidden, *own), kept=kept, working=scores * s.width)
+    layers = _dp(2 * s.hidden, *own)
+    return Part("head", forward, back, late=(product,), layers=layers, kept=kept, working=scores * s.width, tied=tied)
 
 
 def _block(s: Sizes) -> Part:

@@ -123,6 +123,7 @@ class Rank:
         for number, part in parts if action.kind == "F" else reversed(parts):
             if action.kind == "F":
                 self._fetch((action.stage, number), 1)
+                self._fetch_tied(part)
                 self._run(part, "forward")
                 self.gathered.pop((action.stage, number), None)
                 continue
@@ -163,6 +164,11 @@ class Rank:
         following = self.units.index(unit) + towards
         if self.plan.overlap and 0 <= following < len(self.units):
             self._gather(self.units[following])
+
+    def _fetch_tied(self, part: Part) -> None:
+        """What another part has let go of; for the backward pass it is fetched once, and counted with that part."""
+        if self.plan.zero == 3 and part.tied:
+            self.world.collective("dp", "all_gather", part.tied * self.job.width)
 
     def _fetch_again(self, part: Part) -> None:
         """Layers come and go while a block is computed again; the last stays, if it is not a mask's turn first."""
