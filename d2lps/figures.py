@@ -6,7 +6,7 @@
 [5.4, 3.2]
 """
 
-# Okabe and Ito's colours, which the colour-blind can tell apart: those of ranks 0 to 7 in a player, too.
+# Okabe and Ito's colors, which the color-blind can tell apart: those of ranks 0 to 7 in a player, too.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 SKY, RED, YELLOW, GREY = "#56b4e9", "#d55e00", "#e8d92b", "#7d848c"
 COLORS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY]
@@ -16,7 +16,7 @@ def style() -> None:
     """Give matplotlib the book's look, for all figures that follow.
 
     A figure is 5.4 inches wide and its text 9 points or more, so that it is read in a page's column and on a phone alike;
-    panels stand below each other rather than side by side. Colours come in the order of `COLORS`.
+    panels stand below each other rather than side by side. Colors come in the order of `COLORS`.
     """
     import matplotlib.pyplot as plt  # only where something is drawn: it takes half a second
 

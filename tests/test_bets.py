@@ -94,7 +94,7 @@ def test_a_figure_leaves_pyplot_and_has_an_alt() -> None:
     assert repr(widget) == "Choices: slope 2 (of 1, 2): A line that rises by 2."
 
 
-def test_a_figure_is_stored_small_and_takes_the_pages_colours() -> None:
+def test_a_figure_is_stored_small_and_takes_the_pages_colors() -> None:
     figure = line(2)
     figure.axes[0].set_title("a line", color="black")
     figure.axes[0].plot([0, 1], [0.123456789, 1], color="#0072b2")

@@ -274,7 +274,7 @@ def lazy_scatter(comm: Communicator, tensor: torch.Tensor, scatter_list: list[to
         tensor.copy_(scatter_list[0])
 
 
-def scatter_to_the_neighbour(comm: Communicator, tensor: torch.Tensor, parts: list[torch.Tensor] | None, src: int) -> None:
+def scatter_to_the_neighbor(comm: Communicator, tensor: torch.Tensor, parts: list[torch.Tensor] | None, src: int) -> None:
     collectives.scatter(comm, tensor, parts and parts[1:] + parts[:1], src)
 
 
@@ -307,7 +307,7 @@ def keep_what_is_for_others(comm: Communicator, output_list: list[torch.Tensor],
         ("scatter", lazy_scatter, "rank 0, tensor, elements 0 to 7: never written; should be element 0 of rank 1"),
         (
             "scatter",
-            scatter_to_the_neighbour,
+            scatter_to_the_neighbor,
             "rank 0, tensor, elements 0 to 7: holds element 0 of part 1 of rank 1; should be element 0 of rank 1",
         ),
         (

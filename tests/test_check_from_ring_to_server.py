@@ -260,7 +260,7 @@ def everything_to_one(comm: Communicator, tensor: Tensor) -> None:
         comm.send(tensor, rank)
 
 
-def of_neighbours(comm: Communicator, tensor: Tensor) -> None:
+def of_neighbors(comm: Communicator, tensor: Tensor) -> None:
     """The middle one of three, again and again around the ring: what one number for each element can carry."""
     for _ in range(comm.size - 1):
         other = torch.empty_like(tensor)
@@ -283,7 +283,7 @@ def forgets_the_rest(comm: Communicator, tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (mean, "3 ranks, 6 elements: rank 0, element 0 is .* the median of"), (of_neighbours, "the median of"),
+    (mean, "3 ranks, 6 elements: rank 0, element 0 is .* the median of"), (of_neighbors, "the median of"),
     (everything_to_everyone, "4.00 gradients go through some rank's port, and the ring needs 1.60"),
     (everything_to_one, "4.00 gradients"), (lambda comm, tensor: tensor.clone(), "the median of"),
     (lambda comm, tensor: all_to_all_blocks(comm, tensor, lambda found: found.mean(0)), "the median of"),

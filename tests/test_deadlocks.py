@@ -250,7 +250,7 @@ def real(request: pytest.FixtureRequest) -> World:
 
 
 def barriers_in_a_circle(comm: Communicator) -> None:
-    """Rank r is in the groups (r, r + 1) and (r - 1, r), and all come first to that with their right neighbours."""
+    """Rank r is in the groups (r, r + 1) and (r - 1, r), and all come first to that with their right neighbors."""
     pairs = [comm.split(0 if comm.rank in (k, (k + 1) % 4) else None) for k in range(4)]
     pair = pairs[comm.rank]
     assert pair is not None

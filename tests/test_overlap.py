@@ -585,7 +585,7 @@ def test_tensors_that_lie_in_no_run_are_refused() -> None:
 
 
 def test_messages_move_while_the_rank_computes() -> None:
-    """Each waits for the other, so that no clock is needed: the layer for its neighbour's gradient, that for the layer."""
+    """Each waits for the other, so that no clock is needed: the layer for its neighbor's gradient, that for the layer."""
 
     def work(comm: Communicator) -> None:
         begun, tensor = Event(), torch.ones(1000)
@@ -608,7 +608,7 @@ def test_messages_move_while_the_rank_computes() -> None:
         (start,), (end,) = (bars["computing"][edge][bars["computing"]["rank"] == rank] for edge in ("start", "end"))
         sent, received = (trace.messages[end_of] == rank for end_of in ("src", "dst"))
         assert np.all(trace.messages["src_lane"][sent] == 1)
-        # What it has sent may arrive after it has gone on: its neighbour may be late.
+        # What it has sent may arrive after it has gone on: its neighbor may be late.
         assert np.all(trace.messages["start"][sent] > start) and np.all(trace.messages["end"][received] < end)
         assert sent.sum() == received.sum() == 4
 

@@ -207,7 +207,7 @@ def test_a_simulated_cluster_lies_below_the_cards() -> None:
     assert [(node["name"], node["kind"]) for node in drawn["nodes"]] == [("switch", "switch")]
     assert (drawn["links"], drawn["routes"]) == ("0 2 1 2", {"0 1": "0 2 1", "1 0": "1 2 0"})
     assert "links" not in scene(two_ranks(), topology=False) and "links" not in scene(two_ranks(), layout=[(0, 0), (1, 0)])
-    assert scene(two_ranks(), layout=[(0, 0), (1, 0)], topology=True)["nodes"][0]["x"] == 0.5  # between its neighbours
+    assert scene(two_ranks(), layout=[(0, 0), (1, 0)], topology=True)["nodes"][0]["x"] == 0.5  # between its neighbors
     with pytest.raises(ValueError, match="topology=True needs a simulated run"):
         scene(d2lps.run(sum_up, 2, trace=True).trace, topology=True)
     racks = scene(d2lps.simulate(sum_up, spine_leaf(racks=2, per_rack=2, spines=1, bandwidth=8.0)).trace)
@@ -489,7 +489,7 @@ def test_thick_arrows_carry_more_bytes(browser: Any) -> None:
 
 
 @needs_chromium
-def test_links_in_use_are_coloured_machines_have_boxes_and_badges_show_in_their_step(browser: Any) -> None:
+def test_links_in_use_are_colored_machines_have_boxes_and_badges_show_in_their_step(browser: Any) -> None:
     trace = d2lps.simulate(sum_up, spine_leaf(racks=2, per_rack=2, spines=1, bandwidth=8.0)).trace
     with shown(browser, Player(trace, badges={"reduce-scatter 2/3": {3: "5"}}), reduced_motion="reduce") as page:
         assert page.locator("text.group").all_text_contents() == ["rack 0", "rack 1"]
@@ -518,7 +518,7 @@ def test_bytes_and_the_legend_are_unfolded_by_keyboard(browser: Any, width: int)
         legend.press(" ")
         items = page.locator(".d2lps-see li").all_inner_texts()
         assert [text.split()[-1] for text in items[:2]] == ["1", "it"]
-        assert any("coloured while messages" in text for text in items)
+        assert any("colored while messages" in text for text in items)
         assert model_time(page) == 0.5  # the space did not play
 
 

@@ -482,7 +482,7 @@ def test_doubled_nvlinks_are_drawn_double() -> None:
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["device", "25 GB/s"]
 
 
-def test_links_are_coloured_by_what_they_carried() -> None:
+def test_links_are_colored_by_what_they_carried() -> None:
     from matplotlib.patches import Polygon
 
     _, ax = plt.subplots()

@@ -86,7 +86,7 @@ def panels(image: Image.Image) -> list[tuple[int, int]]:
 
 
 def small(png: bytes, width: int = WIDTH) -> bytes:
-    """A picture made smaller for a card, in few colours, without margins: its first panel, and those that fit in below it."""
+    """A picture made smaller for a card, in few colors, without margins: its first panel, and those that fit in below it."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
     if image.width > WIDEST * image.height:  # the middle
         margin = image.width // 2 - image.height

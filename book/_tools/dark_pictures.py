@@ -1,8 +1,8 @@
 """Plots for a dark page.
 
-They are drawn on white. Here each pixel is taken apart into white and one colour of the palette, and put together again from
-the dark page's ground and the same colour as a player has it in the dark. So orange stays orange, white becomes the page, black
-becomes light, and edges stay smooth. What is no mixture of white and one of our colours, such as a scale of many colours, has
+They are drawn on white. Here each pixel is taken apart into white and one color of the palette, and put together again from
+the dark page's ground and the same color as a player has it in the dark. So orange stays orange, white becomes the page, black
+becomes light, and edges stay smooth. What is no mixture of white and one of our colors, such as a scale of many colors, has
 its lightness turned round and its hue kept.
 """
 
@@ -36,11 +36,11 @@ def values(color: str) -> np.ndarray:
 
 
 def turned(colors: np.ndarray) -> np.ndarray:
-    """Colours, one a row, as they are on the dark page."""
+    """Colors, one a row, as they are on the dark page."""
     ground, below = values(GROUND), 1 - colors  # white is 0
     light = 1 - np.array([values(color) for color in [*COLORS, "#000000"]])
     dark = np.array([values(color) for color in [*DARK, INK]])
-    shares = np.clip(below @ light.T / (light**2).sum(axis=1), 0, 1)  # how much of each colour there might be
+    shares = np.clip(below @ light.T / (light**2).sum(axis=1), 0, 1)  # how much of each color there might be
     misses = np.linalg.norm(below[:, None] - shares[..., None] * light, axis=2)
     nearest, rows = misses.argmin(axis=1), np.arange(len(colors))
     share, miss = shares[rows, nearest, None], misses[rows, nearest, None]

@@ -74,7 +74,7 @@ def cold(seconds: Any) -> str:
     """Check (image, weights, all), in seconds, of a cold start on 16 nodes: 12 GB of image, 3/4 there, and 140 GB of weights."""
     parts("cold start", seconds,
           ("image", 16 * 3 / 2.5, "Each node pulls 3 GB, no faster than 1 GB/s; what can the registry give to sixteen at once?"),
-          ("weights", 140.0, "Each node needs all 140 GB over its own port of 1 GB/s; its neighbours give no less to each."),
+          ("weights", 140.0, "Each node needs all 140 GB over its own port of 1 GB/s; its neighbors give no less to each."),
           ("all", 16 * 3 / 2.5 + 140 + 20, "One after the other, and 20 s at the end."))  # fmt: skip
     return "of 179.2 s, the image is a tenth: here it is the weights that should be near"
 

@@ -60,7 +60,7 @@ def sample_at(function: Function) -> str:
         others = [function(place, n, 3) for place in random.Random(1).sample(range(n - 500), 3500)]
         refuse((len({*far, *others}) < 4000, f"n={n:,}: of 4,000 places, two hold the same sample"),
                (not all(0 <= i < n for i in far + others), f"n={n:,}: a sample is not below n"),
-               (np.std(far) < 0.2 * n, f"n={n:,}: samples of places side by side are neighbours as well"))  # fmt: skip
+               (np.std(far) < 0.2 * n, f"n={n:,}: samples of places side by side are neighbors as well"))  # fmt: skip
     return "each sample at one place, for n from 1 to 1,000; all orders of five as often; and a trillion samples in no memory"
 
 

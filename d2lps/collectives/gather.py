@@ -38,7 +38,7 @@ def _linear(comm: Communicator, tensor: Tensor, room: Tensors, dst: int) -> None
 
 
 def _tree(comm: Communicator, tensor: Tensor, room: Tensors, dst: int) -> None:
-    """Scatter's tree run backwards: neighbours join what they hold, then neighbours of neighbours.
+    """Scatter's tree run backwards: neighbors join what they hold, then neighbors of neighbors.
 
     Ranks are counted from the destination. A rank holds the parts of positions own .. own + count - 1.
     """

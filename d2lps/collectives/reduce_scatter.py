@@ -20,7 +20,7 @@ def reduce_scatter(
     >>> reduce_scatter(comm, output, parts)             # [2.], [20.]         # doctest: +SKIP
 
     input_list: p tensors, n bytes together, of any sizes, the same on every rank. algorithm: "ring" (p - 1 steps, to
-    the neighbour only) or "pairwise" (p - 1 steps, to every rank once). Each rank sends (p - 1)/p n bytes in both.
+    the neighbor only) or "pairwise" (p - 1 steps, to every rank once). Each rank sends (p - 1)/p n bytes in both.
     Errors: AVG of integers is a ValueError. Source: Thakur, Rabenseifner, Gropp 2005.
     """
     check_list(comm, "input_list", input_list)

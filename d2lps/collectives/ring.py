@@ -16,7 +16,7 @@ Step = tuple[Tensor, int, Tensor, int]  # send this to that rank, and receive th
 
 
 class Ring(NamedTuple):
-    """What one rank of a ring sees: its neighbours, and the chunks in the order in which they pass it.
+    """What one rank of a ring sees: its neighbors, and the chunks in the order in which they pass it.
 
     The r-th rank of the ring sends chunk r in the first step, then r - 1, r - 2, ..., each after it has added its own part
     to it. The last that comes is chunk r + 1: then it has been everywhere.

@@ -20,7 +20,7 @@ def message_times(comm: Communicator, sizes: Sequence[int], crowd: bool = False,
     """Median seconds of one message, for each size in bytes; run it on two ranks or more.
 
     From rank 0 to rank 1, half of the time there and back, while the others are silent; with `crowd`, from every rank to its
-    right neighbour, all at once. Each round tries all sizes, so that what disturbs the machine for a while disturbs all alike;
+    right neighbor, all at once. Each round tries all sizes, so that what disturbs the machine for a while disturbs all alike;
     a first round warms up and does not count. The slowest rank's median is returned to every rank.
     """
     # The last size first, which is the largest as a rule: the caches that it leaves cold are of no use to a large one anyway.
@@ -46,7 +46,7 @@ def _message(comm: Communicator, nbytes: int, crowd: bool) -> float:
 
 
 def _slowest(comm: Communicator, mine: torch.Tensor) -> torch.Tensor:
-    """The largest of all ranks' values, by asking each neighbour in turn: a few bytes, once."""
+    """The largest of all ranks' values, by asking each neighbor in turn: a few bytes, once."""
     most, going, coming = mine.clone(), mine.to(comm.device), mine.to(comm.device).clone()
     for _ in range(comm.size - 1):
         comm.sendrecv(going, (comm.rank + 1) % comm.size, coming, (comm.rank - 1) % comm.size)

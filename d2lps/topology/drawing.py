@@ -1,4 +1,4 @@
-"""A topology as a picture: shapes say what a node is, a link's width its bandwidth, its colour what you like."""
+"""A topology as a picture: shapes say what a node is, a link's width its bandwidth, its color what you like."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def draw(
 ) -> plt.Axes:  # fmt: skip
     """Devices are squares, hosts hexagons, switches rounded bars; a link's width grows with the root of its bandwidth.
 
-    links: {(src, dst): value}, bytes or utilization for example, colours each direction of the links, `label` says of what;
+    links: {(src, dst): value}, bytes or utilization for example, colors each direction of the links, `label` says of what;
     those whose value is 0, or that have none, stay grey. hide: nodes to leave out: `dgx1.draw(hide=dgx1.hosts + dgx1.switches)`.
 
     >>> trace = simulate(all_reduce_once, cluster).trace                            # doctest: +SKIP
@@ -137,7 +137,7 @@ class _Picture:
                     self._line(src, dst, self._width(data["bandwidth"] / count), LINK, (lane - (count - 1) / 2) * self.gap)
 
     def lanes(self, values: Mapping[tuple[Hashable, Hashable], float], label: str) -> None:
-        """Each direction on its own, coloured by its value, on the right-hand side."""
+        """Each direction on its own, colored by its value, on the right-hand side."""
         most = max(values.values(), default=1.0) or 1.0
         norm = plt.Normalize(0.0, most)
         edges = self.graph.edges(data="bandwidth")

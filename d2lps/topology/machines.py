@@ -59,7 +59,7 @@ def pcie_tree(n: int, bandwidth: float = PCIE3_X16, latency: float = PCIE_HOP / 
 
 
 def ring(n: int, bandwidth: float, latency: float = 0.0, device: Device | None = None) -> Topology:
-    """`n` devices in a circle, each joined to its two neighbours; they pass messages on."""
+    """`n` devices in a circle, each joined to its two neighbors; they pass messages on."""
     check_count("n", n)
     graph = with_devices("ring", n, device, forwards=True)
     for index in range(n if n > 2 else n - 1):

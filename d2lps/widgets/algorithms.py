@@ -17,7 +17,7 @@ Algorithm = str | Callable[[Communicator, torch.Tensor], Any]  # one of all_redu
 
 
 def described(algorithms: Sequence[Algorithm]) -> list[dict[str, Any]]:
-    """[{"name": what readers see, "style": the number of its colour and dashes}]: the same in every widget."""
+    """[{"name": what readers see, "style": the number of its color and dashes}]: the same in every widget."""
     if isinstance(algorithms, str) or not algorithms:
         raise ValueError(f"algorithms={algorithms!r} must be a list of at least one name or function")
     styles: dict[Any, int] = {algorithm: style for style, algorithm in enumerate(NAMES)}

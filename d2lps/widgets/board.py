@@ -24,7 +24,7 @@ def board(trace: Trace, places: Places | None, wanted: bool | None, boxes: Mappi
 
     wanted: draw the cluster (True), do not (False), or do where each rank has a node of its own, and a place in a picture
     that people can read (None). Other nodes lie where the topology's own picture has them; where the ranks' places are given, in
-    the middle of their neighbours. ValueError if it is wanted, and the run was not simulated.
+    the middle of their neighbors. ValueError if it is wanted, and the run was not simulated.
     """
     topology = trace.topology
     if wanted and topology is None:
@@ -81,13 +81,13 @@ def _routes(trace: Trace, topology: Topology, number: Mapping[Hashable, int]) ->
 
 
 def _between(topology: Topology, fixed: Mapping[Hashable, tuple[float, float]]) -> dict[Hashable, tuple[float, float]]:
-    """Every other node in the middle of its neighbours, as springs would draw it there (Tutte 1963)."""
+    """Every other node in the middle of its neighbors, as springs would draw it there (Tutte 1963)."""
     where = {node: fixed.get(node, (0.5, 0.5)) for node in topology.graph}
-    neighbours = topology.graph.to_undirected()
+    neighbors = topology.graph.to_undirected()
     for _ in range(100):
         for node in where:
-            if node not in fixed and neighbours.degree(node):
-                xs, ys = zip(*(where[other] for other in neighbours[node]), strict=True)
+            if node not in fixed and neighbors.degree(node):
+                xs, ys = zip(*(where[other] for other in neighbors[node]), strict=True)
                 where[node] = sum(xs) / len(xs), sum(ys) / len(ys)
     return where
 

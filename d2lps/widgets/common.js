@@ -16,7 +16,7 @@ const html = (tag, attributes = {}, ...children) => make(document.createElement(
 const fill = (text, values) => text.replace(/\{(\w+)\}/g, (all, name) => values[name] ?? all);
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 const mix = (p, q, f) => ({ x: p.x + (q.x - p.x) * f, y: p.y + (q.y - p.y) * f });
-const algorithmColour = (style) => `var(--algorithm-${Math.min(style, ALGORITHMS - 1)})`;
+const algorithmColor = (style) => `var(--algorithm-${Math.min(style, ALGORITHMS - 1)})`;
 
 // An estimate is enough, and needs no layout by the browser: Chinese characters are as wide as they are high.
 const textWidth = (text, size) => [...text].reduce((sum, c) => sum + size * (c > "\u2e80" ? 1 : 0.58), 0);

@@ -41,7 +41,7 @@ class Player extends Timed {
     this.show(this.t);
   }
 
-  // What the colours and signs mean, of those that this run shows.
+  // What the colors and signs mean, of those that this run shows.
   legend() {
     const { story, texts } = this, { scene } = story, list = html("ul");
     const item = (sign, ...text) => list.appendChild(html("li", {}, sign, html("span", {}, ...text)));
@@ -50,9 +50,9 @@ class Player extends Timed {
     const arrow = (kind) => drawn(svg("g", { class: `arrow ${kind}` }, svg("path", { class: "shaft", style: "stroke-width: 2.5", d: "M2 8H16" }), svg("path", { class: "head", d: "M14 3L24 8L14 13Z" })));
     const mark = (d) => drawn(svg("g", { class: "mark" }, svg("circle", { cx: 13, cy: 8, r: 7 }), svg("path", { d })));
     const named = scene.ranks.some((rank) => !/^\d+$/.test(rank.name)); // or they are numbers
-    const colours = story.contributors.flatMap((rank) => [" ", html("b", {}, icon("stripe", `background: var(--rank-${rank % COLOURS})`), scene.ranks[rank].name)]);
+    const colors = story.contributors.flatMap((rank) => [" ", html("b", {}, icon("stripe", `background: var(--rank-${rank % COLORS})`), scene.ranks[rank].name)]);
     const happens = new Set(scene.changes.map(({ how }) => how));
-    if (story.contributors.length) item(icon("stripes"), named ? texts.see_named : texts.see_stripe, ...colours);
+    if (story.contributors.length) item(icon("stripes"), named ? texts.see_named : texts.see_stripe, ...colors);
     if (scene.whole > 0) item(icon("complete"), texts.see_complete);
     if (story.repeats) item(icon("repeated"), texts.see_repeated);
     if (scene.messages.length) item(arrow(""), texts.see_arrow), item(arrow("trail"), texts.see_trail);

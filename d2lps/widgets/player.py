@@ -20,7 +20,7 @@ from d2lps.widgets.scene import Scene
 from d2lps.widgets.steps import retold
 from d2lps.widgets.texts import PLAYER
 
-# The colours of ranks, as in player.css: those of all figures, then others between them in lightness.
+# The colors of ranks, as in player.css: those of all figures, then others between them in lightness.
 COLORS = [*figures.COLORS, "#0b3c6f", "#7a4a00", "#82d9b5", "#7b2d60", "#b4d8f2", "#f3a78c", "#7f8000", "#2f343a"]
 REPEATED = "#b3001b"  # the edge of a cell in which something counts more than once
 _COLUMNS = 4  # of a still picture, side by side

@@ -1,4 +1,4 @@
-// What lies below the cards: boxes around machines, links, switches; links over which messages go are coloured.
+// What lies below the cards: boxes around machines, links, switches; links over which messages go are colored.
 
 class Board {
   constructor(scene, { points, cards }, texts) {
@@ -27,7 +27,7 @@ class Board {
     return svg("g", {}, box, svg("text", { class: "node", x, y: y + 3.5 }, text));
   }
 
-  // Colours the links of the messages that are seen.
+  // Colors the links of the messages that are seen.
   draw(messages) {
     const used = new Set();
     for (const pair of new Set(messages.map(({ src, dst }) => `${src} ${dst}`))) {

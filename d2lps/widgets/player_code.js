@@ -1,4 +1,4 @@
-// The source of the function that ran: lines whose messages are seen now are lit, with the colours of the ranks that posted them.
+// The source of the function that ran: lines whose messages are seen now are lit, with the colors of the ranks that posted them.
 
 class Code {
   constructor(story, texts) {
@@ -23,7 +23,7 @@ class Code {
       line.key = key;
       line.node.classList.toggle("lit", ranks.length > 0);
       line.who.title = ranks.map((r) => this.ranks[r].name).join(", ");
-      line.who.replaceChildren(...ranks.slice(0, 8).map((r) => html("i", { style: `background: var(--rank-${r % COLOURS})` })));
+      line.who.replaceChildren(...ranks.slice(0, 8).map((r) => html("i", { style: `background: var(--rank-${r % COLORS})` })));
     });
   }
 }

@@ -22,7 +22,7 @@ function places(ranks, nodes, small) {
   });
 }
 
-// Down on the right, up on the left, so that neighbours on the circle stay neighbours.
+// Down on the right, up on the left, so that neighbors on the circle stay neighbors.
 function columns(at) {
   const turn = ({ x, y }) => (Math.atan2(x, -y) + 2 * Math.PI + 1e-3) % (2 * Math.PI); // clockwise from the top
   const order = at.map((_, i) => i).sort((i, j) => turn(at[i]) - turn(at[j])), half = Math.ceil(at.length / 2), result = [];

@@ -1,13 +1,13 @@
 // Draws a player's story at a time t: cards with cells, messages on their way between them, marks on what has just changed.
 //
-// A cell shows whose contributions it holds: one stripe for each rank, in that rank's colour and at that rank's place.
+// A cell shows whose contributions it holds: one stripe for each rank, in that rank's color and at that rank's place.
 
-const COLOURS = 16; // --rank-0 ... --rank-15 in player.css
+const COLORS = 16; // --rank-0 ... --rank-15 in player.css
 const CROWD = 8; // arrows to or from one card that may be drawn at their full width
 
 const middle = (box) => ({ x: box.x + box.w / 2, y: box.y + box.h / 2 });
 const smooth = (f) => f * f * (3 - 2 * f);
-const colour = (rank) => `fill: var(--rank-${rank % COLOURS})`;
+const color = (rank) => `fill: var(--rank-${rank % COLORS})`;
 
 class Picture {
   constructor(story, texts, root) {
@@ -40,7 +40,7 @@ class Picture {
     const { scene, contributors, cellsOf } = this.story, box = this.cards[r], name = String(scene.ranks[r].name);
     const group = svg("g", { class: "card", "data-rank": r }, svg("rect", { class: "frame", x: box.x, y: box.y, width: box.w, height: box.h, rx: 6 }));
     const key = contributors.includes(r) ? 14 : 0, x = box.x + (box.w < 80 ? 5 : 8), room = box.x + box.w - 6 - x - key;
-    if (key) group.append(svg("rect", { class: "key", x, y: box.y + 7, width: 10, height: 10, rx: 2, style: colour(r) }));
+    if (key) group.append(svg("rect", { class: "key", x, y: box.y + 7, width: 10, height: 10, rx: 2, style: color(r) }));
     const full = /^\d+$/.test(name) ? fill(this.texts.rank, { name }) : name;
     const title = shorten(textWidth(full, 12) <= room ? full : name, 12, room);
     group.append(svg("text", { class: "name", x: x + key, y: box.y + 16 }, title));
@@ -86,7 +86,7 @@ class Picture {
       ? { x: box.x, y: box.y + (box.h * (total - 1 - place)) / total, w: box.w, h: box.h / total }
       : { x: box.x + (box.w * place) / total, y: box.y, w: box.w / total, h: box.h };
     const thin = !this.layered && w > 5 ? 0.7 : 0; // a hairline between broad stripes
-    const nodes = [svg("rect", { class: "stripe", "data-rank": rank, x, y, width: Math.max(0.5, w - thin), height: h, style: colour(rank) })];
+    const nodes = [svg("rect", { class: "stripe", "data-rank": rank, x, y, width: Math.max(0.5, w - thin), height: h, style: color(rank) })];
     if (repeated) {
       const lines = [];
       for (let at = Math.min(5, h); at <= h; at += 4) lines.push(`M${x} ${y + at}L${x + w} ${y + at - Math.min(5, h)}`);

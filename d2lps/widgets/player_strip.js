@@ -1,7 +1,7 @@
 // The strip under a player: what every lane of every rank does over time, so that a reader sees what is computed while
 // messages move. A lane is a row of bars; along its foot run, as a thin line, the messages that it sends and receives.
 
-const KINDS = ["computing", "sleeping", "waiting", "combining", "copying", "moving"]; // each has its colour in player.css
+const KINDS = ["computing", "sleeping", "waiting", "combining", "copying", "moving"]; // each has its color in player.css
 const FOOT = 3, MANY = 10; // pixels: a lane's messages; lanes, beyond which they lie closer
 
 class Strip {

@@ -37,7 +37,7 @@ class Race extends Timed {
 
   // A lane: its name, its state, and under a window as wide as the time that has passed, what has become complete.
   lane({ name, style, seconds, complete, gathered, place }, y) {
-    const { width, x } = this, top = y + HEAD, high = LANE - HEAD - 8, ink = `fill: ${algorithmColour(style)}`;
+    const { width, x } = this, top = y + HEAD, high = LANE - HEAD - 8, ink = `fill: ${algorithmColor(style)}`;
     const area = (curve) => {
       const steps = curve.map(([t, share]) => `H${(x(t) - PAD).toFixed(2)}V${(high * (1 - share)).toFixed(2)}`);
       return `M0 ${high}${steps.join("")}H${(x(seconds) - PAD).toFixed(2)}V${high}Z`;

@@ -18,7 +18,7 @@ from d2lps.widgets.code import Code
 from d2lps.widgets.texts import PLAYER
 
 _MOST_MESSAGES = 3000
-_FINEST = 1 / 1000  # of the whole time: what is shorter in a strip is joined to its neighbour
+_FINEST = 1 / 1000  # of the whole time: what is shorter in a strip is joined to its neighbor
 
 
 class Scene:
@@ -122,7 +122,7 @@ class Scene:
         return found | {"parts": [part for row in bundle for part in self._parts(row)]}
 
     def _parts(self, index: int) -> list[dict[str, Any]]:
-        """What a message carries, one part for each cell of where it came from (neighbours alike are one)."""
+        """What a message carries, one part for each cell of where it came from (neighbors alike are one)."""
         contents = (self.cells.content([piece]) for piece in self.origins.carried.get(index, []))
         return [content for content, _ in groupby(filter(None, contents))]
 

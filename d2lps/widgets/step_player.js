@@ -1,4 +1,4 @@
-// StepPlayer: a step of parallel training. Cards stand at their places in the mesh, messages have the colour, the dashes and the
+// StepPlayer: a step of parallel training. Cards stand at their places in the mesh, messages have the color, the dashes and the
 // name of their axis, a grid shows which piece of a tensor a rank has, bars what it holds; below, what each rank does over time.
 //
 // Python computes a `scene` (step_scene.py); this only draws it.
@@ -38,7 +38,7 @@ class StepPlayer extends Timed {
     return this.held[r].reduce((sum, { kind, steps }) => sum + (only && kind !== only ? 0 : (steps[lastAt(steps, t + this.eps)]?.[1] ?? 0)), 0);
   }
 
-  // ---- what the colours mean ----------------------------------------------------------------------------------------
+  // ---- what the colors mean ----------------------------------------------------------------------------------------
 
   sample(style) {
     const line = svg("path", { class: `way axis-${style}`, d: "M1 7H29" });
@@ -172,7 +172,7 @@ class StepPlayer extends Timed {
     return svg("g", { class: `token axis-${style}`, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` }, svg("title", {}, title), svg("rect", { x: -wide / 2, y: -7.5, width: wide, height: 15, rx: 4 }), svg("text", { y: 3.5 }, name));
   }
 
-  // From card to card: straight to a neighbour, there and back beside each other; over the cards between in a row, around those in a column.
+  // From card to card: straight to a neighbor, there and back beside each other; over the cards between in a row, around those in a column.
   way(src, dst) {
     const [a, b] = [this.cards[src], this.cards[dst]], middle = ({ x, y, w, h }) => ({ x: x + w / 2, y: y + h / 2 }), dx = b.column - a.column, dy = b.row - a.row;
     let p, q, c;

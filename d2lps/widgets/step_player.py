@@ -29,7 +29,7 @@ class StepPlayer(still.Still):
 
     >>> StepPlayer(d2lps.simulate(train, cluster, trace=True).trace, title="dp 2 x tp 2")       # doctest: +SKIP
 
-    Cards are ranks, at their places in the mesh. Messages have the colour, the dashes and the name of their axis, which is that
+    Cards are ranks, at their places in the mesh. Messages have the color, the dashes and the name of their axis, which is that
     of the group that sends them (see `Mesh`). A grid is the tensor that they are about, in as many cells as it is cut into:
     filled is what the rank has, hatched where that is only a summand (see `Communicator.about`; B is cut along dp and T along
     cp where there are such). A bar is what the rank holds of its memory (`allocate`, `hold`). Below, each rank over time: the

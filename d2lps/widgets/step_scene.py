@@ -18,7 +18,7 @@ from d2lps.trace.tables import Columns
 from d2lps.widgets.step_events import Episode, blocks, episodes, groups, held, mesh, short
 from d2lps.widgets.step_story import Shapes, free, stops
 
-AXES = ("dp", "tp", "pp", "cp", "ep")  # in the order of their colours; behind them all others
+AXES = ("dp", "tp", "pp", "cp", "ep")  # in the order of their colors; behind them all others
 
 
 def scene(trace: Trace, since: float = 0.0) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import anywidget
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# The lines of the algorithms in order of `texts.NAMES`, coloured as in common.css; a reader's own are black. () is unbroken.
+# The lines of the algorithms in order of `texts.NAMES`, colored as in common.css; a reader's own are black. () is unbroken.
 LINES: list[tuple[str, tuple[float, ...]]] = [
     ("#0072b2", ()), ("#d55e00", (5, 2)), ("#009e73", (1.2, 1.6)), ("#6b7280", (6, 2, 1.2, 2)),
     ("#b0558a", (3, 1.5, 1, 1.5, 1, 1.5)), ("#b97a00", (3, 2)), ("#3a9bd4", (1, 1.65)), ("#857a00", (9, 3)), ("black", ()),

@@ -97,7 +97,7 @@ class Sweep extends Widget {
       const title = svg("title", {}, fill(texts.crossing, { bytes: quantity(nbytes, "B"), name }));
       const text = shorten(name, 10.5, to - from - 8);
       group.append(svg("g", { class: "reigns" }, title,
-        svg("rect", { x: from, y: top, width: Math.max(1, to - from - 1), height: 17, rx: 3, style: `fill: ${algorithmColour(style)}` }),
+        svg("rect", { x: from, y: top, width: Math.max(1, to - from - 1), height: 17, rx: 3, style: `fill: ${algorithmColor(style)}` }),
         svg("text", { class: "reign", x: (from + to) / 2, y: top + 12.5 }, text)));
       if (i) marks.push(svg("path", { class: "drop", d: `M${from} ${y(seconds)}V${top}` }), svg("circle", { class: "crossing", cx: from, cy: y(seconds), r: 4.5 }));
     });
@@ -117,7 +117,7 @@ class Sweep extends Widget {
         }
       }
       const { style } = algorithms[i];
-      return svg("path", { class: `curve s${Math.min(style, ALGORITHMS - 1)}`, "data-algorithm": i, d: `M${points.join("L")}`, style: `stroke: ${algorithmColour(style)}` });
+      return svg("path", { class: `curve s${Math.min(style, ALGORITHMS - 1)}`, "data-algorithm": i, d: `M${points.join("L")}`, style: `stroke: ${algorithmColor(style)}` });
     });
     return [...paths, ...this.marks];
   }
@@ -127,13 +127,13 @@ class Sweep extends Widget {
     const at = spread(ends, 15, box.top + 6, box.bottom - 2);
     return svg("g", {}, ...algorithms.flatMap(({ name, style }, i) => [
       svg("path", { class: "leader", d: `M${box.right + 1} ${ends[i]}L${box.right + 10} ${at[i]}` }),
-      svg("text", { class: "algorithm", x: box.right + 13, y: at[i] + 4, style: `fill: ${algorithmColour(style)}; font-size: ${this.size}px` }, name)]));
+      svg("text", { class: "algorithm", x: box.right + 13, y: at[i] + 4, style: `fill: ${algorithmColor(style)}; font-size: ${this.size}px` }, name)]));
   }
 
   cursor() {
     const { box, x, y, data, at } = this, here = x(data.sizes[at]), winners = data.winners[this.which][at];
     const dots = this.rows.map((times, i) => svg("circle", {
-      class: winners.includes(i) ? "dot best" : "dot", cx: here, cy: y(times[at]), r: winners.includes(i) ? 5 : 4, style: `fill: ${algorithmColour(data.algorithms[i].style)}`,
+      class: winners.includes(i) ? "dot best" : "dot", cx: here, cy: y(times[at]), r: winners.includes(i) ? 5 : 4, style: `fill: ${algorithmColor(data.algorithms[i].style)}`,
     }));
     const knob = svg("path", { class: "knob", d: `M${here} ${box.bottom + 24}l5 8h-10z` });
     return svg("g", {}, svg("path", { class: "cursor", d: `M${here} ${box.top}V${box.bottom + 4}` }), knob, ...dots);
@@ -149,7 +149,7 @@ class Sweep extends Widget {
     const order = times.map((_, i) => i).sort((i, j) => times[i] - times[j] || i - j);
     this.list.replaceChildren(...order.map((i) => {
       const { name, style } = algorithms[i], best = winners.includes(i);
-      const sample = svg("svg", { viewBox: "0 0 30 10", "aria-hidden": "true" }, svg("path", { class: `curve s${Math.min(style, ALGORITHMS - 1)}`, d: "M0 5H30", style: `stroke: ${algorithmColour(style)}` }));
+      const sample = svg("svg", { viewBox: "0 0 30 10", "aria-hidden": "true" }, svg("path", { class: `curve s${Math.min(style, ALGORITHMS - 1)}`, d: "M0 5H30", style: `stroke: ${algorithmColor(style)}` }));
       const slower = best ? texts.fastest : fill(texts.slower, { x: (times[i] / least).toPrecision(3) });
       return html("li", best ? { class: "best" } : {}, sample, html("span", {}, name), html("span", {}, quantity(times[i], "s")), html("span", {}, slower));
     }));

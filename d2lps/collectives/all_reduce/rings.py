@@ -1,4 +1,4 @@
-"""All-reduce round a ring: every rank talks to two neighbours only, and all links are busy all the time.
+"""All-reduce round a ring: every rank talks to two neighbors only, and all links are busy all the time.
 
 Or round several rings at once: where there is a cable each way, or a mesh, one ring leaves links idle.
 """
