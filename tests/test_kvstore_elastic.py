@@ -251,6 +251,18 @@ def test_a_change_is_called_off_for_who_has_stopped_and_for_who_has_not() -> Non
     assert [[change.wanted for change in changes.open] for changes in (stopped, computing)] == [[again], [again]]
 
 
+def test_who_stops_for_a_change_that_was_called_off_before_is_there_for_the_one_in_its_stead() -> None:
+    changes, placement, again = Changes(), Placement([0]), Membership(2, (0, 1, 2), instead=1)
+    assert changes.heard(Membership(1, (0, 1)), Promised(1)) is not None
+
+    def settle(server: int, request: Request) -> Any:
+        assert changes.heard(again, Promised(5)) == Request("hold", clock=2), "while it waits for the first"
+        return Promised(1, view=2)
+
+    changes.reached(1, [], placement, settle)
+    assert placement.servers == [0, 1, 2] and list(changes.followed) == [again] and not changes.open and not changes.missed
+
+
 def test_a_server_tells_a_barrier_in_front_of_the_place_where_all_stop() -> None:
     server = Server([0, 1], consistency="asp")
     zero, one = Asking(server, 0), Asking(server, 1)

@@ -75,7 +75,7 @@ class Changes:
             with self.lock:
                 self._drop(wanted.view)
         else:
-            self._follow(placement, wanted)
+            self._follow(placement, self.open[0].wanted)  # maybe the one in the stead of `wanted`
 
     def at(self, clock: int) -> Membership | None:
         """What is wanted, if it is at this clock that all stop for it."""
