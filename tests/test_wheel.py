@@ -51,7 +51,7 @@ def test_the_wheel_plays_a_player(wheel: Path, tmp_path: Path) -> None:
     """What it needs is taken from this environment, by a path that its own packages come before."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "clean"], check=True)
     python = tmp_path / "clean" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
+    subprocess.run([python, "-E", "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
     site = next((tmp_path / "clean" / "lib").glob("python*/site-packages"))
     (site / "shared.pth").write_text(sysconfig.get_path("purelib"))
     said = subprocess.run([python, "-E", "-c", PLAY], cwd=tmp_path, capture_output=True, text=True)
