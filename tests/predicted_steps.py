@@ -1,6 +1,7 @@
 """The published steps, predicted: the rows that *Hybrid parallelism* shows, and the plans of GPT-3 that it compares.
 
     python tests/predicted_steps.py steps           # minutes; the lines of the chapter's tables of steps
+    python tests/predicted_steps.py zero            # how far off steps under ZeRO-3 are, of which the chapter tells in words
     python tests/predicted_steps.py plans           # minutes; the fastest plan of each pair of degrees, and how many fit
     python tests/predicted_steps.py rules           # minutes; Megatron's and DeepSpeed's plans beside search's
 
@@ -97,9 +98,10 @@ def plans(row: Row) -> Iterator[Plan]:
                     yield replace(one, overlap=False, zero_layers=True)
 
 
-def predicted(row: Row, calibration: Calibration) -> Prediction:
+def predicted(row: Row, calibration: Calibration, here: Topology | None = None) -> Prediction:
+    """On a cluster of the row's table, or `here`."""
     gpus, batch = int(row["gpus"]), int(row["batch"])
-    return search(model(row), cluster(row["table"]), batch, calibration, ranks=gpus, plans=plans(row)).best
+    return search(model(row), here or cluster(row["table"]), batch, calibration, ranks=gpus, plans=plans(row)).best
 
 
 def is_fitted(row: Row, table: Table) -> bool:
@@ -144,11 +146,34 @@ def steps(names: list[str]) -> None:
             except ValueError as error:
                 print(row["model"], row["gpus"], error)
                 continue
-            error = prediction.time / float(row["seconds"]) - 1
+            error = error_of(row, prediction)
             fitted = is_fitted(row, table)
             errors += [] if fitted else [abs(error)]
             print(f"{line(row, prediction)}    # {'fitted' if fitted else format(error, '+.1%')}", flush=True)
         print(f"# mean {mean(errors):.1%}, worst {max(errors):.1%}", flush=True)
+
+
+def zero_3() -> Iterator[tuple[str, Row, Prediction]]:
+    """Steps under ZeRO-3 and nothing else: DeepSpeed's with eight ports a machine and with one of 200 Gb/s, torchtitan's 8B."""
+    for row in (deepspeeds := [row for row in rows("narayanan2") if row["zero"] == "3"]):
+        yield "eight ports", row, predicted(row, fit("1b"))
+    machines = max(int(row["gpus"]) for row in deepspeeds) // 8
+    one_port = multi_node(dgx_a100(device=A100), machines, 25e9, ports="node", reached=0.9)
+    for row in deepspeeds:
+        yield "one port", row, predicted(row, fit("1b"), one_port)
+    for row in table_of(MEASURED):
+        if row["table"] == "torchtitan" and row["precision"] == "bf16":
+            yield "torchtitan", row, predicted(row, FUSED)
+
+
+def error_of(row: Row, prediction: Prediction) -> float:
+    return prediction.time / float(row["seconds"]) - 1
+
+
+def print_zero_3() -> None:
+    for what, row, found in zero_3():
+        told = f"{error_of(row, found):+.1%}, {found.memory / 1e9:.1f} GB, {found.job.plan}"
+        print(f"{what}: {line(row, found)}    # {told}", flush=True)
 
 
 # ---- one model, all plans -----------------------------------------------------------------------------------------
@@ -215,4 +240,7 @@ def deepspeed(gpus: int) -> Iterator[Plan]:
 
 
 if __name__ == "__main__":
-    {"steps": steps, "plans": lambda _: print_plans(), "rules": lambda _: print_rules()}[sys.argv[1]](sys.argv[2:])
+    if (command := sys.argv[1]) == "steps":
+        steps(sys.argv[2:])
+    else:
+        {"zero": print_zero_3, "plans": print_plans, "rules": print_rules}[command]()

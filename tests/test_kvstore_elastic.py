@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -596,11 +597,11 @@ def add_alone(kv: Any, folder: str) -> int:
 # ---- who does not take part, and what is refused ------------------------------------------------------------------------------
 
 
-def late(kv: Any, folder: str) -> tuple[int, list[int]]:
-    """Worker 2 comes when the servers have changed; worker 1 leaves when it has told how far it will go, and comes again."""
+def late(kv: Any, folder: str, tell: bool) -> tuple[int, list[int]]:
+    """Worker 2 comes when the servers have changed; worker 1 leaves before, or when it has told how far it goes."""
     if kv.rank:
         if kv.rank == 1:
-            while not kv.transport.changes.open:
+            while tell and not kv.transport.changes.open:
                 time.sleep(0.01)
             kv.leave()
         while not os.path.exists(f"{folder}/changed"):
@@ -611,15 +612,16 @@ def late(kv: Any, folder: str) -> tuple[int, list[int]]:
 
 
 @pytest.mark.soak(50)
+@pytest.mark.parametrize("tell", [False, True])
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_who_was_away_finds_the_servers_that_there_are(consistency: str, tmp_path: Path) -> None:
+def test_who_was_away_finds_the_servers_that_there_are(consistency: str, tell: bool, tmp_path: Path) -> None:
     def change(cluster: Cluster) -> None:
         cluster.add_server()
         cluster.remove_server(0)
         (tmp_path / "changed").touch()
         cluster.sleep(0.5)
 
-    run = run_and_change(change, tmp_path, late, consistency=consistency, absent=[2])
+    run = run_and_change(change, tmp_path, partial(late, tell=tell), consistency=consistency, absent=[2])
     check_sums(run)
     assert [servers for _, servers in run] == [[1, 2]] * 3
 

@@ -263,11 +263,12 @@ HELD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("one", HELD, ids=str)
-def test_what_is_held_is_what_train_holds(one: Plan) -> None:
-    """To the byte, but for activations, and for BF16's gradients, which train casts to FP32 when activations are gone."""
+HELD_BY = [*((MIXED if one.ep > 1 else FLAT, one) for one in HELD), (GATED, plan(dp=4, zero=3, overlap=False))]
 
-    model = MIXED if one.ep > 1 else FLAT
+
+@pytest.mark.parametrize(("model", "one"), HELD_BY, ids=str)
+def test_what_is_held_is_what_train_holds(model: Transformer, one: Plan) -> None:
+    """To the byte, but for activations, and for BF16's gradients, which train casts to FP32 when activations are gone."""
 
     def hold(comm: Communicator) -> Counter[str]:
         training = trainer(comm, model, one)

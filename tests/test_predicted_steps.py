@@ -1,6 +1,7 @@
 """The tables of *Hybrid parallelism* are the published steps, and what the code predicts for them now."""
 
 import json
+from collections import defaultdict
 from functools import cache
 
 import predicted_steps
@@ -97,6 +98,25 @@ def test_the_table_of_rules_is_what_the_code_predicts(name, who):
         assert plan in predicted_steps.deepspeed(gpus)
     found = predict(predicted_steps.model(row), plan, predicted_steps.dgx_a100_pod(gpus // 8), batch, stored_calibration())
     assert f"| {found.time:.1f} | {found.memory / 1e9:.1f} | dp = {plan.dp}," in table
+
+
+def test_how_far_off_steps_under_zero_3_are():
+    """As the chapter tells it in words, in whole percent and GB."""
+    off, memory = defaultdict(list), {}
+    for what, row, found in predicted_steps.zero_3():
+        off[what, found.job.plan.zero_layers].append(abs(round(100 * predicted_steps.error_of(row, found))))
+        memory[what, row["gpus"]] = round(found.memory / 1e9)
+    ends = {key: (min(some), max(some)) for key, some in off.items()}
+    sixth = ends["eight ports", True][0], ends["one port", True][0]
+    told = [
+        f"| 6 | {sixth[0]} to {ends['eight ports', False][1]}% too fast |",
+        "five of them come out {} to {}% too fast".format(*ends["one port", False]),
+        "{}% too fast with eight ports, {}% too slow with one |".format(*sixth),
+        "| 4 | {} to {}% too fast |".format(*ends["torchtitan", False]),
+        f"{memory['torchtitan', '8']} GB of a device's 96 on 8",
+    ]
+    text = "".join("".join(cell["source"]) for cell in json.loads(CHAPTER.read_text())["cells"])
+    assert [said for said in told if said not in text] == []
 
 
 def test_175b_with_as_many_replicas_as_devices_can_not_be():
