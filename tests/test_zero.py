@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -211,8 +212,7 @@ class Odd(nn.Module):
         self.double()
 
     def block(self, part: nn.Module, x: Tensor) -> Tensor:
-        with set_checkpoint_early_stop(self.recompute == "early"):  # else a recomputation goes on to the forward hook
-            return checkpoint(part, x, use_reentrant=self.recompute == "reentrant") if self.recompute else part(x)
+        return checkpoint(part, x, use_reentrant=self.recompute == "reentrant") if self.recompute else part(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.twice(self.twice(x * self.scale))
@@ -239,7 +239,9 @@ def test_odd_models(recompute: str, overlap: bool) -> None:
 
     expected = simulated(by_itself, 1)[0]
     for stage in (2, 3):
-        for mine in simulated(work, 3, stage):
+        with set_checkpoint_early_stop(recompute == "early"):  # else a recomputation goes on to the forward hook
+            found = simulated(work, 3, stage)  # all of it: ranks that wait for one another share that setting
+        for mine in found:
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-10)
 
 
@@ -249,7 +251,9 @@ def test_between_passes_weights_are_gone() -> None:
         zero, seen = Zero(comm, model, SGD, 3), []
 
         def look(*_: Any) -> None:
-            seen.append([int(next(part.parameters()).numel() > 0) for part in model])
+            there = [next(part.parameters()) for part in model]
+            assert all(weight.isnan().any() == (weight.untyped_storage().nbytes() == 8) for weight in there), "gone, or one NaN"
+            seen.append([int(weight.untyped_storage().nbytes() > 8) for weight in there])
 
         for part in model:
             part[1].register_forward_hook(look)
@@ -320,6 +324,55 @@ def test_accumulation_sends_once() -> None:
         assert counted["reduce-scatter"] == STEPS * (expected * units + 1)  # the norm is an all-reduce: that begins with one
 
 
+class Attending(nn.Sequential):
+    """torch's own block: its attention uses a linear layer's weight without calling that layer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        super().__init__(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), nn.Linear(8, 8))
+        self.double()
+
+
+class Scaled(nn.Module):
+    """Looks at its layer's weight outside of that layer's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / (1 + self.layer.weight.detach().norm())
+
+
+def losses_of(comm: Communicator, make: Callable[[], nn.Module], options: dict[str, Any] | None) -> list[float]:
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model, losses = make(), []
+    optimizer: Any = SGD(model.parameters()) if options is None else Zero(comm, model, SGD, **options)
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        if options is None:
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_torchs_own_block_layer_by_layer(stage: int) -> None:
+    alone = simulated(losses_of, 1, Attending, None)[0]
+    for losses in simulated(losses_of, 2, Attending, {"stage": stage, "layers": True}):
+        assert losses == pytest.approx(alone, rel=1e-10)
+
+
+def test_who_looks_at_weights_that_are_not_there_sees_no_numbers() -> None:
+    """And not those of an empty tensor, whose norm is 0."""
+    options = {"stage": 3, "layers": True}
+    for losses in simulated(losses_of, 2, lambda: nn.Sequential(Scaled(), nn.Linear(8, 8).double()), options):
+        assert all(map(math.isnan, losses))
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +383,7 @@ def test_accumulation_sends_once() -> None:
         ({"stage": 3, "group": 3}, "group=3 must divide the 4 ranks"),
         ({"stage": 3, "group": 0}, "group=0 is not a whole number from 1 up"),
         ({"stage": 3, "layers": True, "overlap": True}, "layers=True with overlap=True"),
+        ({"stage": 1, "layers": True}, "what stages 2 and 3 take at a time, and stage=1 takes all at once"),
         ({"stage": 2, "parameters": []}, "Chain has no parameters that need gradients"),
     ],
 )

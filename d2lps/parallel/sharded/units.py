@@ -120,8 +120,8 @@ class Unit:
             return
         if self._gathering is not None:
             self._gathering.wait()
-        for parameter in self.parameters:
-            parameter.data = self.mine.new_empty(0)  # so that whoever looks sees nothing, rather than freed memory
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            parameter.data = self.mine.new_full((), torch.nan).expand(shape)  # whoever looks sees that, rather than freed memory
         self.weights.untyped_storage().resize_(0)
         self._gathering = None
         self._release("gathered")

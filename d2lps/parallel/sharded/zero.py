@@ -37,10 +37,10 @@ class Zero:
     | 3 | and weights | an all-gather for each unit before its forward, and before its backward pass; freed after each |
 
     A unit is a direct child of `module`, or one of a ModuleList in it; parameters that several children share are a unit of
-    their own, and are there for all of them. layers: each module with parameters of its own is a unit in stages 2 and 3, so that
-    less is whole at a time; only that module's forward may use them. Frozen parameters stay whole. `shards` are flat parameters,
-    one for each unit, that `optimizer(shards)` steps on: so an optimizer that looks at each tensor by itself (LAMB, Adafactor) is
-    not for them.
+    their own, and are there for all of them. layers: each module with parameters of its own is a unit (nn.MultiheadAttention as a
+    whole), so that less is whole at a time. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN.
+    Frozen parameters stay whole. `shards` are flat parameters, one for each unit, that `optimizer(shards)` steps on: so an
+    optimizer that looks at each tensor by itself (LAMB, Adafactor) is not for them.
     Gradients are in the `shards`' once `reduce` has returned, the means over all ranks; a parameter's own `.grad` stays None.
     A parameter with an attribute `partial` has its gradient summed over that group first (see tensor/layers.py).
 
@@ -62,6 +62,8 @@ class Zero:
     ) -> None:  # fmt: skip
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
+        if layers and stage == 1:
+            raise ValueError("layers=True says what stages 2 and 3 take at a time, and stage=1 takes all at once")
         if layers and overlap:  # they don't form a chain, in which one would know what comes next
             raise ValueError("layers=True with overlap=True: single layers are fetched when they are needed, and not before")
         size = whole("group", comm.size if group is None else group)
@@ -231,5 +233,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
 
 def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """As `_parts`, to the very bottom: every module, and what it has itself."""
-    for part in module.modules():
-        yield part, list(part.parameters(recurse=False))
+    whole = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]  # uses its layer's weight itself
+    yield from ((part, list(part.parameters())) for part in whole)
+    inside = {layer for part in whole for layer in part.modules()}
+    yield from ((part, list(part.parameters(recurse=False))) for part in module.modules() if part not in inside)

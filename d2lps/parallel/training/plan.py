@@ -29,7 +29,7 @@ class Plan:
     dp, tp, pp, cp, ep: how many ranks share the batch, each layer, the layers, each sequence, the experts (see `Mesh`).
     micro_batch: sequences that a rank computes at a time. zero: 1, 2 and 3 share out the optimizer's state, gradients too, and
     parameters too, among the ranks that hold the same ones, or within so many of them (zero_group); 2 and 3 reduce and fetch
-    a block at a time, or a single layer (zero_layers), so that less is whole, and nothing overlaps. schedule: in which order
+    a block at a time, or a single layer, such as the embedding (zero_layers), and nothing overlaps. schedule: in which order
     stages compute micro-batches; interleave: how many stages a rank has. recompute: what is computed again in the backward pass
     and not kept, "selective" the attention, "activation" what is between an MLP's matrices, "full" the blocks. sequence_parallel:
     also what lies between a layer's matrices is shared out along tp. precision: "bf16" (with FP32 masters), "fp32", "fp64".
@@ -59,8 +59,6 @@ class Plan:
             whole(name, getattr(self, name))
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3")
-        if self.zero_layers and (self.zero < 2 or self.overlap):
-            raise ValueError(f"zero_layers=True asks for zero=2 or 3 and overlap=False: zero={self.zero}, overlap={self.overlap}")
         named("schedule", self.schedule, SCHEDULES)
         named("recompute", self.recompute, dict.fromkeys(("none", "selective", "activation", "full")))
         named("precision", self.precision, PRECISIONS)
@@ -122,6 +120,10 @@ class Plan:
             yield f"ep={self.ep} must divide dp x cp = {self.dp} x {self.cp}, among which the experts are shared out"
         if self.sequence_parallel and self.tp == 1:
             yield "sequence_parallel=True shares out along tp, and tp=1"
+        if self.zero_layers and self.zero < 2:
+            yield f"zero_layers=True says what zero=2 and 3 take at a time, and zero={self.zero} takes all at once"
+        if self.zero_layers and self.overlap:
+            yield "zero_layers=True with overlap=True: single layers are fetched when they are needed, and not before"
         if self.zero_group is not None and not self.zero:
             yield f"zero_group={self.zero_group} says where zero shards, and zero=0 shards nothing"
         if self.zero_group is not None and self.dp * self.cp % self.zero_group:
@@ -138,7 +140,7 @@ class Plan:
         if self.ep > 1 and model.experts == 1:
             yield f"ep={self.ep} shares out experts, and the model has none (experts=1)"
         if self.zero_layers and model.experts > 1:
-            yield f"zero_layers=True is not carried out with experts={model.experts}: a router is a layer inside a layer"
+            yield f"zero_layers=True is not carried out with experts={model.experts}: they hold the router, another layer"
         if self.cp > 1 and model.capacity * model.top_k < model.experts:  # a whole sequence may not find slots
             told = "each part of a sequence would be sorted into slots by itself, and others dropped than without cp"
             yield f"capacity={model.capacity} with cp={self.cp}: {told}; capacity=float('inf') drops none"
