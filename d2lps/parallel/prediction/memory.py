@@ -5,15 +5,17 @@ from collections.abc import Iterator, Sequence
 from d2lps.parallel.pipeline.schedules import Action
 from d2lps.parallel.prediction.parts import Part
 from d2lps.parallel.prediction.priced import ordered
-from d2lps.parallel.prediction.program import Job
+from d2lps.parallel.prediction.program import Job, at_a_time
+from d2lps.parallel.training.plan import Plan
 
 
 def held(job: Job) -> dict[str, float]:
     """Bytes by holder, on the rank of the pipeline that holds most.
 
     weights, gradients, optimizer: what ZeRO leaves of them with a rank, and of gradients the largest unit's whole until it is
-    reduced; "gathered" what it fetches of weights meanwhile. Of either the largest two units' with overlap. activations: kept for
-    backward passes, of as many micro-batches as the schedule keeps at a time; working: of the part being computed.
+    reduced; "gathered" what it fetches of weights meanwhile. Of either the largest two units' with overlap. Tied weights that are
+    on two stages stay whole, their gradients, too. activations: kept for backward passes, of as many micro-batches as the
+    schedule keeps at a time; working: of the part being computed.
     """
     return max(_by_rank(job), key=lambda holders: sum(holders.values()))
 
@@ -23,21 +25,26 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
     few = job.micro_batches if plan.schedule == "gpipe" else min(job.micro_batches, 2 * plan.pp)  # later ones keep no more
     for place, row in enumerate(ordered(plan.schedule, plan.pp, plan.interleave, few)[0]):
         parts = [part for stage in range(place, len(job.stages), plan.pp) for part in job.stages[stage]]
-        weights = sum(part.weights for part in parts)
-        owned = job.owned(weights, sum(part.experts for part in parts))
-        largest = sorted(_units(parts, plan.zero_layers), reverse=True)[: 1 + plan.overlap]
+        weights, experts, ends = (sum(getattr(part, name) for part in parts) for name in ("weights", "experts", "ends"))
+        owned = job.owned(weights - ends, experts)
+        tied = sum(part.tied for part in parts)
+        gathered = tied + _largest(plan, parts, without=tied)
         yield {
-            "weights": (owned if plan.zero == 3 else weights) * job.width,
-            "gathered": (sum(largest) + sum(part.tied for part in parts)) * job.width if plan.zero == 3 else 0,
-            "gradients": (owned + sum(largest) if plan.zero > 1 else weights) * job.gradient_width,
-            "optimizer": owned * job.state_width,
+            "weights": (owned + ends if plan.zero == 3 else weights) * job.width,
+            "gathered": gathered * job.width if plan.zero == 3 else 0,
+            "gradients": (owned + ends + _largest(plan, parts) if plan.zero > 1 else weights) * job.gradient_width,
+            "optimizer": job.owned(weights, experts) * job.state_width,
             "activations": _kept(job, row),
             "working": max(part.working for part in parts),
         }
 
 
-def _units(parts: list[Part], layers: bool) -> list[float]:
-    return [weights for part in parts for _, weights in part.layers] if layers else [part.weights for part in parts]
+def _largest(plan: Plan, parts: list[Part], without: float = 0) -> float:
+    """What is fetched, or reduced, at a time, with overlap two times; without what the embedding, the first, has for the head."""
+    units = [part.weights - part.ends for part in parts]
+    if plan.zero_layers:
+        units = [count for part in parts for _, count in at_a_time(part, True)]
+    return sum(sorted([units[0] - without, *units[1:]], reverse=True)[: 1 + plan.overlap])
 
 
 def _kept(job: Job, row: Sequence[Action]) -> float:

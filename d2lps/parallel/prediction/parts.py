@@ -45,8 +45,9 @@ class Part:
     a backward pass, what makes the weights' gradients, for which no other stage is waiting.
 
     layers: how many weights each layer has on this rank, in the order of their use, and the axis of those that have the same
-    ones; weights: how many in all; experts: how many of them are experts'; tied: how many it uses that another part has. kept:
-    bytes from the forward to the backward pass; working: bytes while the part is at work, besides.
+    ones; weights: how many in all; experts: how many of them are experts'; ends: how many the first and the last stage both have;
+    tied: how many it uses that another part of its stage has. kept: bytes from the forward to the backward pass; working: bytes
+    while the part is at work, besides.
     """
 
     name: str
@@ -66,6 +67,10 @@ class Part:
     @cached_property
     def experts(self) -> float:
         return sum(weights for axis, weights in self.layers if axis == "edp")
+
+    @cached_property
+    def ends(self) -> float:
+        return sum(weights for axis, weights in self.layers if axis == "ends")
 
 
 class Sizes:
@@ -125,7 +130,7 @@ def _leave(s: Sizes) -> tuple[Message, ...]:
 def _embed(s: Sizes) -> Part:
     m, wide = s.model, s.between * s.hidden
     look_up = s.touch((2 * s.tokens + 4 * s.between) * s.hidden)  # the rows, their sum with the positions', dropout
-    layers = _dp(m.vocab / s.tp * s.hidden, m.sequence * s.hidden)
+    layers = (_at_an_end(s), *_dp(m.sequence * s.hidden))
     return Part(
         "embed", (look_up, *_leave(s)), (*_enter(s), s.touch(3 * s.tokens * s.hidden)), layers=layers, kept=s.masks * wide
     )
@@ -137,11 +142,11 @@ def _head(s: Sizes) -> Part:
     loss = s.touch(3 * scores, 4)  # in 32 bits: the largest, the sum, the own
     small = tuple(Message("tp", "all_reduce", nbytes * s.tokens) for nbytes in (4, 8) if s.tp > 1)
     back: tuple[Step, ...] = (s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide))
-    matrix = s.hidden * s.model.vocab / s.tp
-    own, tied = ((), matrix) if s.model.tied and s.plan.pp == 1 else ((matrix,), 0)
+    matrix = _at_an_end(s)
+    own, tied = ((), matrix[1]) if s.model.tied and s.plan.pp == 1 else ((matrix,), 0)
     kept = 2 * wide * s.width + scores * (4 if s.width < 4 else s.width)
     forward: tuple[Step, ...] = (norm, *_enter(s), product, loss, *small)
-    layers = _dp(2 * s.hidden, *own)
+    layers = *_dp(2 * s.hidden), *own
     return Part("head", forward, back, late=(product,), layers=layers, kept=kept, working=scores * s.width, tied=tied)
 
 
@@ -229,6 +234,11 @@ def _mixture(s: Sizes) -> Part:
     layers = *_dp(2 * h, h * s.model.experts), ("edp", experts)
     again = (bend,) if s.plan.recompute == "activation" else forward
     return Part("experts", forward, backward, again, (down, *products, route), layers, kept, slots * inner * s.width)
+
+
+def _at_an_end(s: Sizes) -> tuple[str, float]:
+    """A vector for each token, in the embedding or in the head; tied ones that are on two stages are averaged by themselves."""
+    return ("ends" if s.model.tied and s.plan.pp > 1 else "dp"), s.model.vocab / s.tp * s.hidden
 
 
 def _dp(*weights: float) -> tuple[tuple[str, float], ...]:

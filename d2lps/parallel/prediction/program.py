@@ -102,9 +102,12 @@ class Job:
         return sum(self.device.time_of(kernel.flops, kernel.nbytes) for kernel in kernels)
 
 
-def by_axis(part: Part) -> list[tuple[str, float]]:
-    """What ZeRO fetches and reduces at a time of it: all that the same ranks have."""
-    return [(axis, count) for axis, count in (("dp", part.weights - part.experts), ("edp", part.experts)) if count]
+def at_a_time(part: Part, layers: bool) -> list[tuple[str, float]]:
+    """What ZeRO fetches and reduces at a time of it: a layer, or all that the same ranks have, but for what is at both ends."""
+    if layers:
+        return [(axis, count) for axis, count in part.layers if axis != "ends"]
+    rest = part.weights - part.experts - part.ends
+    return [(axis, count) for axis, count in (("dp", rest), ("edp", part.experts)) if count]
 
 
 class Rank:
@@ -157,7 +160,7 @@ class Rank:
         if self.plan.zero < 3:
             return
         if self.plan.zero_layers:
-            return self._fetch_layers(self.job.stages[unit[0]][unit[1]].layers)
+            return self._fetch_layers(at_a_time(self.job.stages[unit[0]][unit[1]], True))
         self._gather(unit)
         for started in self.gathered[unit]:
             self.world.wait(started)
@@ -182,7 +185,7 @@ class Rank:
 
     def _gather(self, unit: tuple[int, int]) -> None:
         if unit not in self.gathered:
-            counts = by_axis(self.job.stages[unit[0]][unit[1]])
+            counts = at_a_time(self.job.stages[unit[0]][unit[1]], False)
             self.gathered[unit] = [self._begin(axis, "all_gather", n * self.job.width) for axis, n in counts]
 
     def _begin(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
@@ -196,7 +199,8 @@ class Rank:
     def _complete(self, unit: tuple[int, int], part: Part, last: bool) -> None:
         """A micro-batch's gradients of a part are there: they travel, if they are shared out, or if they are the last."""
         if self.plan.zero > 1 or (last and self.plan.overlap):
-            for axis, weights in reversed(part.layers) if self.plan.zero_layers else by_axis(part):
+            layers = self.plan.zero_layers
+            for axis, weights in at_a_time(part, layers)[:: -1 if layers else 1]:
                 self._reduce(weights, axis)
         self.gathered.pop(unit, None)
 
@@ -223,24 +227,23 @@ class Rank:
                 self.world.wait(started.pop(0))
 
     def finish(self) -> None:
-        """The backward passes are over: the last reductions, a step, the new weights."""
+        """The backward passes are over: the last reductions, with any zero what both ends have, a step, the new weights."""
         self._settle()
         parts = [self.job.stages[stage][number] for stage, number in self.units]
-        experts = sum(part.experts for part in parts)
-        weights = sum(part.weights for part in parts) - experts
+        weights, experts, ends = (sum(getattr(part, name) for part in parts) for name in ("weights", "experts", "ends"))
+        rest = [(axis, count) for axis, count in (("dp", weights - experts - ends), ("edp", experts)) if count]
         if self.plan.zero < 2 and not self.plan.overlap:
-            for count, axis in ((weights, "dp"), (experts, "edp")):
-                if count:
-                    self._reduce(count, axis)
+            for axis, count in rest:
+                self._reduce(count, axis)
             self._settle()
-        if self.job.model.tied and self.plan.pp > 1 and self.place in (0, self.plan.pp - 1):
-            shared = self.job.model.vocab / self.plan.tp * self.job.model.hidden
-            self.world.collective("ends", "all_reduce", shared * self.job.gradient_width)
-        self.world.compute(self._step(self.job.owned(weights + experts, experts)), "optimizer")
-        if self.plan.zero in (1, 2):
-            for count, axis in ((weights, "dp"), (experts, "edp")):
-                if count:
-                    self.world.collective(axis, "all_gather", count * self.job.width)
+        if ends:
+            self.world.collective("ends", "all_reduce", ends * self.job.gradient_width)
+            self._reduce(ends, "dp")
+            self._settle()
+        self.world.compute(self._step(self.job.owned(weights, experts)), "optimizer")
+        if self.plan.zero:
+            for axis, count in (*(rest if self.plan.zero < 3 else ()), *([("dp", ends)] if ends else ())):
+                self.world.collective(axis, "all_gather", count * self.job.width)
 
     def _step(self, weights: float) -> float:
         """Seconds to read and write what the optimizer has of so many weights."""
