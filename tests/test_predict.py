@@ -98,6 +98,8 @@ CASES = [
     (SMALL, Plan(dp=8, tp=2, zero=3, zero_group=4), 16, "oversubscribed"),
     (SMALL, Plan(dp=8, tp=2, zero=2, zero_group=4), 16, "a port a machine"),
     (SMALL, Plan(dp=4, pp=4, zero=2), 16, "oversubscribed"),
+    (replace(SMALL, tied=True), Plan(dp=4, tp=2, pp=2, zero=3), 8, "a port a machine"),
+    (replace(SMALL, tied=True), Plan(dp=8, pp=2, zero=2, zero_group=4, overlap=False), 16, "a port a machine"),
     (SMALL, Plan(dp=16, zero=3, zero_layers=True, overlap=False, recompute="full"), 16, "oversubscribed"),
     (MIXED, Plan(dp=16, ep=4, overlap=False), 16, "oversubscribed"),
     (MIXED, Plan(dp=16, ep=4), 16, "oversubscribed"),

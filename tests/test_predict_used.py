@@ -54,6 +54,12 @@ def test_a_search_without_a_result_says_why() -> None:
         search(SMALL, dgx_a100(), 64, ranks=2.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("name", "one"), [("recompute", "full"), ("zero", 3), ("micro_batches", 4)])
+def test_what_a_search_is_to_try_are_several(name: str, one: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={one!r} names one; give all .* {name}=\({one!r},\)"):
+        search(SMALL, dgx_a100(), 64, **{name: one})
+
+
 def test_a_search_keeps_the_schedule_that_it_is_given() -> None:
     found = search(SMALL, dgx_a100(), 64, like=Plan(schedule="zero_bubble"), micro_batches=[8], zero=[0], recompute=["none"])
     assert {one.job.plan.schedule for one in found.found} == {"zero_bubble", "interleaved"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -55,6 +55,9 @@ def search(
     """
     count = len(cluster.devices) if ranks is None else whole("ranks", ranks)
     whole("batch", batch)
+    for name, options in (("micro_batches", micro_batches), ("zero", zero), ("recompute", recompute)):
+        if isinstance(options, str) or not isinstance(options, Collection):
+            raise ValueError(f"{name}={options!r} names one; give all that are to be tried, as in {name}=({options!r},)")
     like = like or Plan()
     tried = plans if plans is not None else _plans(transformer, cluster, count, like, (micro_batches, zero, recompute))
     found, lost, limit, refused = [], [], 0.0, ""
