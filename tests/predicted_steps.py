@@ -18,6 +18,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, search
+from d2lps.parallel.prediction.memory import held
 from d2lps.topology import A100, H100, Topology, dgx_a100, dgx_a100_pod, dgx_h100_pod, multi_node
 
 MEASURED = Path(__file__).parent.parent / "book" / "parallel_training" / "measured_steps.csv"
@@ -170,10 +171,23 @@ def error_of(row: Row, prediction: Prediction) -> float:
     return prediction.time / float(row["seconds"]) - 1
 
 
+def beside(found: Prediction) -> Iterator[tuple[Plan, float]]:
+    """Plans that leave out what it takes to fit, and the GB that they would need."""
+    plan, others = found.job.plan, list[Plan]()
+    if plan.zero_layers:
+        others = [replace(plan, zero_layers=False, overlap=overlap) for overlap in (True, False)]
+    if plan.recompute == "activation":
+        others = [replace(plan, recompute="selective")]
+    for other in others:
+        yield other, sum(held(replace(found.job, plan=other)).values()) / 1e9
+
+
 def print_zero_3() -> None:
     for what, row, found in zero_3():
         told = f"{error_of(row, found):+.1%}, {found.memory / 1e9:.1f} GB, {found.job.plan}"
         print(f"{what}: {line(row, found)}    # {told}", flush=True)
+        for other, needed in beside(found):
+            print(f"    {needed:.1f} GB would be needed by {other}")
 
 
 # ---- one model, all plans -----------------------------------------------------------------------------------------
