@@ -65,7 +65,7 @@ def test_messages_last_from_stop_to_stop(clock: str) -> None:
     assert drawn["stops"][1]["label"] == "reduce-scatter 1/1"
     assert drawn["stops"][1]["text"] == "0 → 1: part 0, 8 B; 1 → 0: part 1, 8 B"
     says = [stop["say"] for stop in drawn["stops"]]
-    assert says[1:] == [f"2 messages, at the same time. What arrives is {what}." for what in ("added to what is there", "kept")]
+    assert says[1:] == [f"2 messages in this step. What arrives is {what}." for what in ("added to what is there", "kept")]
 
 
 def test_time_ends_with_the_last_sum() -> None:
@@ -163,7 +163,7 @@ def test_an_authors_sentences_stand_at_their_steps() -> None:
         return [stop["say"] for stop in scene(two_ranks(), sentences=given)["stops"]]
 
     assert says({"reduce-scatter": "Add.", "all-gather 1/1": "Pass on.", 0: "Look."}) == ["Look.", "Add.", "Pass on."]
-    assert says({2: "Pass on."})[1] == "2 messages, at the same time. What arrives is added to what is there."
+    assert says({2: "Pass on."})[1] == "2 messages in this step. What arrives is added to what is there."
     assert says(["Add.", "Pass on."])[1:] == ["Add.", "Pass on."]
     with pytest.raises(ValueError, match=r"sentences has \['reduce'\], but the steps are called \['start', 'reduce-scatter 1/1'"):
         says({"reduce": "Add."})

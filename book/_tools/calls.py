@@ -77,8 +77,10 @@ def inline(text: str) -> list[nodes.Node]:
 def kinds(text: str) -> Iterator[tuple[str, str]]:
     """Each line of a docstring, and whether it is an example, a table's, empty, or prose.
 
-    >>> list(kinds("Add.  Twice.\\n\\n>>> 1\\n1\\n\\na    b"))
-    [('prose', 'Add.  Twice.'), ('', ''), ('example', '>>> 1'), ('example', '1'), ('', ''), ('table', 'a    b')]
+    >>> list(kinds("Add.  Twice.\\n\\n>>> 1\\n1"))
+    [('prose', 'Add.  Twice.'), ('', ''), ('example', '>>> 1'), ('example', '1')]
+    >>> list(kinds("a    b\\nabc  d"))
+    [('table', 'a    b'), ('table', 'abc  d')]
     """
     kind = ""
     for line in text.splitlines():
@@ -87,7 +89,8 @@ def kinds(text: str) -> Iterator[tuple[str, str]]:
         elif line.startswith(">>>") or kind == "example":
             kind = "example"
         else:
-            kind = "table" if re.search(r"\S {3,}\S|^ {2,}\S", line) else "prose"
+            wide = 2 if kind == "table" else 3  # its longest name may have two spaces behind it
+            kind = "table" if re.search(rf"\S {{{wide},}}\S|^ {{2,}}\S", line) else "prose"
         yield kind, line
 
 

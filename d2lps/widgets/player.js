@@ -58,6 +58,8 @@ class Player extends Timed {
     if (scene.messages.length) item(arrow(""), texts.see_arrow), item(arrow("trail"), texts.see_trail);
     if (happens.has("combine")) item(mark("M9.5 8H16.5M13 4.5V11.5"), texts.see_combine);
     if (happens.has("recv")) item(mark("M13 4.5V11.5M10 8.5L13 11.5L16 8.5"), texts.see_recv);
+    if (happens.has("copy")) item(mark("M9.5 6H16.5M9.5 10H16.5"), texts.see_copy);
+    if (scene.changes.length) item(icon("changed"), texts.see_changed);
     if (scene.links) this.cable = item(drawn(svg("path", { class: "link used", d: "M1 8H25" })), texts.see_link);
     if (scene.stops.some(({ badges }) => badges)) item(icon("badged"), texts.see_badge);
     return folded(texts.legend, html("div", { class: "d2lps-see" }, html("p", {}, texts.see_card), list));

@@ -134,7 +134,7 @@ class Picture {
     this.badged = stop;
     this.badgeLayer?.remove();
     const marked = (this.story.stops[stop].badges ?? []).map(({ rank, text }) => {
-      const { x, y, w } = this.cards[rank], wide = Math.max(20, textWidth(text, 12) + 10);
+      const { x, y, w } = this.cards[rank], wide = Math.max(20, textWidth(text, 12) + 14);
       return svg("g", { class: "badge" }, svg("rect", { x: x + w - wide / 2 - 4, y: y - 9, width: wide, height: 20, rx: 10 }), svg("text", { x: x + w - 4, y: y + 5.5 }, text));
     });
     this.badgeLayer = svg("g", {}, ...marked);

@@ -23,11 +23,17 @@ class Held {
   save_changes() {}
 }
 
+// A picture may stand on a page twice, and must find its clips and marks in itself, not in a copy that is hidden.
+function ownNames(svg, el) {
+  el.dataset.own ??= globalThis.d2lpsNames = (globalThis.d2lpsNames ?? 0) + 1;
+  return svg.replace(/ id="|url\(#|href="#/g, (found) => `${found}own${el.dataset.own}-`);
+}
+
 // Puts a thing into `el` in place of what it holds; returns what takes it out again.
 function put(el, { kind, state, svg, alt, text }) {
   if (kind in KINDS) return KINDS[kind].render({ model: new Held({ ...state }), el });
   const node = kind === "picture" ? html("div", { class: "d2lps-plot", role: "img", "aria-label": alt }) : html("p", { class: "d2lps-text" }, text);
-  if (svg) node.innerHTML = svg;
+  if (svg) node.innerHTML = ownNames(svg, el);
   el.append(node);
   return () => node.remove();
 }
