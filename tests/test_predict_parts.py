@@ -241,6 +241,7 @@ SENT = [
     (replace(FLAT, dropout=0.1), layers(dp=2, tp=2, zero=3, recompute="full")),
     (FLAT, plan(tp=2, dp=2, pp=2, zero=1)),
     (MIXED, plan(dp=4, ep=2, zero=2)),
+    (MIXED, plan(dp=4, zero=3, zero_group=2, micro_batch=2)),
     (MIXED, plan(dp=2, tp=2, ep=2, sequence_parallel=True, micro_batch=2)),
     (MIXED, plan(dp=2, pp=2, ep=2, recompute="full", micro_batch=2)),
 ]
@@ -297,6 +298,21 @@ def test_what_is_held_is_what_train_holds(model: Transformer, one: Plan) -> None
     for told, peak in told_and_held(model, one):
         exact = ("weights", "optimizer", "gathered") + (() if one.precision == "bf16" else ("gradients",))
         assert {label: told[label] for label in exact} == {label: peak[label] for label in exact}
+        assert sum(told.values()) == pytest.approx(peak.total(), rel=0.08)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zero_bubble"])
+@pytest.mark.parametrize("more", [{"zero_layers": True, "overlap": False}, {}], ids=str)
+def test_whatever_the_schedule_what_is_fetched_is_held(schedule: str, more: dict[str, bool]) -> None:
+    """Of 8 blocks a stage, with zero_bubble all that lie between a B and its W."""
+    one = plan(dp=2, pp=2, zero=3, schedule=schedule, **more)
+    for told, peak in told_and_held(replace(FLAT, layers=16), one):
+        assert sum(told.values()) == pytest.approx(peak.total(), rel=0.08)
+
+
+@pytest.mark.parametrize("one", [plan(zero=2), plan(zero=2, overlap=False), plan(dp=2, zero=3, zero_group=1), plan()], ids=str)
+def test_who_shares_with_nobody_holds_gradients_once(one: Plan) -> None:
+    for told, peak in told_and_held(replace(FLAT, layers=16), one):
         assert sum(told.values()) == pytest.approx(peak.total(), rel=0.08)
 
 

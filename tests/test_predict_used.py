@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import inf, nan
 from typing import Any
@@ -54,10 +55,31 @@ def test_a_search_without_a_result_says_why() -> None:
         search(SMALL, dgx_a100(), 64, ranks=2.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "one"), [("recompute", "full"), ("zero", 3), ("micro_batches", 4)])
-def test_what_a_search_is_to_try_are_several(name: str, one: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name}={one!r} names one; give all .* {name}=\({one!r},\)"):
-        search(SMALL, dgx_a100(), 64, **{name: one})
+@pytest.mark.parametrize("name", ["recompute", "zero", "micro_batches"])
+@pytest.mark.parametrize("given", ["full", 3, None, (), iter("a")], ids=["text", "number", "none", "empty", "iterator"])
+def test_what_a_search_is_to_try_are_several(name: str, given: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.*: give all that are to be tried, as in {name}=\("):
+        search(SMALL, dgx_a100(), 64, **{name: given})
+
+
+@pytest.mark.parametrize("odd", [{"like": "dp=4"}, {"like": {}}, {"plans": Plan(dp=8)}, {"plans": ["dp=4"]}], ids=str)
+def test_a_search_is_given_plans(odd: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="like is one Plan, plans are several"):
+        search(SMALL, dgx_a100(), 64, **odd)
+
+
+def test_a_search_that_nothing_suits_says_like_what() -> None:
+    with pytest.raises(ValueError, match="no plan fits 8 ranks: like=cp=3 leaves none"):
+        search(SMALL, dgx_a100(), 64, like=Plan(cp=3))
+
+
+ODD = [("zero", 1.0), ("zero", True), ("zero_layers", "no"), ("sequence_parallel", 1), ("overlap", 3), ("recompute", ["full"])]
+
+
+@pytest.mark.parametrize(("name", "value"), ODD)
+def test_a_plans_fields_are_what_they_are(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
+        Plan(**{name: value})
 
 
 def test_a_search_keeps_the_schedule_that_it_is_given() -> None:

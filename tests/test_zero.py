@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -409,4 +410,55 @@ def test_what_a_backward_pass_leaves_out_is_named(stage: int) -> None:
         zero.step()
 
     with pytest.raises(RuntimeError, match=r"a backward pass has left out 2\.0\.weight, 2\.0\.bias: the loss"):
+        simulated(work, 2)
+
+
+class Lists(nn.Module):
+    """Weights in lists and dicts, which have no forward pass of their own; a child hands on what it is told to."""
+
+    def __init__(self, handed_on: Callable[[Tensor], Any] = lambda out: out) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        size = X.shape[-1]
+        self.each = nn.ParameterList(torch.randn(size, size, dtype=X.dtype) for _ in range(2))
+        self.child = Named(size, handed_on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.child(x @ self.each[0])
+        return getattr(out, "value", out) @ self.each[1]
+
+
+class Named(nn.Module):
+    def __init__(self, size: int, handed_on: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.handed_on = handed_on
+        self.named = nn.ParameterDict({"a": torch.randn(size, size, dtype=X.dtype)})
+
+    def forward(self, x: Tensor) -> Any:
+        return self.handed_on(x @ self.named["a"])
+
+
+def with_lists(comm: Communicator, stage: int, **options: Any) -> Tensor:
+    model = Lists()
+    zero = Zero(comm, model, SGD, stage, **options)
+    descend(comm, model, zero.step)
+    with zero.gathered():
+        model(X)  # who looks may compute, too
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": True}, {"overlap": True}], ids=str)
+def test_weights_in_lists_are_their_modules(options: dict[str, bool]) -> None:
+    torch.testing.assert_close(simulated(partial(with_lists, **options), 2, 3)[0], simulated(with_lists, 2, 1)[0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_nobody_can_see_coming_is_an_error(overlap: bool) -> None:
+    """A child that returns an object of its own: its backward pass begins unannounced, with weights that are not there."""
+
+    def work(comm: Communicator) -> None:
+        model = Lists(lambda out: SimpleNamespace(value=out))
+        descend(comm, model, Zero(comm, model, SGD, 3, overlap=overlap).step)
+
+    with pytest.raises(RuntimeError, match=r"out of bounds for storage of size 0|got a gradient, and was not fetched"):
         simulated(work, 2)

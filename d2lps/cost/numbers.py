@@ -28,7 +28,7 @@ def check(nbytes: float, ranks: int, alpha: float, beta: float) -> None:
 
 def named(kind: str, name: str, table: Mapping[str, Value]) -> Value:
     """The entry of that name; an unknown one is named, beside those there are."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise ValueError(f"{kind}={name!r} is unknown: choose one of {', '.join(map(repr, table))}")
     return table[name]
 

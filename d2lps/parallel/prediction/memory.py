@@ -28,7 +28,7 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
         weights, experts, ends = (sum(getattr(part, name) for part in parts) for name in ("weights", "experts", "ends"))
         owned = job.owned(weights - ends, experts)
         tied = sum(part.tied for part in parts)
-        gathered = tied + _largest(plan, parts, without=tied)
+        gathered = tied + _largest(plan, parts, without=tied, stay=plan.schedule == "zero_bubble")
         yield {
             "weights": (owned + ends if plan.zero == 3 else weights) * job.width,
             "gathered": gathered * job.width if plan.zero == 3 else 0,
@@ -39,12 +39,16 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
         }
 
 
-def _largest(plan: Plan, parts: list[Part], without: float = 0) -> float:
-    """What is fetched, or reduced, at a time, with overlap two times; without what the embedding, the first, has for the head."""
+def _largest(plan: Plan, parts: list[Part], without: float = 0, stay: bool = False) -> float:
+    """What is fetched, or reduced, at a time, with overlap two times; without what the embedding, the first, has for the head.
+
+    stay: from a B to its W all that was fetched does, and meanwhile other blocks are.
+    """
     units = [part.weights - part.ends for part in parts]
     if plan.zero_layers:
         units = [count for part in parts for _, count in at_a_time(part, True)]
-    return sum(sorted([units[0] - without, *units[1:]], reverse=True)[: 1 + plan.overlap])
+    largest = sorted([units[0] - without, *units[1:]], reverse=True)
+    return sum(largest if stay else largest[: 1 + plan.overlap])
 
 
 def _kept(job: Job, row: Sequence[Action]) -> float:

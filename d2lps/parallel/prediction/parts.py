@@ -231,7 +231,7 @@ def _mixture(s: Sizes) -> Part:
     backward = s.touch(3 * wide), *enter, sort, *there, down, bend, bend, *products, route, s.touch(3 * wide)
     experts = here * (ups * (h * inner + inner) + inner * h + h)
     kept = (2 * wide + 2 * slots * h + (1 + ups) * slots * inner) * s.width
-    layers = *_dp(2 * h, h * s.model.experts), ("edp", experts)
+    layers = *_dp(2 * h, h * s.model.experts), ("edp" if s.plan.ep > 1 else "dp", experts)
     again = (bend,) if s.plan.recompute == "activation" else forward
     return Part("experts", forward, backward, again, (down, *products, route), layers, kept, slots * inner * s.width)
 

@@ -37,6 +37,9 @@ class Ranking:
         return f"{prediction.time - self.best.time:+.2g} s" + (f": {told}" if told else "")
 
 
+_EXAMPLES = {"micro_batches": (1, 2), "zero": (3,), "recompute": ("none", "full")}
+
+
 def search(
     transformer: Transformer, cluster: Topology, batch: int, calibration: Calibration | None = None, *,
     ranks: int | None = None, like: Plan | None = None, micro_batches: Sequence[int] = (1, 2, 4, 8), zero: Sequence[int] = (0, 1),
@@ -56,9 +59,12 @@ def search(
     count = len(cluster.devices) if ranks is None else whole("ranks", ranks)
     whole("batch", batch)
     for name, options in (("micro_batches", micro_batches), ("zero", zero), ("recompute", recompute)):
-        if isinstance(options, str) or not isinstance(options, Collection):
-            raise ValueError(f"{name}={options!r} names one; give all that are to be tried, as in {name}=({options!r},)")
-    like = like or Plan()
+        if isinstance(options, str) or not isinstance(options, Collection) or not options:
+            raise ValueError(f"{name}={options!r}: give all that are to be tried, as in {name}={_EXAMPLES[name]}")
+    like = Plan() if like is None else like
+    plans = plans if plans is None or isinstance(plans, Plan) else list(plans)
+    if isinstance(plans, Plan) or not all(isinstance(one, Plan) for one in (like, *(plans or ()))):
+        raise ValueError(f"{like=}, {plans=}: like is one Plan, plans are several")
     tried = plans if plans is not None else _plans(transformer, cluster, count, like, (micro_batches, zero, recompute))
     found, lost, limit, refused = [], [], 0.0, ""
     for plan in tried:
@@ -79,7 +85,8 @@ def search(
         wanted = f"the nearest of {len(lost)}, {lost[0][0]}, needs {told} GB"
         raise ValueError(f"no plan fits into {limit / 1e9:.3g} GB a device; {wanted}")
     if not found:
-        raise ValueError(f"no plan fits {count} ranks: {refused or 'none was named'}")
+        none = f"like={like} leaves none" if plans is None else "none was named"
+        raise ValueError(f"no plan fits {count} ranks: {refused or none}")
     return Ranking(sorted(found, key=lambda prediction: prediction.time), lost, limit)
 
 

@@ -38,7 +38,8 @@ class Zero:
 
     A unit is a direct child of `module`, or one of a ModuleList in it; parameters that several children share are a unit of
     their own, and are there for all of them. layers: each module with parameters of its own is a unit (nn.MultiheadAttention as a
-    whole), so that less is whole at a time. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN.
+    whole), so that less is whole at a time. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN,
+    and what is to outlive a pass must be a copy (`w.detach().clone()`). All ranks call the units in the same order.
     Frozen parameters stay whole. `shards` are flat parameters, one for each unit, that `optimizer(shards)` steps on: so an
     optimizer that looks at each tensor by itself (LAMB, Adafactor) is not for them.
     Gradients are in the `shards`' once `reduce` has returned, the means over all ranks; a parameter's own `.grad` stays None.
@@ -50,7 +51,7 @@ class Zero:
     overlap: reductions go on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one
     unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
-    are not alike; RuntimeError with the names of parameters that a backward pass has left out.
+    are not alike; RuntimeError with the names of parameters that a backward pass has left out, or come to unannounced.
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
     Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
     """
@@ -91,6 +92,7 @@ class Zero:
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = _for_shards(optimizer(self.shards), self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
+        self._kept = False  # whether all weights stay for now
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
@@ -116,7 +118,7 @@ class Zero:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
             register_multi_grad_hook(outputs, lambda _: self._enter(unit), mode="any")
-        if unit not in self._in_backward:  # else it is a recomputation, and the backward pass follows at once
+        if unit not in self._in_backward and not self._kept:  # else it is a recomputation: the backward pass follows at once
             unit.free()
 
     def _enter(self, unit: Unit) -> None:
@@ -129,9 +131,11 @@ class Zero:
         for unit in self.units:
             unit.gather()
             unit.wait()
+        self._kept = True
         try:
             yield
         finally:
+            self._kept = False
             for unit in self.units:
                 self._free(unit)
 
@@ -141,7 +145,10 @@ class Zero:
         """In the midst of the backward pass: a parameter's gradient is complete."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if unit.gradient is None and self.sharing.size > 1:  # alone, a rank keeps what it has: there is no room to be gained
+        if self.stage == 3 and unit not in self._in_backward and not self._kept:
+            raise RuntimeError(f"{unit.names[number]} got a gradient, and was not fetched for its backward pass: {_SEEN}")
+        # Who is alone, in the first pass, keeps what there is anyway: there is no room to be gained.
+        if unit.gradient is None and (self.sharing.size > 1 or unit in self._reducing or unit.reduced is not None):
             while len(self._reducing) > 1:
                 self._reducing.pop(0).settle()
         if unit.add(number, gradient):  # after the last one, nothing in this pass will use the weights
@@ -155,7 +162,8 @@ class Zero:
 
     def _free(self, unit: Unit) -> None:
         self._in_backward.discard(unit)
-        unit.free()
+        if not self._kept:
+            unit.free()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,6 +215,10 @@ class Zero:
             unit.stepped()
 
 
+# Of a module that hands on another object, or uses a weight outside of its forward pass, nobody knows when they are needed.
+_SEEN = "what a part of the module returns must be tensors, or lists, tuples and dicts of them, and all its losses among them"
+
+
 def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The same, if it can be one of flat shards."""
     name = type(optimizer).__name__
@@ -221,13 +233,19 @@ def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) ->
     return optimizer
 
 
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """A module's parameters that are no other's: its own, and those in lists, which have no forward pass."""
+    lists = (child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict))
+    return [*module.parameters(recurse=False), *(p for each in lists for p in each.parameters())]
+
+
 def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """What has a forward pass of its own, and the parameters that are there for it: the module, and its children."""
-    yield module, list(module.parameters(recurse=False))
+    yield module, _own(module)
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _parts(child)
-        else:
+        elif not isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield child, list(child.parameters())
 
 
@@ -236,4 +254,6 @@ def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]
     whole = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]  # uses its layer's weight itself
     yield from ((part, list(part.parameters())) for part in whole)
     inside = {layer for part in whole for layer in part.modules()}
-    yield from ((part, list(part.parameters(recurse=False))) for part in module.modules() if part not in inside)
+    lists = [part for part in module.modules() if isinstance(part, nn.ParameterList | nn.ParameterDict)]
+    inside |= {held for part in lists for held in part.modules()}
+    yield from ((part, _own(part)) for part in module.modules() if part not in inside)

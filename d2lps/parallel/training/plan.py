@@ -57,8 +57,11 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"):
             whole(name, getattr(self, name))
-        if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
+        if type(self.zero) is not int or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3")
+        for name in ("zero_layers", "sequence_parallel", "overlap"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} is neither True nor False")
         named("schedule", self.schedule, SCHEDULES)
         named("recompute", self.recompute, dict.fromkeys(("none", "selective", "activation", "full")))
         named("precision", self.precision, PRECISIONS)
