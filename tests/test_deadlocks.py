@@ -8,7 +8,9 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ import torch
 import d2lps
 from d2lps import Communicator, Deadlock, RankHung
 from d2lps.collectives import all_reduce, broadcast
+from d2lps.comm.status import IN_VAIN, Status
+from d2lps.launch.failure import Failure
+from d2lps.launch.group import Group
 from d2lps.simulator import Model, simulate
 from d2lps.topology import star
 
@@ -318,3 +323,36 @@ def test_the_time_of_the_standstill_is_told() -> None:
 
     with pytest.raises(Deadlock, match=r"at 0\.25 s of virtual time nothing can happen any more"):
         simulate(work, star(2, 1e9))
+
+
+class Watched(Group):
+    """Rank 0 waits in vain; rank 1 runs, and then does what is given: leaves a note, or an outcome."""
+
+    def __init__(self, then: Callable[["Watched"], None]) -> None:
+        self.job, self.pending, self.outcomes, self.dead = SimpleNamespace(timeout=1.0, ranks=3), {0: None, 1: None}, {}, {}
+        self.board, self.notes, self.then = self, {0: Status(0, "recv", peer=2, since=IN_VAIN)}, then
+
+    def read(self, rank: int) -> Status | None:
+        return self.notes.get(rank)
+
+    def collect(self, patience: float) -> None:
+        if patience:
+            self.then(self)
+
+    def _hung(self, late: Mapping[int, Status]) -> RankHung:
+        return RankHung(f"late: {sorted(late)}")
+
+
+def test_a_moment_is_left_to_those_who_may_be_about_to_wait_in_vain() -> None:
+    with pytest.raises(RankHung, match=r"late: \[0, 1\]"):
+        Watched(lambda group: group.notes.update({1: Status(1, "recv", peer=2, since=IN_VAIN)})).check_waits()
+    with pytest.raises(RankHung, match=r"late: \[0\]"):  # it runs on, and not all wait for that
+        Watched(lambda group: time.sleep(0.05)).check_waits()
+
+
+FAILED = Failure(0.0, b"", "ValueError: no", [])
+
+
+@pytest.mark.parametrize("ends", [{"outcomes": {1: FAILED}}, {"dead": {1: 9}}], ids=["fails", "dies"])
+def test_who_fails_in_that_moment_explains_more_than_who_waits(ends: dict[str, Any]) -> None:
+    Watched(lambda group: vars(group).update(ends, pending={0: None})).check_waits()  # whoever watches raises that next

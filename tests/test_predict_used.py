@@ -64,12 +64,12 @@ def test_what_a_search_is_to_try_are_several(name: str, given: Any) -> None:
 
 @pytest.mark.parametrize("odd", [{"like": "dp=4"}, {"like": {}}, {"plans": Plan(dp=8)}, {"plans": ["dp=4"]}], ids=str)
 def test_a_search_is_given_plans(odd: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="like is one Plan, plans are several"):
+    with pytest.raises(ValueError, match=r"is no Plan|give several Plans"):
         search(SMALL, dgx_a100(), 64, **odd)
 
 
 def test_a_search_that_nothing_suits_says_like_what() -> None:
-    with pytest.raises(ValueError, match="no plan fits 8 ranks: like=cp=3 leaves none"):
+    with pytest.raises(ValueError, match="no plan fits 8 ranks: no degrees of tp, pp and dp go with cp=3"):
         search(SMALL, dgx_a100(), 64, like=Plan(cp=3))
 
 

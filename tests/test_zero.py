@@ -420,12 +420,12 @@ class Lists(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         size = X.shape[-1]
-        self.each = nn.ParameterList(torch.randn(size, size, dtype=X.dtype) for _ in range(2))
+        self.each = nn.ModuleList([nn.ParameterList([torch.randn(size, size, dtype=X.dtype)]) for _ in range(2)])
         self.child = Named(size, handed_on)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.child(x @ self.each[0])
-        return getattr(out, "value", out) @ self.each[1]
+        out = self.child(x @ self.each[0][0])
+        return getattr(out, "value", out) @ self.each[1][0]
 
 
 class Named(nn.Module):
@@ -443,7 +443,9 @@ def with_lists(comm: Communicator, stage: int, **options: Any) -> Tensor:
     zero = Zero(comm, model, SGD, stage, **options)
     descend(comm, model, zero.step)
     with zero.gathered():
-        model(X)  # who looks may compute, too
+        with zero.gathered():
+            model(X).square().mean().backward()  # who looks may compute, too,
+        zero.step()  # and step
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -460,5 +462,5 @@ def test_what_nobody_can_see_coming_is_an_error(overlap: bool) -> None:
         model = Lists(lambda out: SimpleNamespace(value=out))
         descend(comm, model, Zero(comm, model, SGD, 3, overlap=overlap).step)
 
-    with pytest.raises(RuntimeError, match=r"out of bounds for storage of size 0|got a gradient, and was not fetched"):
+    with pytest.raises(RuntimeError, match=r"child\.named\.a: a backward pass has come to it unannounced; its module must be"):
         simulated(work, 2)

@@ -23,8 +23,9 @@ from d2lps.launch.rank import Job, Success
 from d2lps.sharedmemory.linux import is_stopped
 
 _TICK = 0.1  # seconds between two looks at the notes of the ranks
-_GRACE = 0.3  # seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it,
-# or the others that a hang has caught, a moment after the first
+# Seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it; and those that
+# wait in vain, like the first one of them.
+_GRACE = 0.3
 # What torch 2.7 to 2.9 print for each group.
 _GLOOS = re.compile(r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks.*\n?", re.MULTILINE)
 _MOST = 1_000_000  # bytes of one rank's output that are shown; the beginning of a longer one is left out
@@ -185,11 +186,12 @@ class Group:
         """End the run if a rank has waited for longer than `timeout` in one place."""
         if self._late():
             self._let_others_come_to_rest()
-            if late := self._late():
+            failed = self.dead or any(isinstance(outcome, Failure) for outcome in self.outcomes.values())
+            if (late := self._late()) and not failed:  # which explains more
                 raise self._hung(late)
 
     def _let_others_come_to_rest(self) -> None:
-        """One that is waited for in vain has sent its outcome before; one that still runs may be about to wait in vain, too."""
+        """One that is waited for in vain has sent its outcome before; one that runs may be about to wait in vain, or to fail."""
         deadline = time.monotonic() + _GRACE
         self.collect(0)
         while time.monotonic() < deadline and not all(self.board.read(rank) for rank in self.pending):

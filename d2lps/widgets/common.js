@@ -21,10 +21,10 @@ const algorithmColor = (style) => `var(--algorithm-${Math.min(style, ALGORITHMS 
 // An estimate is enough, and needs no layout by the browser: Chinese characters are as wide as they are high.
 const textWidth = (text, size) => [...text].reduce((sum, c) => sum + size * (c > "\u2e80" ? 1 : 0.58), 0);
 
-// What is too long loses its end, but never its number: "worker 12" becomes "wo…12".
+// What is too long loses its end; a name with a number keeps that: "worker 12" becomes "wo…12".
 function shorten(text, size, room) {
   if (textWidth(text, size) <= room) return text;
-  let [, head, number] = /^(.*?)\s*(\d*)$/s.exec(text);
+  let [, head, number] = /^(\D*\S)\s+(\d+)$/.exec(text) ?? [, text, ""];
   while (head && textWidth(`${head}…${number}`, size) > room) head = head.slice(0, -1);
   if (number) return head ? `${head}…${number}` : textWidth(number, size) <= room ? number : "";
   return head.length > 1 ? `${head}…` : "";

@@ -40,9 +40,10 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
 
 
 def _largest(plan: Plan, parts: list[Part], without: float = 0, stay: bool = False) -> float:
-    """What is fetched, or reduced, at a time, with overlap two times; without what the embedding, the first, has for the head.
+    """Weights that are whole at a time while they are fetched, or reduced: the largest unit's; with overlap, those of two.
 
-    stay: from a B to its W all that was fetched does, and meanwhile other blocks are.
+    without: how many of the first unit's, the embedding's, are not counted. stay: all units' are whole at a time, as with
+    zero_bubble: a B fetches them, and its W, much later, lets them go.
     """
     units = [part.weights - part.ends for part in parts]
     if plan.zero_layers:

@@ -59,12 +59,15 @@ def search(
     count = len(cluster.devices) if ranks is None else whole("ranks", ranks)
     whole("batch", batch)
     for name, options in (("micro_batches", micro_batches), ("zero", zero), ("recompute", recompute)):
-        if isinstance(options, str) or not isinstance(options, Collection) or not options:
+        if isinstance(options, str | bytes) or not isinstance(options, Collection) or not len(options):
             raise ValueError(f"{name}={options!r}: give all that are to be tried, as in {name}={_EXAMPLES[name]}")
     like = Plan() if like is None else like
-    plans = plans if plans is None or isinstance(plans, Plan) else list(plans)
-    if isinstance(plans, Plan) or not all(isinstance(one, Plan) for one in (like, *(plans or ()))):
-        raise ValueError(f"{like=}, {plans=}: like is one Plan, plans are several")
+    if plans is not None and (isinstance(plans, str) or not isinstance(plans, Iterable)):
+        raise ValueError(f"plans={plans!r}: give several Plans")
+    plans = plans if plans is None else list(plans)
+    for one in (like, *(plans or ())):
+        if not isinstance(one, Plan):
+            raise ValueError(f"{one!r} is no Plan")
     tried = plans if plans is not None else _plans(transformer, cluster, count, like, (micro_batches, zero, recompute))
     found, lost, limit, refused = [], [], 0.0, ""
     for plan in tried:
@@ -85,7 +88,7 @@ def search(
         wanted = f"the nearest of {len(lost)}, {lost[0][0]}, needs {told} GB"
         raise ValueError(f"no plan fits into {limit / 1e9:.3g} GB a device; {wanted}")
     if not found:
-        none = f"like={like} leaves none" if plans is None else "none was named"
+        none = f"no degrees of tp, pp and dp go with {like}" if plans is None else "none was named"
         raise ValueError(f"no plan fits {count} ranks: {refused or none}")
     return Ranking(sorted(found, key=lambda prediction: prediction.time), lost, limit)
 

@@ -51,7 +51,8 @@ class Zero:
     overlap: reductions go on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one
     unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
-    are not alike; RuntimeError with the names of parameters that a backward pass has left out, or come to unannounced.
+    are not alike; RuntimeError with the names of parameters that a backward pass has left out, or comes to unannounced, since
+    their module was not called, or returned something else than tensors, lists, tuples and dicts (or torch's own, if it notices).
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
     Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
     """
@@ -92,7 +93,7 @@ class Zero:
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = _for_shards(optimizer(self.shards), self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
-        self._kept = False  # whether all weights stay for now
+        self._kept = 0  # in how many blocks that keep all weights this is
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
@@ -131,11 +132,11 @@ class Zero:
         for unit in self.units:
             unit.gather()
             unit.wait()
-        self._kept = True
+        self._kept += 1
         try:
             yield
         finally:
-            self._kept = False
+            self._kept -= 1
             for unit in self.units:
                 self._free(unit)
 
@@ -145,8 +146,8 @@ class Zero:
         """In the midst of the backward pass: a parameter's gradient is complete."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if self.stage == 3 and unit not in self._in_backward and not self._kept:
-            raise RuntimeError(f"{unit.names[number]} got a gradient, and was not fetched for its backward pass: {_SEEN}")
+        if self.stage == 3 and unit not in self._in_backward and not self._kept:  # it may have used what was not there
+            raise RuntimeError(f"{unit.names[number]}: a backward pass has come to it unannounced; {_SEEN}")
         # Who is alone, in the first pass, keeps what there is anyway: there is no room to be gained.
         if unit.gradient is None and (self.sharing.size > 1 or unit in self._reducing or unit.reduced is not None):
             while len(self._reducing) > 1:
@@ -213,10 +214,12 @@ class Zero:
         for unit in self.units:
             self._in_backward.discard(unit)
             unit.stepped()
+            if self._kept:
+                unit.gather()
+                unit.wait()
 
 
-# Of a module that hands on another object, or uses a weight outside of its forward pass, nobody knows when they are needed.
-_SEEN = "what a part of the module returns must be tensors, or lists, tuples and dicts of them, and all its losses among them"
+_SEEN = "its module must be called, and return tensors, or lists, tuples and dicts of them: else nobody sees when it is needed"
 
 
 def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -233,27 +236,38 @@ def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) ->
     return optimizer
 
 
+_HOLDERS = nn.ModuleList | nn.ModuleDict  # without a forward pass: what is in them is of the module around them,
+_LISTS = nn.ParameterList | nn.ParameterDict  # as a child, or as its own parameters
+
+
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """A module's parameters that are no other's: its own, and those in lists, which have no forward pass."""
-    lists = (child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict))
-    return [*module.parameters(recurse=False), *(p for each in lists for p in each.parameters())]
+    """The parameters for which a module's own forward pass is the only one."""
+    own = list(module.parameters(recurse=False))
+    for child in module.children():
+        own += child.parameters() if isinstance(child, _LISTS) else _own(child) if isinstance(child, _HOLDERS) else ()
+    return own
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """Those that have forward passes."""
+    for child in module.children():
+        if isinstance(child, _HOLDERS):
+            yield from _children(child)
+        elif not isinstance(child, _LISTS):
+            yield child
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """What has a forward pass of its own, and the parameters that are there for it: the module, and its children."""
     yield module, _own(module)
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(child)
-        elif not isinstance(child, nn.ParameterList | nn.ParameterDict):
-            yield child, list(child.parameters())
+    yield from ((child, list(child.parameters())) for child in _children(module))
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """As `_parts`, to the very bottom: every module, and what it has itself."""
-    whole = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]  # uses its layer's weight itself
-    yield from ((part, list(part.parameters())) for part in whole)
-    inside = {layer for part in whole for layer in part.modules()}
-    lists = [part for part in module.modules() if isinstance(part, nn.ParameterList | nn.ParameterDict)]
-    inside |= {held for part in lists for held in part.modules()}
-    yield from ((part, _own(part)) for part in module.modules() if part not in inside)
+    if isinstance(module, nn.MultiheadAttention):  # it uses its layer's weight itself
+        yield module, list(module.parameters())
+        return
+    yield module, _own(module)
+    for child in _children(module):
+        yield from _layers(child)

@@ -58,7 +58,7 @@ class Plan:
         for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"):
             whole(name, getattr(self, name))
         if type(self.zero) is not int or self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3")
+            raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3, an int")
         for name in ("zero_layers", "sequence_parallel", "overlap"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r} is neither True nor False")
