@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -58,17 +58,10 @@ def search(
     """
     count = len(cluster.devices) if ranks is None else whole("ranks", ranks)
     whole("batch", batch)
-    for name, options in (("micro_batches", micro_batches), ("zero", zero), ("recompute", recompute)):
-        if isinstance(options, str | bytes) or not isinstance(options, Collection) or not len(options):
-            raise ValueError(f"{name}={options!r}: give all that are to be tried, as in {name}={_EXAMPLES[name]}")
-    like = Plan() if like is None else like
-    if plans is not None and (isinstance(plans, str) or not isinstance(plans, Iterable)):
-        raise ValueError(f"plans={plans!r}: give several Plans")
-    plans = plans if plans is None else list(plans)
-    for one in (like, *(plans or ())):
-        if not isinstance(one, Plan):
-            raise ValueError(f"{one!r} is no Plan")
-    tried = plans if plans is not None else _plans(transformer, cluster, count, like, (micro_batches, zero, recompute))
+    options = {"micro_batches": micro_batches, "zero": zero, "recompute": recompute}
+    _check_options(options)
+    like, plans = _checked(Plan() if like is None else like, plans)
+    tried = plans if plans is not None else _plans(transformer, cluster, count, like, tuple(options.values()))
     found, lost, limit, refused = [], [], 0.0, ""
     for plan in tried:
         try:
@@ -91,6 +84,22 @@ def search(
         none = f"no degrees of tp, pp and dp go with {like}" if plans is None else "none was named"
         raise ValueError(f"no plan fits {count} ranks: {refused or none}")
     return Ranking(sorted(found, key=lambda prediction: prediction.time), lost, limit)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, some in options.items():
+        if isinstance(some, str | bytes) or not isinstance(some, Collection) or not len(some):
+            raise ValueError(f"{name}={some!r}: give all that are to be tried, as in {name}={_EXAMPLES[name]}")
+
+
+def _checked(like: Plan, plans: Iterable[Plan] | None) -> tuple[Plan, list[Plan] | None]:
+    if plans is not None and (isinstance(plans, str) or not isinstance(plans, Iterable)):
+        raise ValueError(f"plans={plans!r}: give several Plans")
+    some = None if plans is None else list(plans)
+    for one in (like, *(some or ())):
+        if not isinstance(one, Plan):
+            raise ValueError(f"{one!r} is no Plan")
+    return like, some
 
 
 def _plans(model: Transformer, cluster: Topology, ranks: int, like: Plan, options: tuple[Sequence[Any], ...]) -> Iterator[Plan]:

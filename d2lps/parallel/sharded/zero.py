@@ -57,6 +57,8 @@ class Zero:
     Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
     """
 
+    _kept = 0  # in how many blocks that keep all weights this is
+
     def __init__(
         self, comm: Communicator, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         stage: int, group: int | None = None, param_dtype: torch.dtype | None = None, overlap: bool = False,
@@ -93,7 +95,6 @@ class Zero:
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = _for_shards(optimizer(self.shards), self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
-        self._kept = 0  # in how many blocks that keep all weights this is
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
