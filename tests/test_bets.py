@@ -13,7 +13,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.figure import Figure
-from widget_page import needs_chromium, picture, shown, until
+from widget_page import RENDER, needs_chromium, picture, shown, until
 
 import d2lps
 from d2lps import collectives
@@ -255,6 +255,35 @@ def test_a_knob_shows_another_figure_and_says_it(browser: Any) -> None:
         assert plot.get_attribute("aria-label") == "A line that rises by 3."
         assert picture(page) != first
         assert knob.get_attribute("aria-valuetext") == "3"
+
+
+@needs_chromium
+def test_a_picture_that_stands_twice_finds_its_clips_in_itself(browser: Any) -> None:
+    """Else one would look for them in the other, which may be hidden, and draw over its edges."""
+    widget = Choices({"slope": [1, 2]}, line, alt="A line that rises by {slope}.")
+    with shown(browser, widget) as page:
+        page.locator(".d2lps-plot").wait_for()
+        page.evaluate("void (window.destroyFirst = destroy)")
+        beside = RENDER.replace("el: document.body", "el: document.body.appendChild(document.createElement('div'))")
+        page.evaluate(beside, {"esm": widget._esm, "css": widget._css, "state": json.loads(json.dumps(widget._state()))})
+        page.locator(".d2lps-plot").nth(1).wait_for()
+        clips = "plot => [...plot.querySelectorAll('[clip-path]')].map((each) => each.getAttribute('clip-path').slice(5, -1))"
+        plots = page.locator(".d2lps-plot").all()
+        mine, other = (plot.evaluate(clips) for plot in plots)
+        assert mine and other and set(mine).isdisjoint(other)
+        assert all(plots[0].locator(f"[id='{name}']").count() == 1 for name in mine)
+        page.evaluate("destroy(), document.body.lastChild.remove(), void (window.destroy = destroyFirst)")
+
+
+@needs_chromium
+def test_a_short_card_keeps_its_ranks_number(browser: Any) -> None:
+    names = [f"machine in the cellar {rank}" for rank in range(8)]
+    run = d2lps.simulate(lambda comm: all_reduce(comm, torch.ones(8, device=comm.device)), star(8, 1e9))
+    with shown(browser, Player(run.trace, names=names), width=320) as page:
+        page.locator(".card .name").first.wait_for()
+        found = page.locator(".card .name").all_text_contents()
+        assert found != names
+        assert [name[-1] for name in found] == list("01234567")
 
 
 @needs_chromium

@@ -422,6 +422,7 @@ class Lists(nn.Module):
         size = X.shape[-1]
         self.each = nn.ModuleList([nn.ParameterList([torch.randn(size, size, dtype=X.dtype)]) for _ in range(2)])
         self.child = Named(size, handed_on)
+        self.same = nn.Sequential(self.child)  # a layer that two modules share
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.child(x @ self.each[0][0])

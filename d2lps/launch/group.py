@@ -23,8 +23,8 @@ from d2lps.launch.rank import Job, Success
 from d2lps.sharedmemory.linux import is_stopped
 
 _TICK = 0.1  # seconds between two looks at the notes of the ranks
-# Seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it; and those that
-# wait in vain, like the first one of them.
+# Seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it. And in which
+# other ranks may come to wait in vain, as one does already.
 _GRACE = 0.3
 # What torch 2.7 to 2.9 print for each group.
 _GLOOS = re.compile(r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks.*\n?", re.MULTILINE)
@@ -122,7 +122,7 @@ class Group:
         """Wait for the outcome of every rank; raise what went wrong first."""
         while len(self.outcomes) < self.job.ranks:
             self.collect(_TICK)
-            if self.dead or any(isinstance(outcome, Failure) for outcome in self.outcomes.values()):
+            if self._failed:
                 self._raise_first()
             self.check_waits()
             if self.live:
@@ -158,6 +158,10 @@ class Group:
             if control is not None and control.poll():
                 self.outcomes[rank] = control.recv()
 
+    @property
+    def _failed(self) -> bool:
+        return bool(self.dead) or any(isinstance(outcome, Failure) for outcome in self.outcomes.values())
+
     def _raise_first(self) -> None:
         """A death explains the failures around it; among failures the earliest explains the others."""
         deadline = time.monotonic() + _GRACE
@@ -186,8 +190,7 @@ class Group:
         """End the run if a rank has waited for longer than `timeout` in one place."""
         if self._late():
             self._let_others_come_to_rest()
-            failed = self.dead or any(isinstance(outcome, Failure) for outcome in self.outcomes.values())
-            if (late := self._late()) and not failed:  # which explains more
+            if (late := self._late()) and not self._failed:  # which explains more
                 raise self._hung(late)
 
     def _let_others_come_to_rest(self) -> None:

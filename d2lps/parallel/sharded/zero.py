@@ -86,7 +86,7 @@ class Zero:
         sharing, replicas = comm.split(comm.rank // size), comm.split(comm.rank % size)
         assert sharing is not None and replicas is not None
         self.sharing, self.replicas = sharing, replicas  #: those that own one copy of the state, those that own this shard
-        parts = list((_layers if layers else _parts)(module)) if stage > 1 else [(module, list(trained.values()))]
+        parts = list(dict((_layers if layers else _parts)(module)).items()) if stage > 1 else [(module, list(trained.values()))]
         owners = {p: tuple(k for k, (_, owned) in enumerate(parts) if any(p is q for q in owned)) for p in trained.values()}
         shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
         for name, p in trained.items():
@@ -265,7 +265,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """As `_parts`, to the very bottom: every module, and what it has itself."""
+    """As `_parts`, to the very bottom: every module, and what it has itself; one that two others share comes twice."""
     if isinstance(module, nn.MultiheadAttention):  # it uses its layer's weight itself
         yield module, list(module.parameters())
         return
