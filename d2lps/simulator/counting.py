@@ -10,6 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+# Attention in one operation on a CPU, of which torch counts nothing: products of all queries with as many keys, two of them
+# forward, and backward five, as the scores are computed again; half of each is masked where it is causal, and counted as well.
+_FUSED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        lambda query, key, *rest, **more: 4 * query.numel() * key.shape[-2],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        lambda gradient, query, key, *rest, **more: 10 * query.numel() * key.shape[-2],
+}  # fmt: skip
+_FORMULAS = {**flop_registry, **_FUSED}
+
 _known: dict[tuple[Any, ...], tuple[float, float]] = {}  # an operation of given shapes -> its FLOP and bytes
 
 
@@ -22,7 +32,7 @@ class Counting(TorchDispatchMode):
     >>> counting.flops, counting.bytes          # 2 x 2 x 3 x 4; 6 + 12 + 8 floats
     (48.0, 104.0)
 
-    FLOP of matrix products, convolutions and attention are torch's own formulas; all else counts one for each element that it
+    FLOP of matrix products, convolutions and attention are by torch's own formulas; all else counts one for each element that it
     makes. A view costs nothing.
     """
 
@@ -51,6 +61,6 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
     key = (func, tuple((tensor.shape, tensor.dtype) for tensor in tensors), str(plain))
     if key not in _known:
         made = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        formula: Callable[..., Any] = flop_registry.get(func._overloadpacket, lambda *args, **kwargs: made)
+        formula: Callable[..., Any] = _FORMULAS.get(func._overloadpacket, lambda *args, **kwargs: made)
         _known[key] = float(formula(*args, **kwargs, out_val=out)), float(sum(tensor.nbytes for tensor in tensors))
     return _known[key]

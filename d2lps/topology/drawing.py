@@ -8,14 +8,15 @@ from typing import Any
 import matplotlib.pyplot as plt
 import networkx as nx
 import numpy as np
-from matplotlib import colors, patches, path, ticker
+from matplotlib import patches, path, ticker
 
+from d2lps import figures
 from d2lps.topology.layout import MOST, layout
 
 FILL = {"device": "#cfe3f3", "host": "#fbe3b5", "switch": "#dddddd"}
 EDGE = {"device": "#0072b2", "host": "#b97a00", "switch": "#555555"}
 LINK, BOX, WIDEST = "#8a8a8a", "#f4f4f4", 5.0
-COLORS = colors.ListedColormap(plt.get_cmap("YlOrRd")(np.linspace(0.12, 1.0, 256)))  # paler is invisible on white
+SHADES = figures.shades(figures.RED)
 
 
 def draw(
@@ -143,10 +144,10 @@ class _Picture:
         edges = self.graph.edges(data="bandwidth")
         for src, dst, bandwidth in sorted(edges, key=lambda edge: values.get(edge[:2], -1.0)):
             value = values.get((src, dst))
-            width, color = (self._width(bandwidth), COLORS(norm(value))) if value else (0.5, LINK)
+            width, color = (self._width(bandwidth), SHADES(norm(value))) if value else (0.5, LINK)
             self._line(src, dst, width, color, -self.gap / 2, head=bool(value))
         look: dict[str, Any] = {"shrink": 0.7, "pad": 0.02, "format": ticker.EngFormatter() if most >= 1000 else None}
-        bar = self.ax.figure.colorbar(plt.cm.ScalarMappable(norm, COLORS), ax=self.ax, label=label, **look)
+        bar = self.ax.figure.colorbar(plt.cm.ScalarMappable(norm, SHADES), ax=self.ax, label=label, **look)
         bar.outline.set_visible(False)
 
     def _width(self, bandwidth: float) -> float:
