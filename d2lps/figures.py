@@ -28,8 +28,9 @@ def shades(color: str) -> "Colormap":
     """
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
-    red, green, blue = (1 - (1 - part) / 8 for part in to_rgb(color))
-    return LinearSegmentedColormap.from_list(f"shades of {color}", [(0.0, (red, green, blue)), (1.0, color)])
+    full = to_rgb(color)
+    red, green, blue = (1 - (1 - part) / 8 for part in full)
+    return LinearSegmentedColormap.from_list(f"shades of {color}", [(red, green, blue), full])
 
 
 def style() -> None:
