@@ -27,7 +27,7 @@ def draw(
     """Devices are squares, hosts hexagons, switches rounded bars; a link's width grows with the root of its bandwidth.
 
     links: {(src, dst): value}, bytes or utilization for example, colors each direction of the links, `label` says of what;
-    those whose value is 0, or that have none, stay grey. hide: nodes to leave out: `dgx1.draw(hide=dgx1.hosts + dgx1.switches)`.
+    those whose value is 0, or that have none, stay gray. hide: nodes to leave out: `dgx1.draw(hide=dgx1.hosts + dgx1.switches)`.
 
     >>> trace = simulate(all_reduce_once, cluster).trace                            # doctest: +SKIP
     >>> cluster.draw(links=trace.utilization(), label="utilization")                # doctest: +SKIP
