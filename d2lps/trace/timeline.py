@@ -13,9 +13,10 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _FONT = 7  # points: the label of a block
 
 
-def draw(trace: Tables, ax: Any = None, end: float | None = None) -> Any:
+def draw(trace: Tables, ax: Any = None, end: float | None = None, sleeping: str = "sleeping") -> Any:
     """Waits as pale bars, arithmetic as dark ones, blocks of computing with their labels where there is room, each message as
-    an arrow from its sender's lane to its receiver's. end: s at which the axis ends, by default the trace's own end."""
+    an arrow from its sender's lane to its receiver's. end: s at which the axis ends, by default the trace's own end. sleeping:
+    what that is called."""
     import matplotlib.pyplot as plt
 
     used = trace.lanes()
@@ -33,7 +34,7 @@ def draw(trace: Tables, ax: Any = None, end: float | None = None) -> Any:
             thick = np.where(used == 1, 0.5, 0.7 / used)[table["rank"]]
             start, width = table["start"] / scale, (table["end"] - table["start"]) / scale
             y, edge = _height(used, table["rank"], table["lane"]), "white" if kind in _BLOCKS else COLORS[kind]
-            ax.barh(y, width, thick, start, color=COLORS[kind], edgecolor=edge, label=kind)
+            ax.barh(y, width, thick, start, color=COLORS[kind], edgecolor=edge, label=sleeping if kind == "sleeping" else kind)
     _labels(ax, drawn["computing"], used, scale)
     _arrows(ax, trace, used, scale)
     if ax.get_legend_handles_labels()[0]:

@@ -13,22 +13,27 @@ class Lanes extends Timed {
     Object.assign(this, { texts, end, stops });
     this.strips = runs.map(({ strip }) => new Strip({ strip, ranks, end }, texts, (t) => (this.stop(false), this.move(t))));
     for (const { drawing } of this.strips) drawing.addEventListener("pointerup", () => this.model.save_changes());
+    const seen = this.kinds(), lost = ["waiting", "sleeping"].find((kind) => seen.has(kind)); // what the heads tell
+    this.told = lost === "sleeping" ? fill(texts.slept, { what: texts.sleeping }) : lost ? texts.waited : "";
     const heads = runs.map(({ name, strip }, i) => {
-      const said = html("span"), waits = strip.map(({ bars }) => bars.filter(({ kind }) => kind === "waiting").flatMap(({ times }) => times.split(" ").map(Number)));
+      const said = html("span"), waits = strip.map(({ bars }) => bars.filter(({ kind }) => kind === lost).flatMap(({ times }) => times.split(" ").map(Number)));
       this.strips[i].drawing.setAttribute("aria-label", `${name}: ${texts.strip}`);
       return { said, waits, head: html("div", { class: "head" }, html("b", {}, name), said) };
     });
     this.heads = heads;
     this.drawing = html("div", { class: "runs" }, ...runs.map((_, i) => html("div", { class: "strip" }, heads[i].head, this.strips[i].drawing)));
-    const legend = this.legend(runs), controls = this.controls(fill(texts.counter_time, { now: "12.3 ms", end: quantity(end, "s") }));
+    const legend = this.legend(seen), controls = this.controls(fill(texts.counter_time, { now: "12.3 ms", end: quantity(end, "s") }));
     const longest = runs.map(({ name }) => fill(texts.ended, { name, time: quantity(end, "s") })).join(" ");
     this.mount("player", data.title, this.drawing, legend, controls, this.captions(longest));
     this.root.classList.add("d2lps-lanes");
   }
 
+  kinds() {
+    return new Set(this.data.runs.flatMap(({ strip }) => strip.flatMap(({ bars }) => bars.map(({ kind }) => kind))));
+  }
+
   // One for all strips.
-  legend(runs) {
-    const seen = new Set(runs.flatMap(({ strip }) => strip.flatMap(({ bars }) => bars.map(({ kind }) => kind))));
+  legend(seen) {
     return html("div", { class: "d2lps-legend" }, ...KINDS.filter((kind) => seen.has(kind)).map((kind) => html("span", {}, html("i", { class: kind }), this.texts[kind])));
   }
 
@@ -43,7 +48,7 @@ class Lanes extends Timed {
       this.strips[i].move(t);
       const { said, waits } = this.heads[i], now = Math.min(t, seconds);
       const waited = waits.flatMap((times) => times.map((at, k) => (k % 2 ? 1 : -1) * Math.min(at, now))).reduce((a, b) => a + b, 0);
-      said.textContent = now > eps ? fill(texts.waited, { share: Math.round((100 * waited) / (now * waits.length)) }) : "";
+      said.textContent = now > eps ? fill(this.told, { share: Math.round((100 * waited) / (now * waits.length)) }) : "";
     });
     const done = runs.filter(({ seconds }) => t >= seconds - eps).map(({ name, seconds }) => fill(texts.ended, { name, time: quantity(seconds, "s") }));
     return { counter: fill(texts.counter_time, { now: quantity(t, "s"), end: quantity(this.end, "s") }), text: done.join(" ") };

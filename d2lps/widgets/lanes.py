@@ -20,8 +20,9 @@ class Lanes(still.Still):
     >>> Lanes({"BSP": d2lps.simulate(bsp, cluster).trace, "ASP": d2lps.simulate(asp, cluster).trace})       # doctest: +SKIP
 
     traces: {name: trace}. ranks: those to show, by default all. names: what these are called, by default "rank 0" and so on.
-    title: shown above. `t` is the clock, in seconds; a step leads to where somebody stops computing or sleeping.
-    ValueError for no trace, for a rank that a trace has not, and for names that are not as many as the ranks.
+    title: shown above. sleeping: what it is called that ranks do while they sleep. `t` is the clock, in seconds; a step leads to
+    where somebody stops computing or sleeping. The head of a run says for how long its ranks have waited, or, where nobody in any
+    run waits, slept. ValueError for no trace, for a rank that a trace has not, and for names that are not as many as the ranks.
     """
 
     _esm, _css = still.source("lanes.js", "player_strip.js"), still.source("player.css", "lanes.css")
@@ -30,7 +31,7 @@ class Lanes(still.Still):
 
     def __init__(
         self, traces: Mapping[str, Trace], ranks: Sequence[int] | None = None,
-        names: Sequence[str] | None = None, title: str = "",
+        names: Sequence[str] | None = None, title: str = "", sleeping: str = "",
     ) -> None:  # fmt: skip
         if not traces:
             raise ValueError(f"traces={traces!r} is empty: lanes need at least one")
@@ -43,7 +44,7 @@ class Lanes(still.Still):
         runs = [_run(name, trace, shown) for name, trace in traces.items()]
         end = max(run["seconds"] for run in runs)
         data = {"title": title or LANES["title"], "ranks": [{"name": name} for name in called], "runs": runs, "end": end}
-        super().__init__(data=data | {"stops": _stops(runs, end), "texts": LANES})
+        super().__init__(data=data | {"stops": _stops(runs, end), "texts": LANES | ({"sleeping": sleeping} if sleeping else {})})
         self._traces, self._shown, self._called = dict(traces), shown, called
 
     def __repr__(self) -> str:
@@ -55,7 +56,7 @@ class Lanes(still.Still):
         drawn = still.figure(6.4, high * len(self._traces) + 0.6)
         axes = drawn.subplots(len(self._traces), squeeze=False)[:, 0]
         for ax, (name, trace) in zip(axes, self._traces.items(), strict=True):
-            timeline.draw(trace, ax, self.data["end"])
+            timeline.draw(trace, ax, self.data["end"], self.data["texts"]["sleeping"])
             ax.set_ylim(max(self._shown) + 0.5, min(self._shown) - 0.5)
             ax.set_yticks(self._shown, [LANES["rank"].format(name=name) if name.isdigit() else name for name in self._called])
             ax.set_title(name, fontsize=9)
