@@ -27,7 +27,7 @@ ONLY = {part: LAYERS[2] | {"comm"} for part in LAYERS[2]} | {
     "result": {"trace"},
     "figures": set(),
     "disk": set(),
-    "topology": set(),
+    "topology": {"figures"},
 }
 
 

@@ -22,8 +22,8 @@ from oracles import Call, perform, rooms_for
 import d2lps
 from d2lps import Communicator, Mismatch, ReduceOp
 from d2lps.collectives import all_gather, all_reduce, broadcast
-from d2lps.simulator import Model, simulate
-from d2lps.topology import dgx1, fat_tree, pcie_tree, ring, star
+from d2lps.simulator import Cut, Kill, Model, Narrow, simulate
+from d2lps.topology import Device, dgx1, fat_tree, pcie_tree, ring, star
 
 MB = 1_000_000
 
@@ -864,3 +864,99 @@ def test_gathering_is_the_other_half_of_the_ring() -> None:
 
     run = simulate(work, star(3, 8.0))
     assert run[2] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0] and run.time == pytest.approx(2.0)
+
+
+# ---- as real processes do ---------------------------------------------------------------------------------------------
+
+
+def drawn(comm: Communicator) -> list[Any]:
+    """Random numbers, with waits between them, in a backward pass, and in what was started."""
+    found: list[Any] = [torch.rand(1).item()]
+    comm.barrier()
+    found.append(torch.nn.Linear(4, 4).weight.sum().item())
+    all_reduce(comm, torch.ones(4))
+    found += torch.randperm(8).tolist()
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_hook(lambda gradient: all_reduce(comm, gradient.clone()) or gradient * torch.rand(4))
+    weight.sum().backward()
+    found += weight.grad.tolist()  # type: ignore[union-attr]
+    comm.barrier()
+    return [*found, torch.rand(1).item()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_random_numbers_are_those_of_real_processes(ranks: int) -> None:
+    simulated, real = list(simulate(drawn, star(ranks, 1e9))), list(d2lps.run(drawn, ranks))
+    assert simulated == real and all(numbers == simulated[0] for numbers in simulated)
+
+
+def test_what_a_rank_starts_draws_numbers_of_its_own_rank() -> None:
+    def work(comm: Communicator) -> float:
+        torch.rand(comm.rank)
+        seen: list[float] = []
+        comm.start(lambda beside: seen.append(torch.rand(1).item())).wait()
+        return seen[0]
+
+    def alone(comm: Communicator) -> float:
+        return torch.rand(comm.rank + 1)[-1].item()
+
+    assert list(simulate(work, star(3, 1e9))) == list(simulate(alone, star(3, 1e9)))
+
+
+def sends_odd_shapes(comm: Communicator) -> list[float]:
+    w = torch.nn.Parameter(torch.ones(3, 3))
+    turned = (w * 2).t()
+    loss, column, room = (turned * turned).sum(), torch.ones(3, 3)[:, 0], torch.zeros(2, 3)
+    before = column._version
+    if comm.rank == 0:
+        comm.send(torch.ones(1, 3).expand(2, 3), 1)
+        comm.send(turned.detach(), 1)
+        comm.send(column, 1)
+    else:
+        comm.recv(room, 0)
+        comm.recv(torch.zeros(3, 3), 0)
+        comm.recv(torch.zeros(3), 0)
+    loss.backward()
+    return [w.grad.sum().item(), column._version - before, room.sum().item()]  # type: ignore[union-attr]
+
+
+def test_what_is_sent_is_left_alone() -> None:
+    assert list(simulate(sends_odd_shapes, star(2, 1e9))) == list(d2lps.run(sends_odd_shapes, 2)) == [[72, 0, 0], [72, 0, 6]]
+
+
+# ---- faults that end --------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_comes_back_holds_nothing() -> None:
+    def work(comm: Communicator) -> float:
+        comm.hold(600, "weights")
+        comm.sleep(1.0)
+        return comm.memory.held["weights"]
+
+    run = simulate(work, star(2, 1e9, device=Device(1e12, 1000, 1e12)), faults=[Kill("gpu0", 0.5, 0.6)])
+    assert list(run) == [600, 600] and run.time == 1.6
+    spans = run.trace.spans
+    held = (spans["rank"] == 0) & (spans["nbytes"] == 600)
+    assert (spans["start"][held].tolist()[0], spans["end"][held].tolist()[0]) == (0, 0.5)
+
+
+def test_two_kills_at_once_are_one_death() -> None:
+    def work(comm: Communicator) -> list[float]:
+        start = comm.now()
+        comm.sleep(1.0)
+        return [start, torch.rand(1, generator=comm.generator).item()]
+
+    run = simulate(work, star(1, 1e9), faults=[Kill("gpu0", 0.5, 3.0), Kill("gpu0", 1.0, 2.0)])
+    assert run[0] == [3.0, simulate(work, star(1, 1e9))[0][1]] and run.time == 4.0
+
+
+def test_who_had_returned_does_not_begin_anew() -> None:
+    run = simulate(pass_on, star(2, 1e9), 1000, faults=[Kill("gpu0", 10.0, 11.0)])
+    assert run.time == 1e-6 and run[0] == 1e-6
+
+
+@pytest.mark.parametrize("link", [("gpu0", "switch"), ["gpu0", "switch"], ["switch", "gpu0"]])
+def test_a_link_may_be_a_list(link: Any) -> None:
+    assert simulate(pass_on, star(2, 1e9), 4000, faults=[Narrow(link, 2)]).time == pytest.approx(8e-6)
+    run = simulate(pass_on, star(2, 1e9), 4000, faults=[Cut(link, 0, 1.0)])
+    assert run.time == pytest.approx(1 + 4e-6)

@@ -345,6 +345,7 @@ def test_a_timeline_of_little_is_drawn_all_the_same(programs: list[str]) -> None
 def overlapping() -> Trace:
     """A message beside rank 0's two blocks and a sleep; of the memory that rank 0 holds it never gives the last back."""
     held = [("weights", 0.0, 2.0, 8.0), ("activations", 1.0, 2.0, 4.0), ("batch", 2.0, np.nan, 2.0)]
+    held += [("for a moment", 1.0, 1.0, 100.0)]
     blocks = [("compute", "backward", 0.0, 1.0), ("compute", "a block with a long name", 1.0, 1.1), ("sleep", "", 2.0, 2.5)]
     spans = [(0, *block) for block in blocks] + [(0, "memory", *taken) for taken in held]
     return beside(told("send 1", "recv 0; add x y"), *spans)

@@ -144,16 +144,20 @@ class Rank(ABC):
             release()
 
     def hold(self, nbytes: int, label: str) -> Callable[[], None]:
-        """As `allocate`, for what no block encloses: until the function is called that is returned.
+        """As `allocate`, for what no block encloses: until the function is called that is returned (again, it does nothing).
 
         >>> release = comm.hold(64, "activations 3")            # in the forward pass of a micro-batch      # doctest: +SKIP
         >>> release()                                           # in its backward pass                      # doctest: +SKIP
         """
         memory, recorder = self.memory, self.recorder
         memory.hold(nbytes, label)
-        row = recorder.span("memory", label, self.now(), nan, nbytes=nbytes) if recorder else 0
+        row, held = recorder.span("memory", label, self.now(), nan, nbytes=nbytes) if recorder else 0, True
 
         def release() -> None:
+            nonlocal held
+            if not held:
+                return
+            held = False
             memory.release(nbytes, label)
             if recorder:
                 recorder.tables["spans"][row - 1] = self.now()

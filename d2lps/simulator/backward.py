@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent
 from torch.autograd import Variable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
 from d2lps.simulator.scheduler import Task, step_aside
 
@@ -27,11 +28,14 @@ def _in_thread(task: Task, run: Callable[[], Any]) -> Any:
     """Called by the rank's greenlet: the result of a backward pass, or its error."""
     turn, go_on = SimpleQueue[None](), SimpleQueue[None]()  # in which stands whose turn it is: the greenlet's, the thread's
     outcome, over = Future[Any](), threading.Event()
+    modes = _get_current_dispatch_mode_stack()  # what counts, or looks, in the greenlet does so here
     dtype, enabled = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
     def live() -> None:
         try:
-            with torch.autocast("cpu", dtype, enabled), task.counting or nullcontext():
+            for mode in modes:
+                _push_mode(mode)
+            with torch.autocast("cpu", dtype, enabled):
                 outcome.set_result(run())
         except BaseException as error:
             outcome.set_exception(error)

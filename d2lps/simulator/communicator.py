@@ -44,7 +44,8 @@ class SimulatedCommunicator(SimulatedRank):
         super()._become(members, rank, name)
         self._streams: dict[tuple[bool, int, int], Stream] = {}  # (whether this rank sends, peer, tag)
         self._ends: dict[tuple[bool, int, int], tuple[torch.Tensor, End]] = {}  # the last of each stream
-        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the exchange that is being written: staged, and whose
+        # Of the exchange that is being written: staged, and where it is to go if it is received.
+        self._contents: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -65,8 +66,9 @@ class SimulatedCommunicator(SimulatedRank):
         if self._contents or not self._collective:
             contents, self._contents = self._contents, []
             self.catch_up()
-            for staged, tensor in contents:
-                unstage(staged, tensor)
+            for staged, room in contents:
+                if room is not None:
+                    unstage(staged, room)
         return None
 
     def _end(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> End:
@@ -78,7 +80,7 @@ class SimulatedCommunicator(SimulatedRank):
             stream = stream or self._stream(sends, peer, tag)
             if not tensor.is_meta:
                 content = stage(tensor)
-                self._contents.append((content, tensor))
+                self._contents.append((content, None if sends else tensor))
         if self.recorder is not None:
             row = self.recorder.end(tensor, stream.number)
             return stream, content, tensor.nbytes, tensor.dtype, sends, self.recorder.ends, row
@@ -195,5 +197,11 @@ class SimulatedCommunicator(SimulatedRank):
             error, task.error = task.error, None
             started.set_exception(error) if error else started.set_result(None)
 
-        scheduler.add(task, function, ended)
+        drawn = torch.default_generator.get_state()
+
+        def life() -> None:
+            torch.default_generator.set_state(drawn)  # not those of whichever rank has run before it
+            function()
+
+        scheduler.add(task, life, ended)
         return started

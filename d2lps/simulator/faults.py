@@ -25,7 +25,8 @@ Link = tuple[Hashable, Hashable]
 
 @dataclass(frozen=True)
 class Kill:
-    """The ranks on a node die at a time; whoever waits for one of them gets a RankDied. `until`: then they begin anew."""
+    """The ranks on a node die at a time; whoever waits for one of them gets a RankDied. `until`: then they begin anew, but for
+    those that had returned before."""
 
     node: Hashable
     at: float
@@ -83,4 +84,4 @@ def check(faults: Sequence[Fault], topology: Topology, nodes: Sequence[Hashable]
 
 def cables(link: Link, topology: Topology) -> list[int]:
     """The numbers of a cable's two directions, of those that there are."""
-    return [number for number, ends in enumerate(topology.links) if ends in (link, tuple(reversed(link)))]
+    return [number for number, ends in enumerate(topology.links) if ends in (tuple(link), tuple(reversed(link)))]

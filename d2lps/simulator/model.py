@@ -9,7 +9,7 @@ class Model:
     """
     eager: messages up to so many bytes are buffered: their send is complete at once, whoever receives them and when.
         0, the default, is rendezvous throughout: no send is complete before its receive is posted. `math.inf` buffers
-        everything. Programs that deadlock under rendezvous may pass when buffered, until a message grows.
+        all that have any bytes. Programs that deadlock under rendezvous may pass when buffered, until a message grows.
     per_message: seconds that a message takes besides its links' latency.
     per_combined_byte: seconds that a rank is busy for each byte that `comm.combine` reads of what arrived.
 

@@ -1,8 +1,8 @@
 """Ranks as greenlets: each runs plain blocking code until it must wait, then another one goes on.
 
-One switch costs a third of a microsecond, a hundredth of what two threads would pay. They share one thread of the
-interpreter, and so whatever torch keeps for each thread: modes are put back at every switch, and a backward pass has a
-thread of its own (see backward.py).
+One switch costs a third of a microsecond, and one more for what is put back: a small part of what two threads would pay. For
+ranks share one process and one thread, and so whatever torch keeps for these. Modes and random numbers are put back at every
+switch, and a backward pass has a thread of its own (see backward.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _MOST_LOOKS = 10_000
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 _is_inference_mode_enabled, _is_any_autocast_enabled = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_random = torch.default_generator
 
 
 @dataclass(slots=True, eq=False)
@@ -174,13 +175,15 @@ class Scheduler:
 
 
 def step_aside(pause: Callable[[], Any]) -> None:
-    """Let others go on, in none of the modes that this rank is in."""
+    """Let others go on, in none of the modes that this rank is in; its random numbers go on where they were."""
+    drawn = _random.get_state()
     modes = _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or saving.top(True)
     if _is_grad_enabled() and not modes:
         pause()
     else:
         with _neutral():
             pause()
+    _random.set_state(drawn)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -87,6 +87,8 @@ def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[
 class _Simulation(World):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], faults: Sequence[Fault]) -> Run:
         self.program = cloudpickle.dumps((function, args))
+        self.kills = Counter[int]()  # by rank: how many faults keep it dead
+        self.killed: set[int] = set()  # who had not returned
         self.harmed: defaultdict[int, list[Slow | Cut | Narrow]] = defaultdict(list)  # by link: what is wrong with it
         for fault in faults:
             self.network.call_at(fault.at, partial(self._happens, fault, True))
@@ -135,14 +137,27 @@ class _Simulation(World):
             self.network.change(link, math.prod(factors, start=whole))
 
     def _kill(self, rank: int) -> None:
+        self.kills[rank] += 1
+        if self.comms[rank].task.ended is None:
+            self.killed.add(rank)
         for task in [task for task in self.scheduler.tasks if task.rank == rank and task.ended is None]:
             self.scheduler.end(task)
         at = f"{self.network.now:.6g} s of virtual time"
+        for release in [*self.holding[rank]]:
+            release()
+        self.holding[rank].clear()
         self.mailbox.lost(rank, f"rank {rank} has died: {self.nodes[rank]!r} was killed at {at}")
 
     def _revive(self, rank: int) -> None:
-        """The node is back, with nothing of what it knew: its ranks begin once more."""
+        """The node is back, with nothing of what it knew: its ranks begin once more, but for those that had returned."""
+        self.kills[rank] -= 1
+        if self.kills[rank]:
+            return
         self.mailbox.dead.pop(rank, None)
+        if rank not in self.killed:
+            return
+        self.killed.remove(rank)
+        self.generator(rank).manual_seed(rank)
         before, self.comms[rank] = self.comms[rank], self._begin(rank)
         if before.recorder is not None:
             self.comms[rank].recorder = before.recorder.beside(0, "begun anew")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -38,6 +38,7 @@ class World:
         self.vocabulary = Vocabulary() if trace else None  # of all that is recorded
         self.computing = {node: self.network.add_link(1.0) for node in dict.fromkeys(nodes)}  # what stands for its device
         self.memories: dict[Hashable, Memory] = {}
+        self.holding: list[dict[Callable[[], None], None]] = [{} for _ in nodes]  # of each rank: how to let go of what it holds
         self.generator = cache(lambda rank: torch.Generator().manual_seed(rank))  # few simulations draw any numbers
         self.blank = cache(partial(torch.empty, device="meta"))  # a tensor that stands for all of its length and dtype
 
@@ -58,6 +59,8 @@ class SimulatedRank(Communicator):
 
     def catch_up(self) -> None:
         """Return when what this rank has only counted, or written down (see script.py), has happened."""
+        if self.task.killed:  # it will not
+            return
         if self.task.counting is not None:
             self._compute(*self.task.counting.take())
         if self.task.script.steps:
@@ -113,19 +116,29 @@ class SimulatedRank(Communicator):
             if given:
                 self._compute(flops or 0, bytes or 0, 1)
             else:
-                with Counting() as counting:
-                    outer, self.task.counting = self.task.counting, counting
+                with Counting() as counting, self._counted_by(counting):
                     try:
                         yield
                         self.catch_up()
                     finally:
-                        self.task.counting = outer
                         flops, bytes = counting.flops, counting.bytes
         finally:  # of a rank that is killed, too
             if self.recorder is not None:
                 self.recorder.span("compute", label, start, self.world.network.now, flops, bytes)
         if given:
+            with self._counted_by(None):
+                yield
+
+    @contextmanager
+    def _counted_by(self, counting: Counting | None) -> Iterator[None]:
+        """A block around this one has nothing more to pay for what is computed here."""
+        outer, self.task.counting = self.task.counting, counting
+        try:
             yield
+        finally:
+            self.task.counting = outer
+            if outer is not None:
+                outer.take()
 
     def _compute(self, flops: float, nbytes: float, operations: int) -> None:
         """Let the time pass that this rank's device needs."""
@@ -146,12 +159,24 @@ class SimulatedRank(Communicator):
             self.world.memories[self.node] = Memory(str(self.node), math.inf if device is None else device.memory)
         return self.world.memories[self.node]
 
+    def hold(self, nbytes: int, label: str) -> Callable[[], None]:
+        """As everywhere; and a rank that is killed holds nothing more."""
+        release, holding = super().hold(nbytes, label), self.world.holding[self.task.rank]
+
+        def let_go() -> None:
+            if release in holding:
+                del holding[release]
+                release()
+
+        holding[release] = None
+        return let_go
+
     def now(self) -> float:
         self.catch_up()
         return self.world.network.now
 
     def sleep(self, seconds: float, label: str = "") -> None:
-        if not seconds >= 0:
+        if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds={seconds!r} is not a number from 0 up")
         start, scheduler, task = self.now(), self.world.scheduler, self.task
         self.world.network.call_at(start + seconds, lambda: scheduler.happened(task))

@@ -62,7 +62,7 @@ def _memory(trace: Tables) -> Iterator[Event]:
     """How much each rank holds, whenever that changes."""
     changes = []
     for row in _rows(trace.spans):
-        if trace.kinds[row.kind] == "memory":
+        if trace.kinds[row.kind] == "memory" and row.start != row.end:
             back = [(row.end, -row.nbytes, row.rank)] if row.end == row.end else []  # it may never be given back
             changes += [(row.start, row.nbytes, row.rank), *back]
     held = [0.0] * trace.ranks
