@@ -46,7 +46,8 @@ def reduce_scatter(algorithm: str, nbytes: float, ranks: int, alpha: float, beta
 def all_to_all(algorithm: str, nbytes: float, ranks: int, alpha: float, beta: float) -> float:
     """pairwise: (p - 1) alpha + (p - 1)/p n beta, 7.5 ms. direct: alpha + (p - 1)/p n beta, 7.5 ms.
 
-    bruck: L alpha + n/2 L beta for a power of two, 10 ms: fewer messages, but each part travels several times.
+    bruck: L alpha + n/2 L beta for a power of two, 10 ms: fewer messages, but each part travels several times. It has a price
+    alone: the library does not implement it.
     """
     if algorithm == "bruck":
         check(nbytes, ranks, alpha, beta)
