@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import torch
 from launching import environment, nothing_left, running, script, started, until
 from oracles import TORCH
+
+from d2lps.comm.rank import SEED
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
@@ -75,6 +78,18 @@ def traced():
     return [result.results, len(result.trace), result.trace.bytes_sent().tolist(), result.time]
 
 note("traced", traced)
+
+def draw(where):
+    return torch.rand(3).tolist()
+
+def random_numbers():
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    drawn = [run(draw).results, run(draw).results, d2lps.kvstore.run(draw, 3, 1, backend="gloo").results]
+    mine = torch.rand(3).tolist()
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    return [drawn, mine == torch.rand(3).tolist()]
+
+note("random", random_numbers)
 note("second", lambda: run(work, 2).results)
 note("too few", lambda: run(work, 0, ranks=3))
 
@@ -155,6 +170,11 @@ def test_every_rank_gets_every_result_and_the_whole_trace(noted: Job) -> None:
     results, messages, sent, seconds = rows[0]
     assert (results, messages, sent) == ([10.0] * 4, 2 * 3 * 4, [2 * 3 * 8] * 4)
     assert 0 < seconds < seconds_of(noted.folder, "traced")[0]
+
+
+def test_random_numbers_are_alike_in_every_rank_and_run_and_the_callers_own_go_on(noted: Job) -> None:
+    begin = torch.rand(3, generator=torch.Generator().manual_seed(SEED)).tolist()
+    assert notes_of(noted.folder, "random") == [[[[begin] * 4, [begin] * 4, [begin] * 3], True]] * 4
 
 
 def test_a_script_may_run_twice(noted: Job) -> None:

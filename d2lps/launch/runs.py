@@ -16,6 +16,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory
 from d2lps.comm import RankFailed, RankHung
 from d2lps.comm.explain import describe_status
+from d2lps.comm.rank import SEED
 from d2lps.comm.status import noted
 from d2lps.launch.failure import meaning, release
 from d2lps.launch.group import Group
@@ -180,7 +181,10 @@ def _outcomes(function: Callable[..., Any], comm: Any, args: tuple[Any, ...], jo
     """What every rank returned. A wait that fails is told as on one machine, as far as this rank can know."""
     everyone: list[Any] = [None] * job.ranks
     try:
-        mine = execute(comm, function, args, job.trace)
+        # The caller's own random numbers go on afterwards as if nothing had been drawn.
+        with torch.random.fork_rng(devices=[comm.device] if comm.device.type == "cuda" else []):
+            torch.manual_seed(SEED)
+            mine = execute(comm, function, args, job.trace)
     except (RuntimeError, TimeoutError) as error:
         kind, note = meaning(error), comm.board.status  # torch says neither who waited nor for whom
         if note is None or kind is None:  # it did not fail in a wait
