@@ -285,6 +285,29 @@ def test_more_messages_than_a_ring_holds() -> None:
     assert run(work, 2)[1] == [float(i) for i in range(100)]
 
 
+def test_a_shared_tensor_lives_until_it_is_taken_though_nobody_waits_for_its_send() -> None:
+    size = 1_000_000
+
+    def work(comm: Communicator) -> Any:
+        def used() -> int:
+            return os.fstat(comm.arena.space.descriptor).st_blocks * 512
+
+        tensor, other = comm.empty(size).fill_(7.0 + comm.rank), comm.empty(size)
+        if comm.rank == 0:
+            comm.isend(tensor, 1)
+            del tensor
+            again = comm.arena.empty(size, torch.float32).fill_(-1.0)  # where the first lay, had it gone back
+            comm.barrier()
+            comm.recv(again, 1)
+            return again[0].item(), used() < 18 * size  # its own is no more: four are left
+        comm.barrier()
+        comm.recv(other, 0)
+        comm.send(tensor, 0)
+        return bool((other == 7.0).all())
+
+    assert run(work, 2) == [(8.0, True), True]
+
+
 def test_a_send_completes_while_its_receiver_waits_for_something_else() -> None:
     def work(comm: Communicator) -> float:
         into = torch.zeros(1_000_000)

@@ -34,6 +34,7 @@ class Mailbox:
         self._expected: defaultdict[Key, deque[Message]] = defaultdict(deque)
         self._arrived: defaultdict[Key, deque[int]] = defaultdict(deque)  # slips
         self._moving: list[Message] = []  # bytes are still to be copied
+        self._lent: set[Message] = set()  # the receiver reads the tensor itself: it must live on, though nobody waits for the send
         self._lock = threading.Lock()  # a rank may have several threads
         first = self.arena.layout.posted // 8
         self._posted = [self.arena.words[first + dst * ranks : first + (dst + 1) * ranks] for dst in range(ranks)]
@@ -45,6 +46,8 @@ class Mailbox:
         with self._lock:
             if sends:
                 self._announce(peer, message.lay_out(group))
+                if message.lends:
+                    self._lent.add(message)
                 if message.moves():
                     self._moving.append(message)
             else:
@@ -57,6 +60,8 @@ class Mailbox:
         if not self.is_done(message):
             self.waiting.wait(lambda: self.is_done(message), lambda: [message.peer])
         if message.sends:
+            with self._lock:
+                self._lent.discard(message)  # before its slip is another message's
             self.arena.space.keep(message.slip)
         if message.theirs != message.mine:
             raise mismatch(message.sends, self.rank, message.peer, message.tag, spell(message.mine), spell(message.theirs))
@@ -75,6 +80,8 @@ class Mailbox:
             if self._moving:
                 self.waiting.wake([message.peer for message in self._moving if message.advance()])
                 self._moving = [message for message in self._moving if message.moves()]
+            if self._lent:
+                self._lent = {message for message in self._lent if not message.is_done()}
 
     def _match(self, key: Key) -> None:
         """Let announced messages and posted receives meet, in order."""

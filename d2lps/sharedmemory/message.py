@@ -30,7 +30,7 @@ _NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 class Message:
     """One end: `count` bytes have been copied, into or out of a room of `held` bytes that is used round and round."""
 
-    count, theirs = 0, _NOT_YET
+    count, theirs, lends = 0, _NOT_YET, False
 
     def __init__(self, arena: Arena, tensor: torch.Tensor, peer: int, tag: int, sends: bool) -> None:
         self.arena, self.peer, self.tag, self.sends = arena, peer, tag, sends
@@ -43,6 +43,7 @@ class Message:
         if begin >= 0:
             self.slip = self.arena.space.take(2 * LINE)
             self.held = self.count = self.nbytes  # all is there already
+            self.lends = True
         else:
             self.held = min(self.nbytes, _ROOM)
             self.slip = self.arena.space.take(roomy(2 * LINE + self.held))
