@@ -199,6 +199,7 @@ def more(comm: Communicator) -> list[Any]:
     rank, ranks = comm.rank, comm.size
     dist.all_reduce(mean := torch.tensor([float(rank)]), ReduceOp.AVG)
     dist.all_reduce(half := torch.tensor([float(rank)]), dist._make_nccl_premul_sum(0.5))
+    dist.reduce(one_half := torch.tensor([float(rank)]), 1, dist._make_nccl_premul_sum(0.5))
     dist.reduce_scatter_tensor(part := torch.zeros(2), given(rank, 2 * ranks, torch.float32), ReduceOp.AVG)
     dist.all_reduce(either := torch.tensor([rank == 1, False, True]), ReduceOp.MAX)
     room = [torch.zeros(size + 1) for size in range(ranks)]
@@ -212,6 +213,7 @@ def more(comm: Communicator) -> list[Any]:
     values = [
         mean.item(),
         half.item(),
+        one_half.item(),
         part.tolist(),
         either.tolist(),
         [each.tolist() for each in room],
@@ -224,12 +226,48 @@ def more(comm: Communicator) -> list[Any]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_gloo_has_not(transport: str) -> None:
     inputs = torch.stack([given(rank, 6, torch.float32) for rank in range(3)]).mean(0).view(3, 2)
-    for rank, (mean, half, part, either, room, z, square, everything, said, mine) in enumerate(job(more, 3, transport=transport)):
+    for rank, values in enumerate(job(more, 3, transport=transport)):
+        mean, half, one_half, part, either, room, z, square, everything, said, mine = values
+        assert one_half == (1.5 if rank == 1 else rank)
         assert (mean, half, either, z, square) == (1.0, 1.5, [True, False, True], 3j, [[3.0, 1.0], [3.0, 1.0]])
         assert part == pytest.approx(inputs[rank].tolist())
         assert room == [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]
         assert everything == [{"rank": each} for each in range(3)]
         assert (said, mine) == (["a", 1], [f"for {rank}"])
+
+
+def into_a_column(comm: Communicator) -> list[list[float]]:
+    """What a message has left in a column when its work first says that it is complete."""
+    into = torch.zeros(3, 2)
+    if comm.rank == 0:
+        work = dist.irecv(into[:, 0], 1)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.001)
+        return into.tolist()
+    dist.send(torch.tensor([1.0, 2.0, 3.0]), 0)
+    return []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_has_come_is_there_when_the_work_is_completed(transport: str) -> None:
+    assert job(into_a_column, 2, transport=transport)[0] == [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]
+
+
+def misfits(comm: Communicator) -> list[str]:
+    """What a work of a message that does not fit says: that it is completed, and then what is wrong."""
+    work = (dist.irecv if comm.rank else dist.isend)(torch.zeros(3 + comm.rank), 1 - comm.rank)
+    assert work is not None
+    while not work.is_completed():
+        time.sleep(0.001)
+    return [told(work.wait), told(lambda: dist.all_reduce(torch.ones(1)))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_what_is_wrong_with_a_message_is_told_by_its_wait() -> None:
+    for wait, later in job(misfits, 2, transport="shm"):
+        assert wait.startswith("Mismatch: message from rank 0 to rank 1, tag 0: the sender sends float32[3]")
+        assert later.startswith("RankFailed: all_reduce: this process group is of no more use since")
 
 
 # ---- order ------------------------------------------------------------------------------------------------------------
@@ -415,6 +453,12 @@ def told(call: Function) -> str:
     return "nothing"
 
 
+def coalesced_dtypes(whole: torch.Tensor) -> None:
+    with dist._coalescing_manager():
+        dist.all_reduce(whole)
+        dist.all_reduce(torch.ones(2))
+
+
 def refused(comm: Communicator) -> list[str]:
     """What is wrong, or not there, on all ranks alike; afterwards the group is as good as before."""
     whole = torch.ones(4, dtype=torch.int64)
@@ -430,6 +474,7 @@ def refused(comm: Communicator) -> list[str]:
     said += [told(lambda: dist.recv(whole)), told(lambda: dist.all_reduce(torch.ones(3, 3).to_sparse_csr()))]
     said += [told(lambda: dist.all_reduce(torch.ones(3, device="meta"))), told(lambda: dist.send(whole, comm.rank))]
     said += [told(lambda: dist.group.WORLD.split_group([0]))]
+    said += [told(lambda: coalesced_dtypes(whole))]
     dist.all_reduce(whole)
     return [*said, str(whole.tolist())]
 
@@ -445,6 +490,7 @@ def test_what_is_not_supported_is_named_and_does_no_harm(transport: str) -> None
         "NotImplementedError: d2lps: all_reduce of a tensor on meta",
         "ValueError: .*",
         "NotImplementedError: d2lps: split_group",
+        "ValueError: all_reduce_coalesced: the tensors must all have one dtype, not torch.int64, torch.float32",
         re.escape("[2, 2, 2, 2]"),
     ]
     for said in job(refused, 2, transport=transport):

@@ -36,7 +36,8 @@ def gather(comm: Communicator, outputs: Sequence[Tensors], inputs: Tensors, opts
 def reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
     (data,), op = scaled(tensors, opts.reduceOp)
     call("reduce", comm, data, opts.rootRank, op)
-    tensors[0].copy_(data)  # which costs nothing where the two are the same
+    if comm.rank == opts.rootRank:  # the others keep theirs, also where it was multiplied
+        tensors[0].copy_(data)  # which costs nothing where the two are the same
 
 
 # ---- all to all -------------------------------------------------------------------------------------------------------
@@ -50,6 +51,8 @@ def all_reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> N
 
 
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
+    if len(dtypes := list(dict.fromkeys(tensor.dtype for tensor in tensors))) > 1:
+        raise ValueError(f"all_reduce_coalesced: the tensors must all have one dtype, not {', '.join(map(str, dtypes))}")
     data = torch.cat([tensor.reshape(-1) for tensor in tensors])
     all_reduce(comm, [data], opts)
     for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):

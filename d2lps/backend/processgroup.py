@@ -110,11 +110,24 @@ class BookProcessGroup(_Base):
         with self._telling(action, comm, RuntimeError):  # a ValueError comes before anything was posted
             message = (comm.isend if action == "send" else comm.irecv)(tensor, peer, tag)
 
+        error: Exception | None = None
+
+        def is_done() -> bool:
+            """Then what came is in the tensor, too, also where it came by way of a copy; an error is for `finish` to tell."""
+            nonlocal error
+            try:
+                return message.test()
+            except Exception as failed:
+                error = failed
+            return True
+
         def finish() -> None:
             with self._telling(action, comm, Exception):
+                if error is not None:
+                    raise error
                 message.wait()
 
-        return BookWork("the message", tensors, finish, message.is_done)
+        return BookWork("the message", tensors, finish, is_done)
 
     @contextmanager
     def _telling(self, action: str, comm: Any, kind: type[Exception]) -> Iterator[None]:
