@@ -98,6 +98,29 @@ def test_all_reduce_gives_every_rank_the_same_bits(ranks: int) -> None:
         assert len(bits) == 1, f"{call}: {len(bits)} different results on {ranks} ranks"
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS["reduce_scatter"])
+def test_reduce_scatter_may_write_into_a_part_of_its_input(algorithm: str) -> None:
+    def work(comm, other):
+        whole = torch.arange(8.0) + 10 * comm.rank
+        output = whole.split(2)[(comm.rank + other) % comm.size]
+        collectives.reduce_scatter_tensor(comm, output, whole, algorithm=algorithm)
+        return output.tolist()
+
+    for other in range(3):
+        assert list(d2lps.run(work, 4, other)) == [[60.0 + 8 * rank, 64.0 + 8 * rank] for rank in range(4)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS["gather"])
+def test_gather_may_send_from_the_room_for_anothers(algorithm: str) -> None:
+    def work(comm, dst):
+        room = [torch.full((2,), 10.0 + comm.rank) for _ in range(comm.size)]
+        collectives.gather(comm, room[0], room if comm.rank == dst else None, dst, algorithm)
+        return [each[0].item() for each in room]
+
+    for dst in range(3):
+        assert d2lps.run(work, 3, dst)[dst] == [10.0, 11.0, 12.0]
+
+
 def test_groups_of_uneven_sizes_work_side_by_side() -> None:
     colors = [0, 1, 1, None, 2, 2, 2, 2, 2]
     wanted = [Call(name, algorithm, root=0, uneven=True) for name in ALGORITHMS for algorithm in ALGORITHMS[name]]

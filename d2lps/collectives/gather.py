@@ -29,11 +29,11 @@ def _linear(comm: Communicator, tensor: Tensor, room: Tensors, dst: int) -> None
     if comm.rank != dst:
         comm.send(tensor, dst)
         return
+    comm.step("gather from {}", dst)
+    comm.copy(room[dst], tensor)  # first: `tensor` may be the room for another rank's
     for src in range(comm.size):
-        comm.step("gather from {}", src)
-        if src == dst:
-            comm.copy(room[src], tensor)
-        else:
+        if src != dst:
+            comm.step("gather from {}", src)
             comm.recv(room[src], src)
 
 

@@ -54,10 +54,11 @@ def _ring(comm: Communicator, data: Tensor, parts: Tensors, op: ReduceOp) -> Non
 
 def _pairwise(comm: Communicator, data: Tensor, parts: Tensors, op: ReduceOp) -> None:
     """Each rank hands every other one its share directly: in step k, to the rank k to the right."""
-    comm.copy(data, parts[comm.rank])
-    scratch = data.new_empty(data.shape)
+    total = parts[comm.rank]
     for step in range(1, comm.size):
         comm.step("reduce-scatter {}/{}", step, comm.size - 1)
         dst, src = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
-        comm.sendrecv(parts[dst], dst, scratch, src)
-        comm.combine(data, scratch, op)
+        comm.sendrecv(parts[dst], dst, incoming := data.new_empty(data.shape), src)
+        comm.combine(incoming, total, op)
+        total = incoming
+    comm.copy(data, total)  # not earlier, as above
