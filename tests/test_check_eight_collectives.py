@@ -252,6 +252,14 @@ def chain(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> No
             comm.send(part, (comm.rank + 1) % comm.size)
 
 
+def chain_of_forgotten_sends(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> None:
+    for part in tensor.tensor_split(chunks):
+        if comm.rank != src:
+            comm.recv(part, (comm.rank - 1) % comm.size)
+        if (comm.rank + 1) % comm.size != src:
+            comm.isend(part, (comm.rank + 1) % comm.size)
+
+
 def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> None:
     for part in tensor.tensor_split(chunks):
         for dst in set(range(comm.size)) - {src}:
@@ -270,6 +278,7 @@ def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: i
         (lambda comm, tensor, src, chunks: chain(comm, tensor, 0, chunks), "with 2 ranks, rank 1 the root"),
         (star_in_chunks, "in a ring it talks to its right neighbor only"),
         (chain, "does a rank wait"),
+        (chain_of_forgotten_sends, "1 sends are never waited for"),
         (lambda comm, tensor, src, chunks: comm.barrier(), "does not end with the root's tensor"),
     ],
 )

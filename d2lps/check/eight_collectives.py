@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from d2lps import collectives
-from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercise import Function, Wrong, answered, judged, unfinished
 from d2lps.check.exercises import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
 from d2lps.check.films import GROUPS, NETWORK, PART, film, films, in_steps, to_the_right, with_bytes
 from d2lps.check.tools import own, refuse
@@ -181,6 +181,7 @@ def _chain(function: Function, p: int, chunks: int, size: int) -> None:
     run = simulate(work, star(p, *NETWORK))
     for rank, got in enumerate(run):
         refuse((got != sent.tolist(), f"{where}: rank {rank} does not end with the root's tensor"))
+    refuse((late := unfinished(run.trace), f"{where}: {late}"))
     largest = -(-size // chunks) * torch.int64.itemsize
     if len(run.trace) and run.trace.messages["nbytes"].max() > largest:
         raise Wrong(f"{where}: a message has {run.trace.messages['nbytes'].max()} bytes, and a chunk at most {largest}")

@@ -13,6 +13,7 @@ from d2lps.comm import RankHung
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import star
+from d2lps.trace import Trace
 
 RANKS = (1, 2, 3, 4, 5, 8)
 SIZES = (8, 7, 1, 0)  # elements: divisible by few, by none, fewer than ranks, none at all
@@ -174,7 +175,14 @@ def _trouble(case: Cases, function: Function, p: int, size: int) -> str:
                 return said
     if run.trace.unmatched:
         return f"{run.trace.unmatched} messages were sent and never received, or awaited and never sent"
-    return ""
+    return unfinished(run.trace)
+
+
+def unfinished(trace: Trace) -> str:
+    """Which sends nobody has waited for, in words."""
+    late = trace.messages["src"][trace.messages["src_done_seq"] < 0].tolist()
+    which = f"{len(late)} sends are never waited for, of ranks {sorted(set(late))}"
+    return f"{which}: who then changes the tensor may change what is still on its way" if late else ""
 
 
 def _praise(case: Cases, function: Function, least: float) -> str:

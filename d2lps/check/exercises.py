@@ -81,16 +81,18 @@ def all_gather(rank: int, p: int, size: int) -> Case:
 
 @exercise(least=7)
 def reduce_scatter(rank: int, p: int, size: int) -> Case:
-    """Check `function(comm, output, input_list)`: output of rank r ends as the sum of all ranks' input_list[r]."""
+    """Check `function(comm, output, input_list)`: output of rank r ends as the sum of all input_list[r], which stay."""
     output, parts = _blank(size), [countable(rank, size, part) for part in range(p)]
-    return [output, parts], [Left(output, _total(p, size, rank), parts=p)]
+    given = [Left(part, part.clone(), f"input_list[{r}]", only="the output") for r, part in enumerate(parts)]
+    return [output, parts], [Left(output, _total(p, size, rank), parts=p), *given]
 
 
 @exercise(least=7)
 def all_to_all(rank: int, p: int, size: int) -> Case:
-    """Check `function(comm, output_list, input_list)`: output_list[i] of rank j ends as input_list[j] of rank i."""
+    """Check `function(comm, output_list, input_list)`: output_list[i] of rank j ends as input_list[j] of rank i, which stays."""
     room, parts = [_blank(size) for _ in range(p)], [countable(rank, size, r) for r in range(p)]
-    return [room, parts], [Left(room[r], countable(r, size, rank), f"output_list[{r}]") for r in range(p)]
+    given = [Left(part, part.clone(), f"input_list[{r}]", only="the output_list") for r, part in enumerate(parts)]
+    return [room, parts], [*(Left(room[r], countable(r, size, rank), f"output_list[{r}]") for r in range(p)), *given]
 
 
 # ---- a contest: the reader's all-reduce against the ring, on a machine of their choice ----------------------------------
