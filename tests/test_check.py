@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracles import ALGORITHMS
+from solutions import refused
 
 from d2lps import Communicator, check, collectives
+from d2lps.check.exercise import Wrong
+from d2lps.check.tools import near, parts
 from d2lps.check.values import BASE, MOST, common_element, countable, counts
 from d2lps.topology import hgx_h100, ring, star
 
@@ -228,6 +232,42 @@ def test_reduce_leaves_the_others_alone() -> None:
     )
 
 
+def adds_up_in_the_input(comm: Communicator, output: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    for part in parts:
+        collectives.all_reduce(comm, part)
+    output.copy_(parts[comm.rank])
+
+
+def empties_what_it_has_sent(comm: Communicator, output_list: list[torch.Tensor], input_list: list[torch.Tensor]) -> None:
+    collectives.all_to_all(comm, output_list, input_list)
+    for part in input_list:
+        part.zero_()
+
+
+@pytest.mark.parametrize(
+    ("exercise", "function", "said"),
+    [
+        ("reduce_scatter", adds_up_in_the_input, "rank 0's input_list[0] was changed; only the output should be"),
+        ("all_to_all", empties_what_it_has_sent, "rank 0's input_list[0] was changed; only the output_list should be"),
+    ],
+)
+def test_inputs_stay_as_they_were(exercise: str, function: Function, said: str) -> None:
+    refused(getattr(check, exercise)(function), said)
+
+
+def posts_and_forgets(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
+    if comm.rank != src:
+        comm.recv(tensor, src)
+        return
+    for rank in range(comm.size):
+        if rank != src:
+            comm.isend(tensor, rank)
+
+
+def test_sends_are_waited_for() -> None:
+    refused(check.broadcast(posts_and_forgets), "with 2 ranks and 8 elements, 1 sends are never waited for, of ranks [1]")
+
+
 def test_the_sum_of_another_part_is_not_the_right_part() -> None:
     def next_part(comm: Communicator, output: torch.Tensor, parts: list[torch.Tensor]) -> None:
         collectives.reduce_scatter(comm, output, parts[1:] + parts[:1])
@@ -432,3 +472,17 @@ def test_all_places_differ() -> None:
         value = int(countable(rank, 8, part)[element])
         assert counts(value, MOST) == [int(other == rank) for other in range(MOST)]
         assert common_element(value, MOST, 8) == (part, element)
+
+
+# ---- answers that are numbers ---------------------------------------------------------------------------------------------
+
+
+def test_a_number_may_be_numpys_or_a_tensor() -> None:
+    for seven in (7, 7.0, np.int64(7), np.float32(7), np.array(7), torch.tensor(7), torch.tensor([7.0])):
+        near("days", seven, 7, "count them")
+        parts("a week", (seven, 168), ("days", 7, ""), ("hours", 168, ""))
+        with pytest.raises(Wrong, match=r"days: not .*7.*\. count them"):
+            near("days", seven, 8, "count them")
+    for other in (True, "1", None, 1j):
+        with pytest.raises(Wrong, match="ones: not "):
+            near("ones", other, 1, "")

@@ -103,7 +103,8 @@ def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01
 
 def near(what: str, given: Any, wanted: float, hint: str, within: float = 0.006) -> None:
     """One answer among several, named by `what`; else the hint."""
-    if not isinstance(given, int | float) or not abs(given - wanted) <= within * abs(wanted):
+    is_number = hasattr(given, "__float__") and not isinstance(given, bool)  # NumPy's too, and a tensor of one element
+    if not is_number or not abs(float(given) - wanted) <= within * abs(wanted):
         raise Wrong(f"{what}: not {given!r}. {hint}")
 
 
