@@ -261,6 +261,9 @@ MISTAKES = {
     "ValueError: algorithm='up' is unknown: choose one of 'flat', 'tree'": lambda comm: collectives.reduce(
         comm, x, algorithm="up"
     ),
+    "ValueError: tensor has the layout torch.sparse_coo, whose elements cannot be sent as they lie": lambda comm: (
+        collectives.all_reduce(comm, x.to_sparse())
+    ),
     "ValueError: op=AVG of torch.int64 tensors": lambda comm: (
         collectives.all_reduce(comm, integers, ReduceOp.AVG)
     ),

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from d2lps.comm import Communicator, ReduceOp
@@ -47,6 +48,8 @@ def _spell(argument: Any) -> str:
 def check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}: {tensor!r}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} has the layout {tensor.layout}, whose elements cannot be sent as they lie; make it dense first")
 
 
 def check_parts(comm: Communicator, name: str, whole: Any, part_name: str, part: Any, verb: str) -> None:
