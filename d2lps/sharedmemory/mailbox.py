@@ -34,7 +34,7 @@ class Mailbox:
         self._expected: defaultdict[Key, deque[Message]] = defaultdict(deque)
         self._arrived: defaultdict[Key, deque[int]] = defaultdict(deque)  # slips
         self._moving: list[Message] = []  # bytes are still to be copied
-        self._lent: set[Message] = set()  # the receiver reads the tensor itself: it must live on, though nobody waits for the send
+        self._lent: set[Message] = set()  # the receiver reads the tensor itself, which lives on although nobody waits
         self._lock = threading.Lock()  # a rank may have several threads
         first = self.arena.layout.posted // 8
         self._posted = [self.arena.words[first + dst * ranks : first + (dst + 1) * ranks] for dst in range(ranks)]
