@@ -55,7 +55,7 @@ def _in_thread(task: Task, run: Callable[[], Any]) -> Any:
     try:
         turn.get()
         while not outcome.done():
-            step_aside(pause)
+            step_aside(task, pause)
             go_on.put(None)
             turn.get()
     finally:  # by an interrupt too, or when the simulation is given up

@@ -189,7 +189,7 @@ class SimulatedCommunicator(SimulatedRank):
 
     def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:  # type: ignore[override]
         self.catch_up()
-        scheduler, task = self.world.scheduler, Task(self.task.rank, self.task.device)
+        scheduler, task = self.world.scheduler, Task(self.task.rank, self.task.device, random=self.task.random)
         beside.task, started = task, InLane(scheduler)
         beside.connect()
 
@@ -197,11 +197,5 @@ class SimulatedCommunicator(SimulatedRank):
             error, task.error = task.error, None
             started.set_exception(error) if error else started.set_result(None)
 
-        drawn = torch.default_generator.get_state()
-
-        def life() -> None:
-            torch.default_generator.set_state(drawn)  # not those of whichever rank has run before it
-            function()
-
-        scheduler.add(task, life, ended)
+        scheduler.add(task, function, ended)
         return started

@@ -39,6 +39,7 @@ class Task:
     device: int  # what its computing goes through, of which others on its node want a share: a link of the network
     groups: dict[str, Any] = field(default_factory=dict)  # its communicators, by name
     counting: Any = None  # what it computes, while that is counted
+    random: list[torch.Tensor] = field(default_factory=list)  # where its rank's random numbers are; all tasks of a rank share it
     script: Any = None  # what it will do next, where it has said so (see script.py)
     greenlet: Any = None
     flow: Alarm | None = None  # what it computes, while it does
@@ -70,7 +71,9 @@ class Scheduler:
         def life() -> None:
             try:
                 with torch.inference_mode(False):  # gradients are on, whoever waits in whatever mode meanwhile
+                    _draw_on(task)
                     task.result = function()
+                    _stop_drawing(task)
             except GreenletExit:  # it was ended where it stood
                 pass
             except BaseException as error:
@@ -109,7 +112,7 @@ class Scheduler:
             raise GreenletExit
         if waiting_for is not None:
             task.waiting_for, task.wanted = waiting_for, 1
-        step_aside(task.pause)
+        step_aside(task, task.pause)
         if task.error is not None:
             error, task.error = task.error, None
             raise error
@@ -174,16 +177,26 @@ class Scheduler:
             self.end(task)
 
 
-def step_aside(pause: Callable[[], Any]) -> None:
-    """Let others go on, in none of the modes that this rank is in; its random numbers go on where they were."""
-    drawn = _random.get_state()
+def step_aside(task: Task, pause: Callable[[], Any]) -> None:
+    """Let others go on, in none of the modes that this rank is in, and with random numbers of their own."""
+    _stop_drawing(task)
     modes = _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or saving.top(True)
     if _is_grad_enabled() and not modes:
         pause()
     else:
         with _neutral():
             pause()
-    _random.set_state(drawn)
+    _draw_on(task)
+
+
+def _stop_drawing(task: Task) -> None:
+    task.random[:] = [_random.get_state()]
+
+
+def _draw_on(task: Task) -> None:
+    """Where the last task of this rank has stopped."""
+    if task.random:
+        _random.set_state(task.random[0])
 
 
 @contextmanager

@@ -187,13 +187,15 @@ class _Simulation(World):
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Random numbers and gradients are the caller's again afterwards; no collector looks at a million objects meanwhile."""
+    """Random numbers, gradients, dtypes are the caller's again afterwards; no collector looks at a million objects meanwhile."""
     randomness, grad, collecting = torch.get_rng_state(), torch.is_grad_enabled(), gc.isenabled()
+    dtype = torch.get_default_dtype()
     gc.disable()  # a million small objects and no cycles among them: it would only look at them again
     try:
         yield
     finally:
         torch.set_rng_state(randomness)
         torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
         if collecting:
             gc.enable()
