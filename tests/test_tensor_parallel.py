@@ -224,6 +224,16 @@ def test_layers_by_themselves(ranks: int) -> None:
     simulated(work, ranks)
 
 
+@pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
+def test_what_is_frozen_stays_frozen(kind: Any) -> None:
+    def work(comm: Communicator) -> dict[str, bool]:
+        layer = nn.Linear(4, 4)
+        layer.bias.requires_grad_(False)
+        return {name: parameter.requires_grad for name, parameter in kind(comm, layer).named_parameters()}
+
+    assert simulated(work, 2) == [{"weight": True, "bias": False}] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_the_loss_of_a_cut_vocabulary(ranks: int, dtype: torch.dtype) -> None:

@@ -57,7 +57,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.leave = leave(comm, sequence, algorithm)
         self.weight = sharded(comm, layer.weight, 1)
-        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
+        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone(), layer.bias.requires_grad)
         if sequence:
             mark(comm, self.bias)
 
