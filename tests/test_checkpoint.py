@@ -239,6 +239,42 @@ def test_weights_and_optimizer_go_from_any_stage_and_ranks_to_any(first, tmp_pat
         shutil.rmtree(look(tmp_path, 4).folder)
 
 
+class Scaled(nn.Module):
+    """Scalars, whose state looks like a count of steps; layer: and a weight that is none."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0))
+        self.layer = nn.Linear(4, 4) if layer else nn.Identity()
+
+    def forward(self, x):
+        return self.layer(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.ASGD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_scalars_state_is_no_count_of_steps(ranks, layer, kind, tmp_path):
+    def step(zero, net):
+        net(torch.arange(8.0).view(2, 4)).square().mean().backward()
+        zero.step()
+        with zero.gathered():
+            return net.scale.item(), net.shift.item()
+
+    def work(comm):
+        torch.manual_seed(0)
+        zero = Zero(comm, net := Scaled(layer), kind, 3)
+        step(zero, net)
+        save(comm, tmp_path, 1, zero.pieces())
+        expected = step(zero, net)
+        zero = Zero(comm, net := Scaled(layer), kind, 3)
+        load(comm, tmp_path, zero.pieces)
+        zero.refresh()
+        assert step(zero, net) == expected
+
+    d2lps.simulate(work, star(ranks, 1e9, 1e-6))
+
+
 class Run:
     """Training by hand in which much matters: what is dropped, random data, momentum, a loss scale, how far it has come."""
 

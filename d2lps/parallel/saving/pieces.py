@@ -198,19 +198,29 @@ def optimizer_pieces(
     views of it. What has the parameter's shape is cut like it; a number alone, as Adam's count of steps, is whole. saved: the
     tensors of a manifest, to be loaded from: an optimizer that has not stepped yet gets room for what it had then.
     """
-    found = {}
+    found, numbers = {}, _numbers(saved or {})
     for flat, pieces in held.items():
         state = optimizer.state[flat] if saved else optimizer.state.get(flat, {})
         for full, about in (saved or {}).items():
             name, _, key = full.rpartition("/")
             if name in pieces and key not in state:
-                alike = about["shape"] == list(pieces[name].shape)
+                alike = about["shape"] == list(pieces[name].shape) and key not in numbers
                 room = torch.zeros(flat.shape if alike else about["shape"], dtype=getattr(torch, about["dtype"]))
                 state[key] = room.to(flat.device) if alike else room
         for key, value in state.items():
             for name, piece in pieces.items() if isinstance(value, Tensor) else ():
                 found[f"{name}/{key}"] = _like(piece, flat, value)
     return found
+
+
+def _numbers(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Keys of what is one number for a whole parameter, as a count of steps, and not one for each of a scalar's: its only one.
+
+    Parameters of other shapes tell them apart; where all are scalars, they are those of torch's own optimizers.
+    """
+    owners = {full: full.rpartition("/") for full, about in saved.items() if about["shape"] == []}
+    found = {key for name, _, key in owners.values() if name in saved and saved[name]["shape"] != []}
+    return found or {"step", "eta", "mu", "mu_product"}
 
 
 def _like(piece: Piece, flat: Tensor, value: Tensor) -> Piece:
