@@ -96,6 +96,20 @@ def test_activations_grow_in_the_forward_pass_and_shrink_in_the_backward_pass(wo
     assert told[0][1] > told[1][1] > told[1][0] > told[0][0]  # what came last goes first
 
 
+@pytest.mark.parametrize("counted", [activations, None])
+def test_what_is_changed_before_the_backward_pass_is_an_error_as_without_counting(counted: Any) -> None:
+    """The derivative of the sigmoid is that of its result, of which dropout has made another."""
+
+    def work(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Dropout(0.5, inplace=True), nn.Linear(4, 1))
+        if counted is not None:
+            counted(comm, model)
+        model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
+        d2lps.simulate(work, star(1, 1e9, 0))
+
+
 def test_counting_changes_no_gradient_and_what_is_too_much_is_refused() -> None:
     sizes = Transformer(layers=2, hidden=8, heads=2, vocab=16, sequence=4, tied=True)
     tokens = torch.arange(8).view(2, 4)

@@ -305,6 +305,15 @@ def test_micro_batches_must_be_alike() -> None:
         d2lps.simulate(work, star(2, 1e9))
 
 
+def test_what_is_changed_before_the_backward_pass_is_an_error_as_torchs() -> None:
+    def work(comm: Communicator) -> None:
+        stage = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Dropout(0.5, inplace=True)).double()
+        execute(comm, {0: stage}, gpipe(1, 2), *batch(2), loss)
+
+    with pytest.raises(RuntimeError, match=r"float64 \[3, 6\], is at version 1; expected version 0"):
+        d2lps.simulate(work, star(1, 1e9))
+
+
 def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(d2lps.RankDied, match="rank 2 has died"):
         d2lps.simulate(timed, star(4, 1e9), one_f_one_b(4, 8), faults=[d2lps.Kill("gpu2", at=7.0)])

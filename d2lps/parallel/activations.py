@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,15 @@ class Kept(saved_tensors_hooks):
     >>> y.sum().backward(); kept.alive
     0
 
-    besides: storages that are not counted, such as `weights_of` a module.
+    besides: storages that are not counted, such as `weights_of` a module; nor are those that others have `counted`. RuntimeError,
+    as torch's own, if what is saved has changed by the time it is needed; but not of `besides`, as ZeRO 3's weights come and go.
     """
 
     release: Callable[[], None]
 
-    def __init__(self, besides: set[int]) -> None:
-        super().__init__(self._pack, lambda saved: saved.tensor)
-        self.besides, self.sizes, self.alive = besides, dict[int, int](), 0
+    def __init__(self, besides: set[int], counted: Iterable[int] = ()) -> None:
+        super().__init__(self._pack, Saved.unpack)
+        self.besides, self.counted, self.sizes, self.alive = besides, set(counted), dict[int, int](), 0
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +41,7 @@ class Kept(saved_tensors_hooks):
 
     def count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.besides:
+        if storage._cdata not in self.besides | self.counted:
             self.sizes[storage._cdata] = storage.nbytes()
 
     def _pack(self, tensor: Tensor) -> Saved:
@@ -52,8 +53,16 @@ class Saved:
     """A tensor in autograd's hands, that says when it is let go. It may go at any time: so it only counts."""
 
     def __init__(self, kept: Kept, tensor: Tensor) -> None:
-        self.kept, self.tensor = kept, tensor
+        self.kept, self.tensor, self.version = kept, tensor, tensor._version
         kept.alive += 1
+
+    def unpack(self) -> Tensor:
+        """torch leaves to hooks what it does without them: to check that nobody has written into the tensor meanwhile."""
+        tensor, version = self.tensor, self.tensor._version
+        if version != self.version and tensor.untyped_storage()._cdata not in self.kept.besides:
+            what = f"{tensor.dtype} {list(tensor.shape)}, is at version {version}; expected version {self.version}"
+            raise RuntimeError(f"what the backward pass needs has been modified by an inplace operation: {what}")
+        return tensor
 
     def __del__(self) -> None:
         self.kept.alive -= 1
@@ -98,7 +107,7 @@ class Activations:
     def _begin(self, child: nn.Module, inputs: Any) -> None:
         self.sweep()
         if torch.is_grad_enabled():
-            self.kept.append(Kept(weights_of(self.module).union(*(kept.sizes for kept in self.kept))))
+            self.kept.append(Kept(weights_of(self.module), set().union(*(kept.sizes for kept in self.kept))))
             self.kept[-1].__enter__()
 
     def _end(self, name: str, child: nn.Module, inputs: Any, output: Any) -> None:
