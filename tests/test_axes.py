@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,33 @@ def test_what_is_changed_before_the_backward_pass_is_an_error_as_without_countin
 
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
         d2lps.simulate(work, star(1, 1e9, 0))
+
+
+class Picky(Double):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if x.dim() > 1:
+            raise ValueError("one row at a time")
+        return y
+
+
+@pytest.mark.parametrize("kind", [Double, Picky])
+def test_after_a_forward_pass_that_failed_the_account_is_as_before(kind: type[nn.Module]) -> None:
+    """Too much for the second child, or more than it takes."""
+
+    def work(comm: Communicator) -> tuple[int, int, int]:
+        model = nn.Sequential(Double(), kind())
+        held = activations(comm, model)
+        with suppress(OutOfMemory, ValueError):
+            model(torch.zeros(5, 10))
+            raise AssertionError("it should have failed")
+        torch.ones(100, requires_grad=True).exp()  # of no child
+        out = model(torch.zeros(10))
+        told = held.nbytes, comm.memory.held.total()
+        out.sum().backward()
+        return *told, comm.memory.held.total()
+
+    assert d2lps.simulate(work, star(1, 1e9, 0, Device(1e12, 500, 1e12)))[0] == (120, 120, 0)
 
 
 def test_counting_changes_no_gradient_and_what_is_too_much_is_refused() -> None:

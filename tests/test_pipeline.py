@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from contextlib import suppress
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -312,6 +313,33 @@ def test_what_is_changed_before_the_backward_pass_is_an_error_as_torchs() -> Non
 
     with pytest.raises(RuntimeError, match=r"float64 \[3, 6\], is at version 1; expected version 0"):
         d2lps.simulate(work, star(1, 1e9))
+
+
+def test_a_batch_that_was_too_large_leaves_nothing_in_the_account() -> None:
+    def work(comm: Communicator) -> list[float]:
+        stage, held = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), []
+        for rows in (8, 2):
+            inputs = list(torch.ones(2, rows, 6).double())
+            with suppress(d2lps.OutOfMemory):
+                execute(comm, {0: stage}, gpipe(1, 2), inputs, inputs, loss)
+                held.append(float(rows))
+            held.append(comm.memory.held.total())
+        return held
+
+    assert d2lps.simulate(work, star(1, 1e9, 0, Device(1e12, 2000, 1e12)))[0] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 4), zero_bubble(2, 4)], ids=["1F1B", "zero bubble"])
+def test_a_first_stage_that_is_frozen(schedule: Any) -> None:
+    """And one tensor with all micro-batches, in place of a list."""
+    inputs, targets = map(torch.stack, batch(4))
+
+    def work(comm: Communicator) -> list[bool]:
+        stage = network(2)[comm.rank : comm.rank + 1].requires_grad_(comm.rank == 1)
+        execute(comm, {comm.rank: stage}, schedule, inputs, targets, loss)
+        return [p.grad is not None for p in stage.parameters()]
+
+    assert d2lps.simulate(work, star(2, 1e9)) == [[False] * 2, [True] * 2]
 
 
 def test_a_rank_that_dies_is_named() -> None:

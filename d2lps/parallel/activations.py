@@ -53,7 +53,8 @@ class Saved:
     """A tensor in autograd's hands, that says when it is let go. It may go at any time: so it only counts."""
 
     def __init__(self, kept: Kept, tensor: Tensor) -> None:
-        self.kept, self.tensor, self.version = kept, tensor, tensor._version
+        self.kept, self.version = kept, tensor._version
+        self.tensor = tensor.detach()  # a result that its own node held would keep itself, and never go
         kept.alive += 1
 
     def unpack(self) -> Tensor:
@@ -89,9 +90,10 @@ class Activations:
     def __init__(self, comm: Communicator, module: nn.Module) -> None:
         self.comm, self.module = comm, module
         self.kept: list[Kept] = []  # by children that have been forward and not yet backward, once for each time
+        self.within: list[tuple[nn.Module, Kept]] = []  # by those whose forward passes go on
         for name, child in module.named_children():
             child.register_forward_pre_hook(self._begin)
-            child.register_forward_hook(partial(self._end, name))
+            child.register_forward_hook(partial(self._end, name), always_call=True)  # a caller may catch what a child raises
 
     @property
     def nbytes(self) -> int:
@@ -107,16 +109,21 @@ class Activations:
     def _begin(self, child: nn.Module, inputs: Any) -> None:
         self.sweep()
         if torch.is_grad_enabled():
-            self.kept.append(Kept(weights_of(self.module), set().union(*(kept.sizes for kept in self.kept))))
-            self.kept[-1].__enter__()
+            known = [*self.kept, *(kept for _, kept in self.within)]
+            self.within.append((child, Kept(weights_of(self.module), set().union(*(kept.sizes for kept in known)))))
+            self.within[-1][1].__enter__()
 
     def _end(self, name: str, child: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            kept = self.kept[-1]
-            kept.__exit__(None, None, None)
-            kept.release = self.comm.hold(kept.nbytes, f"activations {name}")
-            for tensor in _needing_gradients(inputs):
-                tensor.register_hook(self._passed)  # its gradient is there when all of the child's backward pass is done
+        if not self.within or self.within[-1][0] is not child:
+            return
+        _, kept = self.within.pop()
+        kept.__exit__(None, None, None)
+        if output is None:  # it has failed: there will be no backward pass
+            return
+        kept.release = self.comm.hold(kept.nbytes, f"activations {name}")
+        self.kept.append(kept)
+        for tensor in _needing_gradients(inputs):
+            tensor.register_hook(self._passed)  # its gradient is there when all of the child's backward pass is done
 
     def _passed(self, gradient: Tensor) -> None:
         engine: Any = Variable._execution_engine

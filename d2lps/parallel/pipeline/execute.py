@@ -47,11 +47,14 @@ def execute(
     home, _ = placed(rows)
     _check(comm, rows, stages, {"inputs": inputs, "targets": targets}, loss)
     work, mine = _Execution(comm, stages, rows, home, busy), rows[comm.rank]
-    for action, then in zip_longest(mine, mine[1:]):
-        k = action.micro_batch
-        end = _Loss(loss, targets[k]) if loss and targets else None
-        work.act(action, then, inputs[k] if inputs else None, end)
-    work.mail.finish()
+    try:
+        for action, then in zip_longest(mine, mine[1:]):
+            k = action.micro_batch
+            end = _Loss(loss, targets[k]) if loss is not None and targets is not None else None
+            work.act(action, then, inputs[k] if inputs is not None else None, end)
+        work.mail.finish()
+    finally:  # a caller may catch an OutOfMemory, and go on with less
+        work.let_all_go()
     return work.total
 
 
@@ -162,7 +165,8 @@ class _Execution:
         for one in reversed(self.passed[key]):
             one.gradient = gradient
             if not self.split:
-                torch.autograd.backward(one.y, gradient)
+                if one.x.requires_grad or one.y.requires_grad:  # else it is a first stage that is frozen
+                    torch.autograd.backward(one.y, gradient)
                 gradient = one.x.grad
             elif one.x.requires_grad:
                 (gradient,) = torch.autograd.grad(one.y, one.x, gradient, retain_graph=True)
@@ -180,3 +184,7 @@ class _Execution:
     def _let_go(self, key: tuple[int, int]) -> None:
         del self.passed[key]
         self.held.pop(key)()
+
+    def let_all_go(self) -> None:
+        for key in list(self.held):
+            self._let_go(key)
