@@ -449,6 +449,10 @@ def test_who_is_slow_makes_fewer_steps_and_comes_in_time() -> None:
 def test_local_steps_are_at_least_one_and_alike_for_alike() -> None:
     seconds = [0.1, 0.1, 0.27, 99.0]
     assert d2lps.simulate(lambda comm: local_steps(comm, 50, seconds[comm.rank]), star(4, 1e9)) == [50, 50, 18, 1]
+    for ours in (0.1, 0.3, 0.7, 1 / 49, 0.011):  # 49 * s / s is not always 49
+        assert d2lps.simulate(lambda comm, ours: [local_steps(comm, n, ours) for n in range(1, 60)], star(1, 1e9), ours) == [
+            list(range(1, 60))
+        ]
     with pytest.raises(ValueError, match="seconds"):
         d2lps.simulate(lambda comm: local_steps(comm, 50, 0.0), star(2, 1e9))
 

@@ -221,7 +221,7 @@ def local_steps(comm: Communicator, every: int, seconds: float) -> int:
         raise ValueError(f"seconds={seconds}: a step takes longer")
     fastest = torch.tensor([seconds], dtype=torch.float64)
     all_reduce(comm, fastest, ReduceOp.MIN)
-    return max(1, int(every * fastest.item() / seconds))
+    return max(1, int(every * (fastest.item() / seconds)))
 
 
 # ---- many tensors as one ----------------------------------------------------------------------------------------------
