@@ -277,6 +277,12 @@ def test_models_and_batches_that_do_not_fit(sizes: dict[str, Any], plan: Plan, b
         plan.check(replace(FLAT, **sizes), batch)
 
 
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
+def test_a_norm_to_which_nothing_can_be_clipped(max_norm: float) -> None:
+    with pytest.raises(ValueError, match=f"max_norm={max_norm}: a gradient is clipped to a norm above 0"):
+        simulated(lambda comm: train(comm, FLAT, Plan(), Uneven(), 1, BATCH, adam, max_norm), Plan())
+
+
 def test_fewer_micro_batches_than_stages_where_the_schedule_can() -> None:
     plan = exact(pp=4, micro_batch=4)
     assert plan.micro_batches(BATCH) == 2

@@ -56,6 +56,8 @@ class Trainer:
         self, comm: Communicator, transformer: Transformer, plan: Plan, data: Data, batch: int, optimizer: Optimizer,
         max_norm: float | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r}: a gradient is clipped to a norm above 0; None clips nothing")
         comm.agree(f"Trainer({transformer}, {plan!r}, {batch=}, {max_norm=}, {seed=})")
         plan.check(transformer, batch, comm.size)
         self.comm, self.plan, self.data, self.batch, self.max_norm = comm, plan, data, batch, max_norm
