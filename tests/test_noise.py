@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import d2lps
 from d2lps import Communicator
-from d2lps.parallel import DataParallel, NoiseScale
+from d2lps.parallel import DataParallel, NoiseScale, Zero
 from d2lps.parallel.data.noise import estimate, squares
 from d2lps.topology import star
 
@@ -110,5 +110,17 @@ def test_wrong_calls_say_what() -> None:
         weight.sum().backward()
         with pytest.raises(RuntimeError, match="second backward pass"):
             weight.sum().backward()
+
+    d2lps.simulate(work, star(2, 1e9, 1e-6))
+
+
+def test_a_gradient_that_is_cleared_before_the_update_is_named() -> None:
+    def work(comm: Communicator) -> None:
+        zero = Zero(comm, module := nn.Linear(2, 3), torch.optim.SGD, 1)
+        scale = NoiseScale(comm, module.parameters(), 4)
+        module(torch.ones(4, 2)).sum().backward()
+        zero.reduce()
+        with pytest.raises(RuntimeError, match=r"parameter [01], float32\[3.*\], has no gradient any more"):
+            scale.update()
 
     d2lps.simulate(work, star(2, 1e9, 1e-6))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
+from d2lps.comm.rank import describe
 from d2lps.cost.numbers import whole
 
 
@@ -78,6 +79,10 @@ class NoiseScale:
         """After a backward pass, when every `grad` is the mean of all ranks' and nobody has clipped it."""
         if not self._local:
             raise RuntimeError("no backward pass since the last update")
+        for number in self._local:
+            if (parameter := self.parameters[number]).grad is None:
+                told = f"parameter {number}, {describe(parameter)}, has no gradient any more"
+                raise RuntimeError(f"{told}: the mean is looked for there, and Zero and DataParallel's optimizer take it away")
         all_reduce(self.comm, small := torch.tensor([sum(self._local.values())], dtype=torch.float64))
         self._local = {}
         large = squares(parameter.grad for parameter in self.parameters if parameter.grad is not None)
