@@ -21,6 +21,7 @@ from d2lps import Communicator
 from d2lps.parallel import ColumnLinear, RowLinear, Transformer, sum_partial, tensor_parallel, vocab_cross_entropy
 from d2lps.parallel.shard import cut, shard_of
 from d2lps.parallel.tensor.f_and_g import gather, scatter
+from d2lps.parallel.tensor.layers import VocabEmbedding
 from d2lps.parallel.tensor.sharded_product import collectives_of, layer_collectives
 from d2lps.topology import star
 
@@ -325,6 +326,14 @@ def test_a_sequence_that_does_not_divide() -> None:
 def test_targets_that_are_no_tokens() -> None:
     with pytest.raises(ValueError, match="targets from 3 to 12 are not all among the 12 tokens of 2 ranks with 6 each"):
         simulated(lambda comm: vocab_cross_entropy(comm, torch.zeros(2, 6), torch.tensor([3, 12])), 2)
+
+
+def test_tokens_that_are_none_and_options_that_are_not_carried_out() -> None:
+    with pytest.raises(ValueError, match="tokens from 3 to 12 are not all among the 12 tokens of 2 ranks with 6 each"):
+        simulated(lambda comm: VocabEmbedding(comm, nn.Embedding(12, 4))(torch.tensor([3, 12])), 2)
+    for option, value in (("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)):
+        with pytest.raises(ValueError, match=f"nn.Embedding with {option}={value}: "):
+            simulated(lambda comm, given: VocabEmbedding(comm, nn.Embedding(12, 4, **given)), 2, {option: value})
 
 
 def test_a_killed_rank_is_named() -> None:

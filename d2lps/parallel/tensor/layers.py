@@ -70,14 +70,19 @@ class VocabEmbedding(nn.Module):
     """This rank's tokens of the vocabulary: it looks up those that it has, and the sum over ranks has all.
 
     sequence: what comes out is this rank's piece of the sequence. Cost: an all-reduce, or a reduce-scatter, of the output.
+    ValueError for tokens that are none, and for nn.Embedding's options, such as padding_idx: they are not carried out.
     """
 
     def __init__(self, comm: Communicator, layer: nn.Embedding, sequence: bool = False, algorithm: str = "ring") -> None:
         super().__init__()
+        for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            if (value := getattr(layer, option)) is not None and value is not False:
+                raise ValueError(f"nn.Embedding with {option}={value}: a piece of it can't carry that out")
         self.comm, self.leave = comm, leave(comm, sequence, algorithm)
         self.weight = sharded(comm, layer.weight, 0)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        _check(self.comm, "tokens", tokens, len(self.weight))
         place, here = _own(self.comm, tokens, len(self.weight))
         return self.leave(functional.embedding(place, self.weight) * here.unsqueeze(-1))
 
@@ -93,9 +98,7 @@ def vocab_cross_entropy(comm: Communicator, logits: Tensor, targets: Tensor, alg
     """
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     count = logits.shape[-1]
-    if not targets.is_meta and targets.numel() and not 0 <= targets.min() <= targets.max() < count * comm.size:
-        told = f"targets from {targets.min()} to {targets.max()} are not all among the {count * comm.size} tokens"
-        raise ValueError(f"{told} of {comm.size} ranks with {count} each")
+    _check(comm, "targets", targets, count)
     top = logits.detach().amax(-1)
     with comm.about("largest logit[B, T]{*} → logit[B, T]"):
         all_reduce(comm, top, ReduceOp.MAX, algorithm)
@@ -105,6 +108,12 @@ def vocab_cross_entropy(comm: Communicator, logits: Tensor, targets: Tensor, alg
     with comm.about("sums for the loss[B, T]{*} → loss[B, T]"):
         total, own = reduce(comm, torch.stack([logits.exp().sum(-1), own]), algorithm)
     return (total.log() - own).sum()
+
+
+def _check(comm: Communicator, name: str, tokens: Tensor, count: int) -> None:
+    if not tokens.is_meta and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < count * comm.size:
+        told = f"{name} from {tokens.min()} to {tokens.max()} are not all among the {count * comm.size} tokens"
+        raise ValueError(f"{told} of {comm.size} ranks with {count} each")
 
 
 def _own(comm: Communicator, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
