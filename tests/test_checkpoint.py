@@ -540,6 +540,29 @@ def test_what_is_not_there_or_another_is_refused_with_its_name_before_anything_c
     assert d2lps.simulate(work, star(2, 1e9, 1e-6))[:] == [0.0, 0.0]
 
 
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["count"] = 1
+
+
+@pytest.mark.parametrize("kind", ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Counting", "NAdam",
+                                  "RAdam", "RMSprop", "Rprop", "SGD"])  # fmt: skip
+def test_an_optimizer_that_keeps_more_than_tensors_is_refused(kind):
+    layer = nn.Linear(3, 2)
+    optimizer = {"Counting": Counting}.get(kind, getattr(torch.optim, kind, None))(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    held = {p: {name: piece} for (name, piece), p in zip(module_pieces(layer).items(), layer.parameters(), strict=True)}
+    if kind == "Counting":
+        with pytest.raises(ValueError, match="Counting keeps count=1, and only tensors can be saved or moved"):
+            optimizer_pieces(optimizer, held)
+    else:
+        known = [value for state in optimizer.state.values() for value in state.values() if value is not None]
+        assert len(optimizer_pieces(optimizer, held)) == len(known)
+
+
 def test_damage_is_found_and_named(tmp_path):
     def work(comm, into=None):
         if into is None:

@@ -456,6 +456,19 @@ def hands_over(comm: Communicator) -> list[float]:
     return [*found, float(len(adam.state)), float(sum(p.sum().item() for one in layers.values() for p in one.parameters()))]
 
 
+def test_layers_do_not_move_without_all_that_their_optimizer_knows() -> None:
+    def work(comm: Communicator) -> int:
+        old, new = [range(2), range(2, 4)], [range(1), range(1, 4)]
+        layers = {number: layer(number) for number in old[comm.rank]}
+        sgd = torch.optim.SGD([p for one in layers.values() for p in one.parameters()], lr=0.01)
+        sgd.state[next(layers[old[comm.rank][-1]].parameters())]["count"] = 3
+        with pytest.raises(ValueError, match="SGD keeps count=3"):
+            move(comm, layers, old, new, layer, sgd)
+        return len(layers)
+
+    assert d2lps.simulate(work, star(2, 1e9))[:] == [2, 2]
+
+
 def test_layers_move_between_processes_with_what_adam_knows() -> None:
     net = nn.Sequential(*map(layer, range(4)))
     adam = torch.optim.Adam(net.parameters(), lr=0.01)

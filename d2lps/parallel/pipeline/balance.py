@@ -18,6 +18,7 @@ from d2lps.collectives import all_gather_into_tensor
 from d2lps.comm import Communicator
 from d2lps.cost.numbers import whole
 from d2lps.parallel.pipeline.schedules import Schedule, one_f_one_b, replay  # noqa: F401  (one_f_one_b: for the example)
+from d2lps.parallel.saving.pieces import state_tensors
 
 Cut = Sequence[range]
 
@@ -130,8 +131,11 @@ def move(
     layers: the modules that this rank has, by their number, changed in place. make: gives a module like a layer, into which
     the weights are then written. optimizer: of all these layers' parameters, in one group, changed in place too; gradients stay.
     Cost: for each layer its bytes (weights, and what the optimizer holds), and one message that says how many.
+    ValueError, before anything is sent, for an optimizer that keeps something else than tensors.
     """
     home = {layer: stage for stage, part in enumerate(old) for layer in part}
+    for parameter in (p for layer in layers.values() for p in layer.parameters()):
+        state_tensors(optimizer, optimizer.state.get(parameter, {}))  # before anything is sent
     under_way = []
     for stage, part in enumerate(new):
         for layer in part:
@@ -154,7 +158,7 @@ def _packed(layer: nn.Module, optimizer: Optimizer) -> Tensor:
     tensors = {f"weight {name}": tensor.contiguous() for name, tensor in layer.state_dict().items()}
     for name, parameter in layer.named_parameters():
         known = optimizer.state.pop(parameter, {})
-        tensors |= {f"{key} {name}": value.contiguous() for key, value in known.items() if isinstance(value, Tensor)}
+        tensors |= {f"{key} {name}": value.contiguous() for key, value in state_tensors(optimizer, known).items()}
     return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 
 

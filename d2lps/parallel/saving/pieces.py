@@ -197,6 +197,7 @@ def optimizer_pieces(
     held: of each tensor that it steps on, what lies in it: a parameter as a whole, or ranges of several as in ZeRO, which are
     views of it. What has the parameter's shape is cut like it; a number alone, as Adam's count of steps, is whole. saved: the
     tensors of a manifest, to be loaded from: an optimizer that has not stepped yet gets room for what it had then.
+    ValueError, with the name, for what an optimizer keeps and is no tensor.
     """
     found, numbers = {}, _numbers(saved or {})
     for flat, pieces in held.items():
@@ -207,10 +208,19 @@ def optimizer_pieces(
                 alike = about["shape"] == list(pieces[name].shape) and key not in numbers
                 room = torch.zeros(flat.shape if alike else about["shape"], dtype=getattr(torch, about["dtype"]))
                 state[key] = room.to(flat.device) if alike else room
-        for key, value in state.items():
-            for name, piece in pieces.items() if isinstance(value, Tensor) else ():
+        for key, value in state_tensors(optimizer, state).items():
+            for name, piece in pieces.items():
                 found[f"{name}/{key}"] = _like(piece, flat, value)
     return found
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of what an optimizer knows of one parameter, all that there is; ValueError where some is no tensor: it would be lost."""
+    known = {key: value for key, value in state.items() if value is not None}
+    for key, value in known.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{type(optimizer).__name__} keeps {key}={value!r}, and only tensors can be saved or moved")
+    return known
 
 
 def _numbers(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
