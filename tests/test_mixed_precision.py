@@ -169,9 +169,10 @@ def test_replicas_agree_to_the_bit_and_nearly_with_one_process(p, wide):
 )
 def test_bytes_on_the_wire_are_the_reduce_dtypes(world, reduce_dtype, nbytes):
     n = sum(weight.numel() for weight in small().parameters())
+    flags = len(list(small().parameters()))  # whether there is a gradient of each
     for wide in (False, True) if world == "simulated" else (False,):
         trace = WORLDS[world](trained, 3, 2, {"reduce_dtype": reduce_dtype, "wide": wide}).trace
-        assert trace.bytes_sent().sum() == (3 - 1) * n * 4 + 2 * 2 * (3 - 1) * n * nbytes  # a broadcast, then two steps
+        assert trace.bytes_sent().sum() == (3 - 1) * n * 4 + 2 * 2 * (3 - 1) * (n + flags) * nbytes  # a broadcast, two steps
 
 
 def sick(comm, who, value, wide):
@@ -238,6 +239,24 @@ def test_a_frozen_weight_and_one_without_a_gradient():
         return trainer.step(), len(trainer.masters), model[0].weight.dtype, torch.equal(kept, model[2].weight)
 
     assert d2lps.simulate(odd, star(2, 1e9, 1e-6)) == [(True, 4, torch.bfloat16, True)] * 2
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_a_weight_without_a_gradient_stays_though_it_had_one_before(main_grads):
+    """As torch's AdamW leaves it, whose momentum and decay would go on with zeros; where one rank has a gradient, it is all's."""
+
+    def work(comm):
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        trainer = MixedPrecision(comm, model, lambda masters: torch.optim.AdamW(masters, 0.1), main_grads=main_grads)
+        seen, x = [], torch.ones(1, 2).bfloat16()
+        for both in (True, False, comm.rank == 1):
+            trainer.backward((model[1](model[0](x)) if both else model[0](x)).sum())
+            trainer.step()
+            seen.append(trainer.masters[2].clone())
+        return torch.equal(seen[0], seen[1]), torch.equal(seen[1], seen[2]), seen[2].tolist()
+
+    first, second = d2lps.simulate(work, star(2, 1e9, 1e-6))
+    assert first[:2] == (True, False) and first == second
 
 
 def test_what_cannot_be_is_refused_before_anything_is_changed():

@@ -65,7 +65,8 @@ class MixedPrecision:
     reduce_dtype: what gradients are on the wire, by default what the weights are; wide: add up in FP32 in one place and round
     once, rather than at every hop. main_grads: add micro-batches up in FP32, for 2 bytes a parameter more. scaler: for FP16;
     without one nothing is scaled and no step skipped. max_norm: clip the mean gradient to this norm, once the scale is out.
-    Bytes a parameter with Adam: 2 + 2 + 4 + 4 + 4. A step is one all-reduce of all gradients: 2(p - 1)/p n bytes a rank.
+    Bytes a parameter with Adam: 2 + 2 + 4 + 4 + 4. A step is one all-reduce of all gradients: 2(p - 1)/p n bytes a rank; n has a
+    number for each weight, too, of how many ranks have a gradient of it: a weight of which none has one stays what it is.
     TypeError for weights that are not FP32, ValueError for a dtype that is none of FP16, BF16 and FP32.
     """
 
@@ -111,10 +112,12 @@ class MixedPrecision:
         What overflows on one rank is inf or nan in the sum, and all ranks have the same sum, to the bit: nobody needs to ask.
         """
         parts = [torch.zeros_like(holder) if holder.grad is None else holder.grad for holder in self.holders]
-        total = torch.cat([part.flatten().to(self.reduce_dtype) for part in parts])
+        there = parts[0].new_tensor([holder.grad is not None for holder in self.holders])
+        total = torch.cat([part.flatten().to(self.reduce_dtype) for part in (*parts, there)])
         for holder in self.holders:
             holder.grad = None
         self.reduce(self.comm, total)
+        total, there = total.split([len(total) - len(there), len(there)])
         mean = total.float() / (self.scaler.scale * self.comm.size)
         if self.skips:
             self.scaler.update(overflow := not bool(mean.isfinite().all()))
@@ -122,8 +125,9 @@ class MixedPrecision:
                 return False
         if self.max_norm is not None:
             mean *= (self.max_norm / (mean.norm() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for master, piece in zip(self.masters, mean.split([master.numel() for master in self.masters]), strict=True):
-            master.grad = piece.view_as(master)
+        pieces = mean.split([master.numel() for master in self.masters])
+        for master, piece, ranks in zip(self.masters, pieces, there.tolist(), strict=True):
+            master.grad = piece.view_as(master) if ranks else None  # of zeros, momentum and decay would make a step
         self.optimizer.step()
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.data.copy_(master)  # rounded to the nearest
