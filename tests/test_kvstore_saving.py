@@ -124,6 +124,47 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert alike(simulate(worker, 2, 2).values, simulate(train, 2, 2, {}, range(1)).values)
 
 
+def touch(kv: Any, rows: list[int], load: str = "", save: str = "") -> None:
+    """A training of some rows, from a file or into one."""
+    kv.init("table", torch.ones(40, 3))
+    kv.set_optimizer("sgd", lr=0.1, momentum=0.9)
+    if load:
+        kv.load(load)
+    for row in rows:
+        kv.push_rows("table", torch.tensor([row]), torch.full((1, 3), 1.0 + kv.rank))
+        kv.clock()
+    if save:
+        kv.save(save)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize("rows", [[1, 2], [39, 38], [20, 1]])
+def test_parts_that_were_never_pushed_to_are_saved_too(tmp_path: Path, rows: list[int], before: int, after: int) -> None:
+    """An optimizer has a state of a part's rows only from its first push to one of them."""
+    file = str(tmp_path / "table.safetensors")
+    whole = simulate(touch, 2, 2, [*rows, *rows, 12])
+    simulate(touch, 2, before, rows, "", file)
+    momentum = load_file(file)["table.momentum_buffer"]
+    assert momentum.shape == (40, 3) and momentum[:, 0].nonzero().flatten().tolist() == sorted(rows)
+    assert alike(simulate(touch, 2, after, [*rows, 12], file).values, whole.values)
+
+
+def test_a_state_that_does_not_fit_its_value_changes_nothing(tmp_path: Path) -> None:
+    file = str(tmp_path / "table.safetensors")
+    simulate(touch, 1, 2, [1, 39], "", file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    for wrong, told in [(torch.zeros(20, 3), r"float32\[20, 3\]"), (torch.zeros(40, 3).double(), r"float64\[40, 3\]")]:
+        save_file({"a": torch.ones(1), "table": torch.zeros(40, 3), "table.momentum_buffer": wrong}, file, metadata)
+
+        def worker(kv: Any, told: str = told) -> None:
+            touch(kv, [5])
+            with pytest.raises(Refused, match=f"'table.momentum_buffer' is {told} in the file, and 'table' float32"):
+                kv.load(file)
+
+        assert alike(simulate(worker, 1, 2).values, simulate(touch, 1, 2, [5]).values)
+
+
 def test_a_round_that_has_begun_is_not_saved(tmp_path: Path) -> None:
     def worker(kv: Any) -> None:
         kv.init("w", torch.zeros(2))
@@ -178,6 +219,31 @@ def test_a_key_that_is_named_like_a_state_is_refused(tmp_path: Path) -> None:
             kv.save(tmp_path / "file")
 
     simulate(worker, 1, 1)
+
+
+def test_a_key_that_would_be_read_as_a_state_is_refused(tmp_path: Path) -> None:
+    """Even if the key whose state it would be taken for has none yet: another one has."""
+
+    def worker(kv: Any) -> None:
+        kv.init(["u", "u.exp_avg", "w"], [torch.zeros(2)] * 3)
+        kv.set_optimizer("adam")
+        kv.push("w", torch.ones(2))
+        kv.clock()
+        with pytest.raises(ValueError, match=r"'u' has a 'exp_avg', and 'u.exp_avg' is a key: name it otherwise"):
+            kv.save(tmp_path / "file")
+
+    simulate(worker, 1, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_that_the_format_keeps_for_itself_is_refused(tmp_path: Path) -> None:
+    def worker(kv: Any) -> None:
+        kv.init(["__metadata__", "w"], [torch.zeros(2)] * 2)
+        with pytest.raises(ValueError, match=r"'__metadata__' is a key, and a name that safetensors keeps for itself"):
+            kv.save(tmp_path / "file")
+
+    simulate(worker, 1, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_first_of_those_who_live_writes(tmp_path: Path) -> None:

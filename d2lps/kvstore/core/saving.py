@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, a
 Found = dict[int, dict[str, Any]]  # of each server: its workers, its options, {part: [dtype, shape, the optimizer's tensors]}
 Tensors = dict[str, torch.Tensor]
 META = "d2lps"
+RESERVED = "__metadata__"  # in the header of a safetensors file, beside the names of its tensors
 
 
 def look(ask: Ask, servers: Sequence[int]) -> Found:
@@ -38,24 +40,40 @@ def look(ask: Ask, servers: Sequence[int]) -> Found:
 
 
 def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
-    """All tensors, each asked for by itself and put together from its parts, of copies one; and the metadata."""
+    """All tensors, each asked for by itself and put together from its parts, of copies one; and the metadata. ValueError."""
     places = {(name, m): s for s, one in found.items() for name, (*_, moments) in one["parts"].items() for m in ("", *moments)}
+    moments = sorted({moment for _, moment in places} - {""})
+    _check_names({key_of(name)[0] for name, _ in places}, moments)
     asked = [(Part(server, name, 0), Request("state", name, options={"moment": m})) for (name, m), server in places.items()]
     parts: dict[str, Tensors] = {}
     for (name, moment), reply in zip(places, ask(asked), strict=True):
         parts.setdefault(moment, {})[name] = reply.value  # type: ignore[assignment]
     tensors: Tensors = {}
     for moment, named in parts.items():
-        for key, tensor in join_parts(named).items():
-            if _label(key, moment) in tensors:
-                raise ValueError(f"{key!r} has a {moment!r}, and {_label(key, moment)!r} is a key: name it otherwise")
+        for key, tensor in join_parts(_completed(named, parts[""])).items():
             tensors[_label(key, moment)] = tensor
     everywhere = sorted({key_of(part.name)[0] for part, _ in asked if part.copied})
-    return tensors, {"options": found[min(found)]["options"], "moments": sorted({*parts} - {""}), "everywhere": everywhere}
+    return tensors, {"options": found[min(found)]["options"], "moments": moments, "everywhere": everywhere}
+
+
+def _check_names(keys: set[str], moments: Sequence[str]) -> None:
+    """Whether each tensor can be told from the others by its name, even if a key has none of these moments yet."""
+    if RESERVED in keys:
+        raise ValueError(f"{RESERVED!r} is a key, and a name that safetensors keeps for itself: name it otherwise")
+    for key, moment in product(sorted(keys), moments):
+        if _label(key, moment) in keys:
+            raise ValueError(f"{key!r} has a {moment!r}, and {_label(key, moment)!r} is a key: name it otherwise")
+
+
+def _completed(moments: Tensors, values: Tensors) -> Tensors:
+    """A moment of all parts of those keys of which some part has it. Of a part that no row was pushed to it is zeros."""
+    begun = {key_of(name)[0] for name, moment in moments.items() if moment.dim()}
+    absent = [name for name in values if name not in moments and key_of(name)[0] in begun]
+    return moments | {name: torch.zeros_like(values[name]) for name in absent}
 
 
 def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
-    """The keys that the servers have not got yet; Refused if one that they have is another tensor."""
+    """The keys that the servers have not got yet; Refused if one that they have is another tensor, or a moment does not fit."""
     parts, there = {name: part for one in found.values() for name, part in one["parts"].items()}, dict[str, str]()
     for name in sorted(parts, key=lambda name: key_of(name)[1]):  # the last block says how many rows there are
         (key, _, last), (dtype, shape, _) = key_of(name), parts[name]
@@ -63,7 +81,11 @@ def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
     for key in tensors.keys() & there.keys():
         if describe(tensors[key]) != there[key]:
             raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {there[key]} on the servers")
-    moments = {_label(key, moment) for key in tensors for moment in meta["moments"]}
+    moments = {_label(key, moment): key for key, moment in product(tensors, meta["moments"])}
+    for name in moments.keys() & tensors.keys():
+        value, moment = tensors[moments[name]], tensors[name]
+        if moment.dim() and describe(moment) != describe(value):  # a count of steps is one number
+            raise Refused(f"{name!r} is {describe(moment)} in the file, and {moments[name]!r} {describe(value)}")
     return [key for key in tensors if key not in there and key not in moments]
 
 
