@@ -17,6 +17,7 @@ from d2lps.kvstore import Lost, Reply, Request, Server, simulate
 from d2lps.kvstore.core.client import Session
 from d2lps.kvstore.core.clocks import ALL, Clocks, Front
 from d2lps.kvstore.core.events import Effect
+from d2lps.kvstore.storage.checkpoint import flatten, unflatten
 from d2lps.topology import star
 
 
@@ -265,6 +266,75 @@ def test_who_joins_does_not_begin_in_a_round_that_is_over_for_some_key() -> None
         rig.clock(rank)
         replies = rig.ask(rank, "pushpull", value=torch.ones(1))
     assert [(reply.client, reply.value.item()) for reply in replies] == [(2, 5.0), (0, 5.0), (1, 5.0)]  # type: ignore[union-attr]
+
+
+def mean_of(rig: Rig) -> Rig:
+    """With values that show by what number of workers pushes are divided."""
+    rig.ask(0, "set_optimizer", "", options={"reduction": "mean"})
+    for rank in range(1, len(rig.sessions)):
+        rig.clock(rank)
+    rig.clock(0)
+    return rig
+
+
+@pytest.mark.parametrize("when", range(5))
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("op", ["push", "pushpull"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_who_ends_a_round_and_leaves_counts_in_it_whenever_that_is_heard(op: str, when: int, restored: bool, lost: bool) -> None:
+    """Worker 2 ends one round without a push, and leaves before or after the others end theirs."""
+    rig = mean_of(Rig(3).init(0.0))
+    rig.clock(2)
+    for turn, rank in enumerate([0, 1, 0, 1, None]):
+        if turn == when:
+            rig.take(rig.server.step(Lost(2))) if lost else rig.ask(2, "leave")
+            fresh = Server([0, 1, 2])
+            fresh.restore(unflatten(*flatten(rig.server.state())))
+            rig.server = fresh if restored else rig.server
+        if rank is not None:
+            rig.ask(rank, op, value=torch.tensor([3.0]))
+            rig.clock(rank)
+    assert rig.value() == [2.0 + 3.0] and rig.server.clocks.slowest() == 3
+
+
+def test_who_joins_does_not_count_in_rounds_before_it() -> None:
+    rig = Rig(2).init(0.0)
+    rig.ask(0, "init", "b", torch.zeros(1))
+    mean_of(rig)
+    for rank in range(2):
+        rig.ask(rank, "push", "b", torch.ones(1))
+        rig.ask(rank, "pushpull", value=torch.ones(1))
+    rig.sessions[2], rig.at[2] = Session(2), 2
+    assert rig.ask(2, "join", "")[0].clock == 2
+    rig.ask(2, "push", "b", torch.tensor([9.0]))
+    for rank in range(2):
+        rig.clock(rank)
+    assert rig.value("b") == [1.0], "the round that had begun is of two workers"
+    for rank in range(3):
+        rig.clock(rank)
+    assert rig.value("b") == [1.0 + 3.0], "and the next one of three"
+
+
+def test_who_comes_when_all_have_left_is_alone() -> None:
+    rig = mean_of(Rig(2).init(0.0))
+    rig.clock(0)
+    rig.ask(0, "leave")
+    rig.ask(1, "leave")
+    rig.sessions[2], rig.at[2] = Session(2), 1
+    assert rig.ask(2, "join", "")[0].clock == 1
+    rig.ask(2, "push", value=torch.ones(1))
+    rig.clock(2)
+    assert rig.value() == [1.0] and not rig.server.clocks.all.left
+
+
+def test_of_those_who_have_left_only_what_still_counts_is_kept() -> None:
+    front = Front({0: 0, 1: 0})
+    for life in range(100):
+        front.move(1, life + 2)
+        front.remove(1)
+        front.add(1, life + 1)
+        front.move(0, life + 1)
+    assert len(front.left) <= 2 and front.members(100) == {0, 1}
 
 
 def test_who_joins_begins_at_the_current_clock() -> None:

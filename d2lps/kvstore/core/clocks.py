@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 
+Span = tuple[int, int, int]  # a worker, its first round, and the one after its last
 ALL = None  # stands for all keys that have no front of their own
 
 
@@ -17,10 +18,16 @@ class Front:
     (False, 0)
     >>> front.move(1, 1), front.slowest
     (True, 1)
+    >>> front.remove(0), front.members(1), front.members(2)     # worker 0 had ended rounds 0 and 1 before it left
+    (False, {0, 1}, {1})
     """
 
-    def __init__(self, at: Mapping[int, int], reached: int = 0) -> None:
+    def __init__(
+        self, at: Mapping[int, int], reached: int = 0, began: Mapping[int, int] | None = None, left: Iterable[Span] = ()
+    ) -> None:
         self.at = dict(at)
+        self.began = dict(began or {})  # of those who came later: their first round
+        self.left = list(left)  # of those who left when they were ahead of others
         self.reached = min(self.at.values(), default=reached)  # where the slowest is, or was when the last one left
         self._count = Counter(self.at.values())
 
@@ -42,16 +49,28 @@ class Front:
     def add(self, worker: int, at: int) -> None:
         """A newcomer begins at a place no earlier than the slowest one's."""
         if worker not in self.at:
-            self.reached = self.reached if self.at else at
-            self.at[worker] = at
+            if not self.at:
+                self.reached, self.left = at, []
+            self.at[worker] = self.began[worker] = at
             self._count[at] += 1
 
     def remove(self, worker: int) -> bool:
         """Nobody waits for this one any more; whether the slowest has thereby moved."""
         before = self.slowest
         if worker in self.at:
-            self._gone(self.at.pop(worker))
+            span = worker, self.began.pop(worker, 0), self.at.pop(worker)
+            self.left = [found for found in (*self.left, span) if found[2] > self.reached]  # the rounds before that are over
+            self._gone(span[2])
         return self.slowest != before
+
+    def members(self, round: int) -> set[int]:
+        """Who has taken part in a round, with or without a push: it depends on what they did, not on who was heard first."""
+        here = {worker for worker in self.at if self.began.get(worker, 0) <= round}
+        return here.union(worker for worker, first, end in self.left if first <= round < end)
+
+    def past(self) -> tuple[int, dict[int, int], list[Span]]:
+        """What a front is made of, beside `at`."""
+        return self.reached, dict(self.began), list(self.left)
 
     def _gone(self, place: int) -> None:
         self._count[place] -= 1
@@ -101,7 +120,7 @@ class Clocks:
 
     def done(self, key: Hashable, worker: int) -> set[Hashable]:
         """A worker has ended its present iteration for this key alone."""
-        front = self.keys.setdefault(key, Front(self.at, self.all.reached))
+        front = self.keys.setdefault(key, Front(self.at, *self.all.past()))
         return {key} if front.move(worker, self.at[worker] + 1) else set()
 
     def leave(self, worker: int) -> set[Hashable]:

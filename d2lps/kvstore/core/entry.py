@@ -11,6 +11,7 @@ from d2lps.kvstore.core.optimizers import Moments, Optimizer, optimize
 from d2lps.kvstore.core.reductions import Contribution, Pushes, Rule, add_to, total
 
 Rounds = dict[int, dict[int, list[Contribution]]]  # round -> worker -> its pushes, in order
+Members = Callable[[int], set[int]]  # round -> who has taken part in it
 
 
 class Store(MutableMapping[Hashable, torch.Tensor]):
@@ -106,12 +107,12 @@ class Entry:
         """Put a push aside until its round ends."""
         self.open.setdefault(round, {}).setdefault(worker, []).append(contribution)
 
-    def close(self, before: float, live: set[int], optimizer: Optimizer | None = None, rule: Rule = total) -> None:
-        """Apply the rounds before this clock, each as one change."""
+    def close(self, before: float, members: Members, optimizer: Optimizer | None = None, rule: Rule = total) -> None:
+        """Apply the rounds before this clock, each as one change: of its members, and of who pushed and left before its end."""
         for round in sorted(self.open):
             if round < before:
                 pushes = self.open.pop(round)
-                self.apply(pushes, len(live | pushes.keys()), optimizer, rule)
+                self.apply(pushes, len(members(round) | pushes.keys()), optimizer, rule)
 
     def apply(self, pushes: Pushes, workers: int, optimizer: Optimizer | None = None, rule: Rule = total) -> None:
         """Change the value by what the rule makes of the pushes, or let the optimizer do it."""

@@ -148,7 +148,7 @@ class Server(State):
         # One key is looked up; of many, all that there are are looked at, in their order, the same in every process.
         for key in moved if len(moved) < 2 else self.entries:
             if isinstance(key, str) and key in moved and key in self.entries and (entry := self.entries[key]).open:
-                entry.close(self.clocks.slowest(key), set(self.clocks.at), self.optimizer, self.rule)
+                entry.close(self.clocks.slowest(key), self.clocks.front(key).members, self.optimizer, self.rule)
         free: list[Request] = []
         for where in [at for at in (moved if len(moved) < 2 else self.waiting) if at in moved and at in self.waiting]:
             waiting = self.waiting.pop(where)

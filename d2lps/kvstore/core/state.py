@@ -203,7 +203,7 @@ class State:
             "options": dict(self.options),
             "clocks": dict(self.clocks.at),
             "fronts": {key: dict(front.at) for key, front in self.clocks.keys.items()},
-            "reached": [self.clocks.all.reached, {key: front.reached for key, front in self.clocks.keys.items()}],
+            "past": [self.clocks.all.past(), {key: front.past() for key, front in self.clocks.keys.items()}],
             "stops": dict(self.stops),
             "barriers": [dict(self.barriers.at), self.barriers.reached],
             "staleness": (self.consistency.staleness, self.consistency.waited),
@@ -215,7 +215,7 @@ class State:
         """What a server that comes now has to know of this one's `state()`: who takes part, and how far they are, but no key."""
         clients = {worker: [client.epoch, 1, 0, {}, client.over] for worker, client in self.filter.clients.items()}
         none: dict[str, Any] = {name: {} for name in ("values", "moments", "versions", "open", "offers", "fronts")}
-        return self.state() | none | {"reached": [self.clocks.all.reached, {}], "clients": clients, "waiting": []}
+        return self.state() | none | {"past": [self.clocks.all.past(), {}], "clients": clients, "waiting": []}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become the server that gave this `state()`; the tensors are copied."""
@@ -230,9 +230,9 @@ class State:
         self.wholes, self.options = state["wholes"], state["options"]
         self.leases = {key: Leases(*leases) for key, leases in state["leases"].items()}
         self.optimizer, self.rule = made_of(self.options)
-        reached, fronts = state["reached"]
-        self.clocks.all = Front(state["clocks"], reached)
-        self.clocks.keys = {key: Front(at, fronts[key]) for key, at in state["fronts"].items()}
+        past, fronts = state["past"]
+        self.clocks.all = Front(state["clocks"], *past)
+        self.clocks.keys = {key: Front(at, *fronts[key]) for key, at in state["fronts"].items()}
         self.barriers, self.stops = Front(*state["barriers"]), state["stops"]
         self.consistency.staleness, self.consistency.waited = state["staleness"]
         self.filter.clients = {worker: Known(*known) for worker, known in state["clients"].items()}
