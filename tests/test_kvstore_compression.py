@@ -55,6 +55,48 @@ def test_nothing_is_lost_but_what_the_worker_keeps(codec: str, servers: int) -> 
     assert run.values["count"].tolist() == [40, 40]  # integers are never rounded
 
 
+def switch(kv: Any, codecs: list[str | None]) -> dict[str, list[torch.Tensor]]:
+    """Push under one codec after another; by key, the sum of what was pushed, and what was pulled at the end."""
+    dtypes = {"w": torch.float32, "hot": torch.float32, "d": torch.float64, "b": torch.bfloat16}
+    for key, dtype in dtypes.items():
+        kv.init(key, torch.zeros(40, 7, dtype=dtype), everywhere=key == "hot")
+    sums = {key: torch.zeros(40, 7, dtype=dtype) for key, dtype in dtypes.items()}
+    for step, codec in enumerate(codecs):
+        kv.compress(codec, **OPTIONS.get(str(codec), {}))
+        gradient = torch.randint(-8, 9, (40, 7), generator=torch.Generator().manual_seed(step)).float()
+        for key, total in sums.items():
+            total += gradient.to(total.dtype)
+            kv.push(key, gradient.to(total.dtype))
+        kv.clock()
+    found = {}
+    for key, total in sums.items():
+        kv.pull(key, out := torch.empty_like(total)).wait()
+        found[key] = [total, out]
+    assert (codecs[-1] is None) == (not kv.left)
+    return found
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("before", [["top_k"], ["1bit", "1bit", "top_k"], ["random_k", None, "int4", None]])
+def test_what_one_codec_has_left_comes_under_the_next_one(before: list[str | None], servers: int) -> None:
+    for found in kvstore.simulate(switch, star(1 + servers, 1e9), 1, servers, [*before, None], split=200):
+        for total, out in found.values():
+            torch.testing.assert_close(out, total, rtol=0, atol=0.3 if out.dtype == torch.bfloat16 else 1e-4)
+
+
+def test_a_codec_that_cannot_be_made_leaves_the_last_one() -> None:
+    def worker(kv: Any) -> list[float]:
+        kv.init("w", torch.zeros(2))
+        kv.compress("1bit")
+        kv.push("w", torch.tensor([3.0, -1.0])).wait()
+        with pytest.raises(ValueError, match="codec '2bit' is unknown"):
+            kv.compress("2bit")
+        kv.push("w", torch.tensor([1.0, -3.0])).wait()
+        return kv.left["w"].tolist()
+
+    assert kvstore.simulate(worker, star(2, 1e9), 1, 1).results == [[0.0, 0.0]]
+
+
 @pytest.mark.parametrize("durability", ["memory", "log", "replica"])
 @pytest.mark.parametrize("codec", ["half", "1bit", "random_k"])
 def test_real_servers_decode_as_simulated_ones(codec: str, durability: str) -> None:
@@ -98,7 +140,7 @@ def with_rounded(kv: Any) -> float:
     kv.push("w", torch.full((3,), 1.2)).wait()  # 1.0, and 0.2 is left
     kv.push("w", torch.full((3,), 1.2)).wait()  # 1.4: 1.5
     kv.compress(None)
-    kv.push("w", torch.full((3,), 0.25)).wait()
+    kv.push("w", torch.full((3,), 0.25)).wait()  # and what is left, -0.1
     kv.clock()
     kv.pull("w", out := torch.zeros(3)).wait()
     return float(out[0])
@@ -148,7 +190,7 @@ def test_copies_get_the_same_code(codec: str) -> None:
 def test_a_codec_of_ones_own_is_known_to_servers() -> None:
     register_codec("rounded", Rounded)
     try:
-        assert kvstore.run(with_rounded, 1, 2) == [2.75]
+        assert kvstore.run(with_rounded, 1, 2) == [pytest.approx(2 * 1.2 + 0.25)]
     finally:
         del CODECS["rounded"]
     with pytest.raises(TypeError, match="needs a function of options that makes a codec, not 3"):

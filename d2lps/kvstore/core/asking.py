@@ -15,7 +15,7 @@ import torch
 from d2lps.comm import Communicator, Work
 from d2lps.comm.rank import describe
 from d2lps.compress import ErrorFeedback
-from d2lps.compress.codec import check_finite
+from d2lps.compress.codec import check_finite, widened
 from d2lps.kvstore.core.events import Op, Refused, Reply, Request, replace
 from d2lps.kvstore.core.placement import Part, Placement, Rows, whole
 from d2lps.kvstore.core.transport import Answer, Transport
@@ -60,6 +60,7 @@ class Asking:
         self.placement, self.transport = placement, transport
         self.iteration = 0  # how often clock() has been called
         self.codec: ErrorFeedback | None = None
+        self.left: dict[str, torch.Tensor] = {}  # of parts, what codecs have not sent; it outlives them
         self.code: dict[str, Any] = {}  # the options of a push, from which the server makes the codec that it needs
         self.unheard: deque[Answers] = deque()  # in the order of asking: to be reported at the end, if they are refused
 
@@ -109,8 +110,17 @@ class Asking:
                 if not part.copied or part.server == self.placement.servers[0]:  # the other copies get the same
                     turn, encoded = self.codec.turns[part.name], self.codec.encode(part.name, sent)
                 sent, code = encoded, {**self.code, "turn": turn}
+            elif part.name in self.left:
+                sent = self.with_left(part, sent)
             requests.append((part, Request(op, part.name, sent, options=code, priority=priority)))
         return requests
+
+    def with_left(self, part: Part, tensor: torch.Tensor) -> torch.Tensor:
+        """A part, and what no codec has sent of it before; that is then forgotten, of copies with the last one."""
+        left = self.left[part.name]
+        if not part.copied or part.server == self.placement.servers[-1]:
+            del self.left[part.name]
+        return (widened(tensor).flatten() + left).view(tensor.shape).to(tensor.dtype)
 
     def fetch(self, op: str, key: Keys, requests: list[tuple[Part, Request]], outs: list[torch.Tensor]) -> Work:
         """Ask for values, and put each where it is wanted."""

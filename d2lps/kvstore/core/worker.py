@@ -115,9 +115,12 @@ class KVWorker(Asking):
 
         codec: of `d2lps.compress`, with its options, or one that is registered. Whole tensors of floats, that is; rows and
         integers travel as they are, and so does what is pulled. Where servers come or go, parts are cut anew, and begin with
-        nothing left. ValueError for another codec or option, and from then on for pushes that are not finite.
+        nothing left. What one codec has left comes with the next push under the next one, or under none, whole. ValueError for
+        another codec or option, and from then on for pushes that are not finite.
         """
         self.codec = None if codec is None else ErrorFeedback(make_codec(codec, **options))
+        if self.codec is not None:
+            self.codec.left = self.left
         self.code = {} if codec is None else {"codec": codec, **options}
 
     # ---- rows -------------------------------------------------------------------------------------------------------------
