@@ -145,7 +145,9 @@ def optimize(
 ) -> None:
     """One step; with rows, on these rows of the value and of its state alone: the others don't even decay.
 
-    That is what torch.optim.SparseAdam does too; rows must be distinct. Cost: the bytes of the rows, not of the tensor.
+    That is what torch.optim.SparseAdam does too, of a table on one server. Of a table in parts each one counts the steps that
+    touched its own rows, for no server hears of the others': so adam, and whatever else counts steps, comes to other values on
+    another number of servers. Rows must be distinct. Cost: the bytes of the rows, not of the tensor.
     """
     if rows is None:
         return optimizer.step(value, gradient, state)

@@ -129,6 +129,9 @@ class KVWorker(Asking):
         """Push values[i] to row rows[i]; a row that occurs twice gets the sum. Only the touched rows travel, and change.
 
         >>> kv.push_rows("embedding", torch.tensor([7, 2, 7]), gradients)       # gradients: float32[3, dim]   # doctest: +SKIP
+
+        Under an optimizer that counts its steps (adam, adamw, nadam ...) what comes of it depends on the number of servers: each
+        part of a table counts the steps that touched its own rows, since only those servers hear of a push that have its rows.
         """
         requests = []
         for part, mine, local in self.split_rows(key, rows, "values", values, priority):
