@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -177,6 +178,49 @@ def test_rows_are_named_as_the_worker_knows_them() -> None:
             kv.pull_rows("e", torch.tensor([3, -1]), torch.ones(2, 2))
 
     world(False, worker, 1, 3, split=100)
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("shape", [(6,), (3, 2), (1, 2, 3)])
+def test_a_pull_without_init_fills_no_tensor_of_another_shape(real: bool, shape: tuple[int, ...]) -> None:
+    world(real, pull_as, 2, 1, shape)
+
+
+def pull_as(kv: Any, shape: tuple[int, ...]) -> None:
+    """Of one worker's key the other one has been told the name alone."""
+    if kv.rank == 0:
+        kv.init("w", torch.ones(2, 3))
+    kv.barrier()
+    if kv.rank == 1:
+        out = torch.zeros(shape)
+        with pytest.raises(ValueError, match=re.escape(f"'w' is float32[2, 3], which does not fit float32{list(shape)}")):
+            kv.pull("w", out).wait()
+        assert not out.any(), "nothing is written to it"
+        kv.pull("w", out := torch.zeros(2, 3)).wait()
+        assert out.all()
+
+
+def test_what_is_no_key_or_no_dense_tensor_is_named() -> None:
+    def worker(kv: Any) -> None:
+        kv.init(["w", "s"], [torch.zeros(4, 2), torch.tensor(1.0)])
+        rows, values, whole = torch.tensor([1, 2]), torch.ones(2, 2), torch.ones(4, 2)
+        torch.sparse.check_sparse_tensor_invariants.disable()  # says that we know
+        sparse = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), values, (4, 2))
+        wrong: list[tuple[type[Exception], str, Any]] = [
+            (ValueError, "a key is a string of at least one character, not ''", lambda: kv.init("", values)),
+            (ValueError, "a key is a string of at least one character, not ''", lambda: kv.push(["w", ""], [whole, whole])),
+            (ValueError, r"float32\[4, 2\] for key 'w' is torch.sparse_coo: push_rows sends", lambda: kv.push("w", sparse)),
+            (ValueError, r"'w' is torch.sparse_coo: push_rows", lambda: kv.push_rows("w", torch.arange(4), sparse)),
+            (ValueError, r"key 's' is float32\[\], one number, which has no rows", lambda: kv.push_rows("s", rows, values)),
+            (ValueError, r"key 's' is float32\[\], one number, which has no rows", lambda: kv.pull_rows("s", rows, values)),
+            (TypeError, r"rows and values of 'w' are torch.Tensors, not \[1, 2\]", lambda: kv.push_rows("w", [1, 2], values)),
+            (TypeError, "rows and out of 'w' are torch.Tensors, not tensor", lambda: kv.pull_rows("w", rows, [0.0, 0.0])),
+        ]
+        for kind, says, ask in wrong:
+            with pytest.raises(kind, match=says):
+                ask()
+
+    assert [server.requests["push"] for server in world(False, worker, 1, 1).servers] == [0]
 
 
 # ---- a key that is everywhere ---------------------------------------------------------------------------------------------

@@ -70,6 +70,9 @@ class Asking:
         """Where the parts of a key are, which these tensors fit; of one without `init` here, where it is if it is whole."""
         if not isinstance(key, str | int) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise TypeError(f"a key is a string or a number, with torch.Tensors: not {key!r} with {tensors!r}")
+        if key == "":
+            raise ValueError(f"a key is a string of at least one character, not {key!r}")
+        check_dense(key, *tensors)
         shape, dtype = self.placement.shapes.get(str(key), (tuple(tensors[0].shape), tensors[0].dtype))
         for tensor in tensors:
             if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
@@ -126,9 +129,11 @@ class Asking:
         """Ask for values, and put each where it is wanted."""
 
         def place(replies: list[Reply]) -> None:
-            for target, reply in zip(outs, replies, strict=True):
+            for (part, _), target, reply in zip(requests, outs, replies, strict=True):
                 came = reply.value
                 assert came is not None
+                if came.shape != target.shape:  # this worker has not called init, and takes the key for another
+                    raise ValueError(f"kv.{op}: {part.name!r} is {describe(came)}, which does not fit {describe(target)}")
                 if came.is_meta or came.data_ptr() != target.data_ptr():  # else the server has written it there
                     self.comm.copy(target, came)
 
@@ -137,11 +142,16 @@ class Asking:
     def split_rows(self, key: Key, rows: torch.Tensor, name: str, tensor: torch.Tensor, priority: int) -> list[Rows]:
         """See `Placement.split_rows`; `tensor` has a row for each of them."""
         check_priority(priority)
+        if not isinstance(rows, torch.Tensor) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"rows and {name} of {key!r} are torch.Tensors, not {rows!r} and {tensor!r}")
+        check_dense(key, rows, tensor)
         if str(key) not in self.placement.shapes:
             raise ValueError(f"key {key!r} is unknown to this worker: it must call init, to learn how many rows there are")
         if rows.dim() != 1 or rows.dtype != torch.int64:
             raise ValueError(f"rows must be flat, of int64, not {describe(rows)}")
-        count, *row = self.placement.shapes[str(key)][0]
+        if not (shape := self.placement.shapes[str(key)][0]):
+            raise ValueError(f"key {key!r} is {self.placement.whole(str(key))}, one number, which has no rows")
+        count, *row = shape
         if list(tensor.shape) != [len(rows), *row]:
             raise ValueError(f"{name} is {describe(tensor)}, but {len(rows)} rows of key {key!r} are {[len(rows), *row]}")
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
@@ -206,6 +216,12 @@ def pairs(key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
 def check_priority(priority: int) -> None:
     if type(priority) is not int:
         raise TypeError(f"priority={priority!r} is not a whole number")
+
+
+def check_dense(key: Key, *tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{describe(tensor)} for key {key!r} is {tensor.layout}: push_rows sends its rows, as dense tensors")
 
 
 def wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class SocketAnswer:
         """The reply with its value, read to where the caller wants it; if it does not fit, the caller's own copy will say so."""
         value, out = reply.value, self.out
         assert value is not None
-        if out is None or (out.dtype, out.numel()) != (value.dtype, value.numel()) or not in_one_piece(out):
+        if out is None or (out.dtype, out.shape) != (value.dtype, value.shape) or not in_one_piece(out):
             far.read(value)
             return reply
         far.read(out)
