@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from d2lps import kvstore
 from d2lps.kvstore import Refused
 from d2lps.kvstore.core.events import alike
+from d2lps.kvstore.core.optimizers import OPTIMIZERS as OPTIMIZERS_BY_NAME
 from d2lps.topology import star
 
 SHAPES = {"w": (40, 3), "b": (5,), "scale": (), "rows]": (7, 2)}
@@ -229,10 +230,35 @@ def test_a_key_that_would_be_read_as_a_state_is_refused(tmp_path: Path) -> None:
         kv.set_optimizer("adam")
         kv.push("w", torch.ones(2))
         kv.clock()
-        with pytest.raises(ValueError, match=r"'u' has a 'exp_avg', and 'u.exp_avg' is a key: name it otherwise"):
+        with pytest.raises(ValueError, match=r"'u' has a 'exp_avg', and 'u.exp_avg' is a key or another one's state"):
             kv.save(tmp_path / "file")
 
     simulate(worker, 1, 1)
+    assert not list(tmp_path.iterdir())
+
+
+class Dotted:
+    """An optimizer with states whose names have dots."""
+
+    def state(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"slow.sum": torch.zeros_like(value), "sum": torch.zeros_like(value)}
+
+    def step(self, value: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        value.sub_(gradient)
+
+
+def test_two_states_of_one_name_are_refused(tmp_path: Path) -> None:
+    def worker(kv: Any) -> None:
+        kv.init(["w", "w.slow"], [torch.zeros(2)] * 2)
+        kv.set_optimizer("dotted")
+        with pytest.raises(ValueError, match=r"'w.slow' has a 'sum', and 'w.slow.sum' is a key or another one's state"):
+            kv.save(tmp_path / "file")
+
+    kvstore.register_optimizer("dotted", Dotted)
+    try:
+        simulate(worker, 1, 1)
+    finally:
+        del OPTIMIZERS_BY_NAME["dotted"]
     assert not list(tmp_path.iterdir())
 
 

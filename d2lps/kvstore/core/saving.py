@@ -60,9 +60,11 @@ def _check_names(keys: set[str], moments: Sequence[str]) -> None:
     """Whether each tensor can be told from the others by its name, even if a key has none of these moments yet."""
     if RESERVED in keys:
         raise ValueError(f"{RESERVED!r} is a key, and a name that safetensors keeps for itself: name it otherwise")
+    taken = {*keys}
     for key, moment in product(sorted(keys), moments):
-        if _label(key, moment) in keys:
-            raise ValueError(f"{key!r} has a {moment!r}, and {_label(key, moment)!r} is a key: name it otherwise")
+        if (name := _label(key, moment)) in taken:
+            raise ValueError(f"{key!r} has a {moment!r}, and {name!r} is a key or another one's state: name it otherwise")
+        taken.add(name)
 
 
 def _completed(moments: Tensors, values: Tensors) -> Tensors:
