@@ -193,7 +193,8 @@ def pull_as(kv: Any, shape: tuple[int, ...]) -> None:
     kv.barrier()
     if kv.rank == 1:
         out = torch.zeros(shape)
-        with pytest.raises(ValueError, match=re.escape(f"'w' is float32[2, 3], which does not fit float32{list(shape)}")):
+        says = f"kv.pull of 'w': a copy needs two tensors alike, not float32{list(shape)} and float32[2, 3]"
+        with pytest.raises(ValueError, match=re.escape(says)):
             kv.pull("w", out).wait()
         assert not out.any(), "nothing is written to it"
         kv.pull("w", out := torch.zeros(2, 3)).wait()

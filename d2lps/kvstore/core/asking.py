@@ -133,7 +133,8 @@ class Asking:
                 came = reply.value
                 assert came is not None
                 if came.shape != target.shape:  # this worker has not called init, and takes the key for another
-                    raise ValueError(f"kv.{op}: {part.name!r} is {describe(came)}, which does not fit {describe(target)}")
+                    alike = f"a copy needs two tensors alike, not {describe(target)} and {describe(came)}"
+                    raise ValueError(f"kv.{op} of {part.name!r}: {alike}")
                 if came.is_meta or came.data_ptr() != target.data_ptr():  # else the server has written it there
                     self.comm.copy(target, came)
 
