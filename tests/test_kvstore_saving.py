@@ -262,10 +262,11 @@ def test_two_states_of_one_name_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_key_that_the_format_keeps_for_itself_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "why"), [("__metadata__", "safetensors keeps"), ("", "stands for all that a server has")])
+def test_a_key_that_stands_for_something_else_there_is_refused(key: str, why: str, tmp_path: Path) -> None:
     def worker(kv: Any) -> None:
-        kv.init(["__metadata__", "w"], [torch.zeros(2)] * 2)
-        with pytest.raises(ValueError, match=r"'__metadata__' is a key, and a name that safetensors keeps for itself"):
+        kv.init([key, "w"], [torch.zeros(2)] * 2)
+        with pytest.raises(ValueError, match=f"'{key}' is a key, and a name that {why}"):
             kv.save(tmp_path / "file")
 
     simulate(worker, 1, 1)

@@ -70,8 +70,6 @@ class Asking:
         """Where the parts of a key are, which these tensors fit; of one without `init` here, where it is if it is whole."""
         if not isinstance(key, str | int) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise TypeError(f"a key is a string or a number, with torch.Tensors: not {key!r} with {tensors!r}")
-        if key == "":
-            raise ValueError(f"a key is a string of at least one character, not {key!r}")
         check_dense(key, *tensors)
         shape, dtype = self.placement.shapes.get(str(key), (tuple(tensors[0].shape), tensors[0].dtype))
         for tensor in tensors:

@@ -29,7 +29,7 @@ Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, a
 Found = dict[int, dict[str, Any]]  # of each server: its workers, its options, {part: [dtype, shape, the optimizer's tensors]}
 Tensors = dict[str, torch.Tensor]
 META = "d2lps"
-RESERVED = "__metadata__"  # in the header of a safetensors file, beside the names of its tensors
+RESERVED = {"__metadata__": "safetensors keeps for itself", "": "stands for all that a server has, where it is asked"}
 
 
 def look(ask: Ask, servers: Sequence[int]) -> Found:
@@ -58,8 +58,8 @@ def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
 
 def _check_names(keys: set[str], moments: Sequence[str]) -> None:
     """Whether each tensor can be told from the others by its name, even if a key has none of these moments yet."""
-    if RESERVED in keys:
-        raise ValueError(f"{RESERVED!r} is a key, and a name that safetensors keeps for itself: name it otherwise")
+    for key in sorted(keys & RESERVED.keys()):
+        raise ValueError(f"{key!r} is a key, and a name that {RESERVED[key]}: name it otherwise")
     taken = {*keys}
     for key, moment in product(sorted(keys), moments):
         if (name := _label(key, moment)) in taken:
