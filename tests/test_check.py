@@ -11,7 +11,7 @@ from solutions import refused
 
 from d2lps import Communicator, check, collectives
 from d2lps.check.exercise import Wrong
-from d2lps.check.tools import near, parts
+from d2lps.check.tools import near, number, parts
 from d2lps.check.values import BASE, MOST, common_element, countable, counts
 from d2lps.topology import hgx_h100, ring, star
 
@@ -483,6 +483,8 @@ def test_a_number_may_be_numpys_or_a_tensor() -> None:
         parts("a week", (seven, 168), ("days", 7, ""), ("hours", 168, ""))
         with pytest.raises(Wrong, match=r"days: not .*7.*\. count them"):
             near("days", seven, 8, "count them")
-    for other in (True, "1", None, 1j):
+    for other in (True, "1", None, 1j, np.ones(2), torch.ones(2), float("nan")):
         with pytest.raises(Wrong, match="ones: not "):
             near("ones", other, 1, "")
+        with pytest.raises(Wrong, match="is no number; it is asked in days"):
+            number(other, 1, "days", "")

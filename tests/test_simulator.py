@@ -903,7 +903,14 @@ def draws_beside(comm: Communicator) -> list[float]:
         comm.start(draw).wait()
         comm.barrier()
         seen += torch.rand(1).tolist()
-    return seen
+
+    def fail(beside: Communicator) -> None:
+        draw(beside)
+        raise LookupError("gone")
+
+    with contextlib.suppress(LookupError):
+        comm.start(fail).wait()
+    return seen + torch.rand(1).tolist()
 
 
 def test_what_a_rank_starts_draws_on_from_its_numbers() -> None:

@@ -1,6 +1,7 @@
 """What the checks of several chapters share: a reader's function must be right, its own, and as quick as it should be."""
 
 import functools
+import math
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, NoReturn
@@ -90,9 +91,9 @@ def played(function: Function, topology: Topology, nbytes: int, *args: Any, **ho
 
 def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01) -> None:
     """An answer that is a number, right to one percent; else the hint."""
-    if not isinstance(given, int | float) and not hasattr(given, "__float__"):
+    if math.isnan(answer := _number(given)):
         raise Wrong(f"{given!r} is no number; it is asked in {unit}")
-    given = float(given)
+    given = answer
     for factor, times in ((1e3, "a thousand"), (1e6, "a million"), (1e9, "a billion")):
         for other, said in ((wanted * factor, "large"), (wanted / factor, "small")):
             if abs(given - other) <= within * abs(other):
@@ -103,9 +104,16 @@ def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01
 
 def near(what: str, given: Any, wanted: float, hint: str, within: float = 0.006) -> None:
     """One answer among several, named by `what`; else the hint."""
-    is_number = hasattr(given, "__float__") and not isinstance(given, bool)  # NumPy's too, and a tensor of one element
-    if not is_number or not abs(float(given) - wanted) <= within * abs(wanted):
+    if not abs(_number(given) - wanted) <= within * abs(wanted):
         raise Wrong(f"{what}: not {given!r}. {hint}")
+
+
+def _number(given: Any) -> float:
+    """NumPy's numbers too, and a tensor of one element; NaN for what is none, or several."""
+    try:
+        return float(given) if hasattr(given, "__float__") and not isinstance(given, bool) else math.nan
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def parts(name: str, given: Any, *wanted: tuple[str, float, str], within: float = 0.006) -> None:

@@ -57,8 +57,9 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten.addmv_: lambda given, matrix, vector, **more: 2 * matrix.numel(),
     _aten.dot: lambda one, other, **more: 2 * one.numel(),
     _aten.vdot: lambda one, other, **more: 2 * one.numel(),
-    _aten._grouped_mm: _grouped,
 }  # fmt: skip
+if hasattr(_aten, "_grouped_mm"):  # not every torch has it
+    _FORMULAS[_aten._grouped_mm] = _grouped
 
 _FREE = {  # besides views: room is made, and nothing is read or written
     _aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,

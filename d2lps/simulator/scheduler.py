@@ -77,6 +77,7 @@ class Scheduler:
             except GreenletExit:  # it was ended where it stood
                 pass
             except BaseException as error:
+                _stop_drawing(task)
                 task.error = error
                 self.failed |= ended is None
             if task.killed:

@@ -13,12 +13,14 @@ class Lanes extends Timed {
     Object.assign(this, { texts, end, stops });
     this.strips = runs.map(({ strip }) => new Strip({ strip, ranks, end }, texts, (t) => (this.stop(false), this.move(t))));
     for (const { drawing } of this.strips) drawing.addEventListener("pointerup", () => this.model.save_changes());
-    const seen = this.kinds(), lost = ["waiting", "sleeping"].find((kind) => seen.has(kind)); // what the heads tell
-    this.told = lost === "sleeping" ? fill(texts.slept, { what: texts.sleeping }) : lost ? texts.waited : "";
+    // The heads tell how long ranks wait, or, where nobody does, how long they do not compute.
+    const seen = this.kinds(), wait = seen.has("waiting"), counted = wait ? "waiting" : "computing";
+    this.told = wait ? texts.waited : seen.has("sleeping") ? fill(texts.slept, { what: texts.sleeping }) : "";
+    this.share = (part) => (wait ? part : 1 - part);
     const heads = runs.map(({ name, strip }, i) => {
-      const said = html("span"), waits = strip.map(({ bars }) => bars.filter(({ kind }) => kind === lost).flatMap(({ times }) => times.split(" ").map(Number)));
+      const said = html("span"), spans = strip.map(({ bars }) => bars.filter(({ kind }) => kind === counted).flatMap(({ times }) => times.split(" ").map(Number)));
       this.strips[i].drawing.setAttribute("aria-label", `${name}: ${texts.strip}`);
-      return { said, waits, head: html("div", { class: "head" }, html("b", {}, name), said) };
+      return { said, spans, head: html("div", { class: "head" }, html("b", {}, name), said) };
     });
     this.heads = heads;
     this.drawing = html("div", { class: "runs" }, ...runs.map((_, i) => html("div", { class: "strip" }, heads[i].head, this.strips[i].drawing)));
@@ -46,9 +48,9 @@ class Lanes extends Timed {
     const { t, texts, eps, data: { runs } } = this;
     runs.forEach(({ seconds }, i) => {
       this.strips[i].move(t);
-      const { said, waits } = this.heads[i], now = Math.min(t, seconds);
-      const waited = waits.flatMap((times) => times.map((at, k) => (k % 2 ? 1 : -1) * Math.min(at, now))).reduce((a, b) => a + b, 0);
-      said.textContent = now > eps ? fill(this.told, { share: Math.round((100 * waited) / (now * waits.length)) }) : "";
+      const { said, spans } = this.heads[i], now = Math.min(t, seconds);
+      const spent = spans.flatMap((times) => times.map((at, k) => (k % 2 ? 1 : -1) * Math.min(at, now))).reduce((a, b) => a + b, 0);
+      said.textContent = now > eps ? fill(this.told, { share: Math.round(100 * this.share(spent / (now * spans.length))) }) : "";
     });
     const done = runs.filter(({ seconds }) => t >= seconds - eps).map(({ name, seconds }) => fill(texts.ended, { name, time: quantity(seconds, "s") }));
     return { counter: fill(texts.counter_time, { now: quantity(t, "s"), end: quantity(this.end, "s") }), text: done.join(" ") };

@@ -22,7 +22,8 @@ class Lanes(still.Still):
     traces: {name: trace}. ranks: those to show, by default all. names: what these are called, by default "rank 0" and so on.
     title: shown above. sleeping: what it is called that ranks do while they sleep. `t` is the clock, in seconds; a step leads to
     where somebody stops computing or sleeping. The head of a run says for how long its ranks have waited, or, where nobody in any
-    run waits, slept. ValueError for no trace, for a rank that a trace has not, and for names that are not as many as the ranks.
+    run waits, for how long they have not computed: they sleep, or have ended before others. ValueError for no trace, for a rank
+    that a trace has not, and for names that are not as many as the ranks.
     """
 
     _esm, _css = still.source("lanes.js", "player_strip.js"), still.source("player.css", "lanes.css")
