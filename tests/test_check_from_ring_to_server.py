@@ -64,6 +64,16 @@ def in_order(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
         work.wait()
 
 
+def pulls_too_early(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
+    works = []
+    for key, part, out in pieces_of(gradient, weights, pieces):
+        kv.push(key, part)
+        works.append(kv.pull(key, out))
+    kv.clock()
+    for work in works:
+        work.wait()
+
+
 def one_by_one(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
     """Each piece waits for the one before."""
     for piece in pieces_of(gradient, weights, pieces):
@@ -110,7 +120,8 @@ def knows_the_workers(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -
 
 @pytest.mark.parametrize(("wrong", "words"), [
     (without_clock, "clock comes next"), (clock_once, r"has called clock\(\) 1 times in two"), (in_order, "40.0 are possible"),
-    (one_by_one, "ms, and .* are possible"), (never_waits, "has it waited"), (waits_for_the_first, "rank 0 has"),
+    (pulls_too_early, r"has it waited, and pulled after clock\(\)"),
+    (one_by_one, "ms, and .* are possible"), (never_waits, r"has it waited\?$"), (waits_for_the_first, "rank 0 has"),
     (names_the_keys_again, "in every iteration"),
     (past_the_servers, "pushes 0 times"), (no_servers_and_no_clock, "clock"), (knows_the_workers, "pushes 0 times"),
 ])  # fmt: skip
@@ -187,6 +198,10 @@ def added_up(kv: Any, devices: int, X: Tensor, Y: Tensor, rate: float = 0.5) -> 
     return blockwise(kv, devices, X, Y, rate, inside)
 
 
+def uphill(kv: Any, devices: int, X: Tensor, Y: Tensor, rate: float = 0.5) -> Tensor:
+    return added_up(kv, devices, X, Y, -rate)
+
+
 def all_reduced_inside(kv: Any, devices: int, X: Tensor, Y: Tensor, rate: float = 0.5) -> Tensor:
     """The right bytes through the port, but each machine's devices send one another the whole sum, at a speaker."""
 
@@ -206,7 +221,8 @@ def test_another_right_way_passes() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (everybody_pushes, "6 gradients are pushed"), (does_not_add_up, "rank 0 has"), (fixed_rate, "rate 0.25"),
+    (everybody_pushes, "6 gradients are pushed"), (does_not_add_up, "rank 0 has weight 0 at"),
+    (fixed_rate, "rate 0.25: rank 0 has 2 times the weights"), (uphill, "rank 0 has -1 times the weights"),
     (around_the_servers, "nothing was pushed"), (all_reduced_inside, "28.8 are possible"),
     (returns_its_part, "not the 8 weights"), (waits_for_all, "when every worker has pushed that key"),
 ])  # fmt: skip
@@ -285,7 +301,7 @@ def forgets_the_rest(comm: Communicator, tensor: Tensor) -> None:
 @pytest.mark.parametrize(("wrong", "words"), [
     (mean, "3 ranks, 6 elements: rank 0, element 0 is .* the median of"), (of_neighbors, "the median of"),
     (everything_to_everyone, "4.00 gradients go through some rank's port, and the ring needs 1.60"),
-    (everything_to_one, "4.00 gradients"), (lambda comm, tensor: tensor.clone(), "the median of"),
+    (everything_to_one, "4.00 gradients"), (lambda comm, tensor: tensor.clone(), "the median of.*the result belongs in it"),
     (lambda comm, tensor: all_to_all_blocks(comm, tensor, lambda found: found.mean(0)), "the median of"),
     (middle_of_three, "5 ranks"), (forgets_the_rest, "IndexError|ValueError"),
 ])  # fmt: skip

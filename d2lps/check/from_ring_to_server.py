@@ -70,7 +70,7 @@ def _by_pieces(function: Function, workers: int, numel: int, pieces: int, rounds
 
 def _sums_in_pieces(function: Function, workers: int, numel: int, pieces: int) -> None:
     run = _by_pieces(function, workers, numel, pieces, rounds=2)
-    where = f"{workers} workers, {numel} elements, {pieces} pieces"
+    where = f"{workers} worker{'s' * (workers > 1)}, {numel} elements, {pieces} piece{'s' * (pieces > 1)}"
     asked = run.servers[0].requests
     refuse((asked["init"] > workers * pieces, f"{where}: init is called in every iteration, and the keys are there already"))
     pushed = (asked["push"] + asked["pushpull"]) / workers / 2
@@ -78,8 +78,9 @@ def _sums_in_pieces(function: Function, workers: int, numel: int, pieces: int) -
         for iteration, weights in enumerate(seen, 1):
             wanted = iteration * (10**workers - 1) // 9 * torch.arange(1.0, numel + 1)
             if not torch.equal(weights, wanted):
+                early = ", and pulled after clock()? A pull brings what its worker has ended by then" if asked["pull"] else "?"
                 raise Wrong(f"{where}, iteration {iteration}: rank {rank} has {weights.tolist()} when your function returns, and "
-                            f"not {wanted.tolist()}{'' if weights.any() else '; has it waited?'}")  # fmt: skip
+                            f"not {wanted.tolist()}{'' if weights.any() else f'; has it waited{early}'}")  # fmt: skip
         refuse((ended != 2, f"{where}: rank {rank} has called clock() {ended} times in two iterations; each must end once"))
     if pushed != pieces:
         raise Wrong(f"{where}: a worker pushes {pushed:g} times in an iteration, once for each of {pieces} keys is wanted")
@@ -100,7 +101,7 @@ def blocks(function: Function) -> str:
     """Check `function(kv, devices, X, Y, rate)`: all devices get what one process gets, with as few bytes, as soon as can be."""
     for machines, devices, rate in (2, 1, 0.5), (3, 2, 0.5), (2, 4, 0.25):
         X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(devices)), torch.arange(16.0)
-        where = f"{machines} machines of {devices} devices"
+        where = f"{machines} machines of {devices} device{'s' * (devices > 1)}"
         try:
             run = _trained(function, machines, devices, X, Y, rate, log=True)
         except RankHung as error:
@@ -110,7 +111,7 @@ def blocks(function: Function) -> str:
             if not isinstance(weights, torch.Tensor) or weights.shape != (8,):
                 raise Wrong(f"{where}: rank {rank} returns {weights!r}, not the 8 weights")
             if not torch.allclose(weights, wanted := rate * X.T @ Y / 16, atol=1e-5):
-                raise Wrong(f"{where}, rate {rate}: rank {rank} has {weights.tolist()}, one process has {wanted.tolist()}")
+                raise Wrong(f"{where}, rate {rate}: rank {rank} has {_beside(weights, wanted)}")
         values = [getattr(event, "value", None) for server in run.servers for _, event in server.log if _pushes(event)]
         pushed = sum(value.nbytes for value in values if value is not None) / X[0].nbytes
         refuse((not pushed, f"{where}: the weights are right, but nothing was pushed to the servers"))
@@ -121,6 +122,19 @@ def blocks(function: Function) -> str:
         raise Wrong(f"100 MB take {took:.1f} ms, and 28.8 are possible, of which init needs 8: does a device wait for bytes that "
                     "are another's?")  # fmt: skip
     return f"the weights of one process, two gradients through the servers' ports, {took:.1f} ms for 100 MB with init"
+
+
+def _beside(weights: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Weights that are wrong, in words: a factor, if that is all; else the first that differs.
+
+    >>> _beside(torch.tensor([-2.0, -4.0]), torch.tensor([1.0, 2.0])), _beside(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]))
+    ('-2 times the weights of one process', 'weight 1 at 3, and one process has 2')
+    """
+    factor = float(weights @ wanted / (wanted @ wanted))
+    if torch.allclose(weights, factor * wanted, atol=1e-5):
+        return f"{factor:.3g} times the weights of one process"
+    k = int((weights - wanted).abs().gt(1e-5).nonzero()[0])
+    return f"weight {k} at {weights[k]:.4g}, and one process has {wanted[k]:.4g}"
 
 
 def _pushes(event: Any) -> bool:
@@ -178,9 +192,9 @@ def median(function: Function) -> str:
         for rank, got in enumerate(run):
             off = (got != (wanted := given.median(0).values)).nonzero()
             if len(off):
-                k = int(off[0])
+                k, idle = int(off[0]), "; the tensor is as it was, and the result belongs in it" * torch.equal(got, given[rank])
                 raise Wrong(f"{ranks} ranks, {numel} elements: rank {rank}, element {k} is {got[k]:g}; the median of "
-                            f"{given[:, k].tolist()} is {wanted[k]:g}")  # fmt: skip
+                            f"{given[:, k].tolist()} is {wanted[k]:g}{idle}")  # fmt: skip
     for ranks in 5, 7:
         run = simulator.simulate(_median_job, topology.star(ranks, _BANDWIDTH), function, 35_000)
         through = max(run.trace.bytes_sent().max(), run.trace.bytes_received().max()) / 140_000
