@@ -28,6 +28,8 @@ Tensor = torch.Tensor
     ("slices", (0,), "no number of slices"),
     ("slices", ("many",), "no number of slices"),
     ("break_even", (1.0, 1.0), "64 bytes"),
+    ("break_even", (89, 33), "at most 1"),
+    ("break_even", (8 / 9, "a third"), "4 bytes: not 'a third'"),
     ("break_even", (0.8889, 0.5), "4 bytes.*with the push and again with the pull"),
     ("break_even", (64 / 80, 4 / 20), "64 bytes"),
     ("tiers", (24, 72), "72 misses"),
@@ -37,6 +39,8 @@ Tensor = torch.Tensor
     ("tourist", (186, 186), "after reading"),
     ("tourist", (160, 160), "after peeking"),
     ("tourist", (160, 270), "after peeking"),
+    ("tourist", (175, 175), "which pages are in memory"),
+    ("tourist", (180, 165), "which pages are in memory"),
 ])  # fmt: skip
 def test_wrong_numbers_are_refused(name: str, answers: tuple[Any, ...], words: str) -> None:
     refused_as(getattr(check, name)(*answers), words)
@@ -114,6 +118,29 @@ class RemembersBeside(Remembers):
         return {"square": torch.zeros_like(value)}
 
 
+class ATensor(Right):
+    """The running mean itself, not under a name."""
+
+    def state(self, value: Tensor) -> Any:
+        return torch.zeros_like(value)
+
+
+class ANumber(Right):
+    """Becomes a tensor in the first step; until then a server could not save it."""
+
+    def state(self, value: Tensor) -> Any:
+        return {"square": 0.0}
+
+    def mean(self, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+        state["square"] = self.alpha * state["square"] + (1 - self.alpha) * gradient**2
+        return state["square"]
+
+
+class NotSquared(Right):
+    def mean(self, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return state["square"].mul_(self.alpha).add_((1 - self.alpha) * gradient)
+
+
 class OneState(Right):
     """The same numbers for all keys."""
 
@@ -130,7 +157,9 @@ def test_another_right_optimizer_passes() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (EpsilonInside, "epsilon|away"), (OneRate, r"lr=0.5, alpha=0.99, step 0"), (OneAlpha, "alpha=0.99, step 0"),
+    (EpsilonInside, "so near: where does epsilon stand"), (ATensor, "not a dictionary of tensors"),
+    (ANumber, "{'square': 0.0}, not a dictionary of tensors"), (NotSquared, "mean of squares"),
+    (OneRate, r"lr=0.5, alpha=0.99, step 0"), (OneAlpha, "alpha=0.99, step 0"),
     (OtherDefault, r"^lr=0.1, step 0"), (WithoutRoot, "step 0: element"), (ChangesTheGradient, "the gradient was changed"),
     (NotInPlace, "in place"), (Remembers, "gives no tensors"),
     (RemembersBeside, "step 6.*is all in `state`"), (OneState, "step 0"), (Stub, "still empty"),

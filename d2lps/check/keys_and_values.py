@@ -48,8 +48,10 @@ def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
     for value in [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in ((5,), (2, 3))]:
         judge = value.clone().requires_grad_()
         keys.append([value, mine.state(value), judge, torch.optim.RMSprop([judge], **hyper)])
-    if not keys[0][1]:
-        raise Wrong("`state` gives no tensors: one optimizer serves many keys, so what it must remember of each is in its state")
+    kept = keys[0][1]
+    if not isinstance(kept, dict) or not kept or not all(isinstance(tensor, torch.Tensor) for tensor in kept.values()):
+        found = "no tensors" if isinstance(kept, dict) and not kept else f"{kept!r}, not a dictionary of tensors"
+        raise Wrong(f"`state` gives {found}: one optimizer serves many keys, so what it must remember of each is in its state")
     for step in range(12):
         if step == 6:  # as when a server is started anew: what it knows is the dictionary
             mine = ours(**hyper)
@@ -63,9 +65,11 @@ def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
             refuse((not torch.equal(gradient, judge.grad), f"{where}: the gradient was changed"))
             refuse((torch.equal(value, old), f"{where}: the value is as it was: `step` is to change it in place"))
             off = (before - judge.detach()).abs().flatten()
+            refuse((off.isnan().any(), f"{where}: the value is not a number: is the root that of a mean of squares?"))
             if not off.max() <= 1e-9:
                 hint = "; just before, the optimizer was made anew, as on another server: is all in `state`?" * (step == 6)
                 small = f" (gradients of about {scale:g}: where does epsilon stand?)" * (scale < 1 and step < 6)
+                small = small or " (so near: where does epsilon stand?)" * (step == 0 and bool(off.max() < 1e-4 * hyper["lr"]))
                 raise Wrong(f"{where}: element {int(off.argmax())} is {off.max():.2g} away from torch's{small}{hint}")
 
 
@@ -140,9 +144,11 @@ def slices(count: Any) -> str:
 @answered
 def break_even(wide: Any, narrow: Any) -> str:
     """Check up to which fraction of touched rows they are cheaper than the table, for rows of 64 bytes and of 4."""
-    hint = "A row's number travels with the push and again with the pull; the whole table needs none"
-    near("64 bytes", wide, 64 / 72, hint)
-    near("4 bytes", narrow, 4 / 12, hint)
+    for what, given, right in ("64 bytes", wide, 64 / 72), ("4 bytes", narrow, 4 / 12):
+        hint = "A row's number travels with the push and again with the pull; the whole table needs none"
+        if isinstance(given, int | float) and given > 1:
+            hint = "A fraction of the rows is asked for, at most 1"
+        near(what, given, right, hint)
     return "eight rows of nine if they have 64 bytes, one of three if they have 4"
 
 
@@ -162,4 +168,5 @@ def tourist(scanned: Any, peeked: Any) -> str:
         raise Wrong(f"after reading: not {scanned!r}. 300 reads ask for some 140 pages; how often does each of these miss?")
     if not isinstance(peeked, int | float) or not 165 <= peeked <= 200:
         raise Wrong(f"after peeking: not {peeked!r}. What was in memory still is: what rate is predicted for a tenth?")
+    refuse((peeked <= scanned, f"{scanned!r} after reading, {peeked!r} after peeking: which pages are in memory after either?"))
     return "about 160 after a tourist who reads, 186 after one who peeks"
