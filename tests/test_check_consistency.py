@@ -230,6 +230,11 @@ class StandsStill(Aware):
         self.version = 0
 
 
+class KeepsTheVersion(Aware):
+    def pull(self) -> Any:
+        return self.weights.clone()
+
+
 class HandsOutItsOwn(Aware):
     def pull(self) -> tuple[torch.Tensor, int]:
         return self.weights, self.version
@@ -241,6 +246,7 @@ class HandsOutItsOwn(Aware):
     (NeverDivides, "moved by 1.5 times the gradient"),
     (ByTheVersion, "push 2, with 1 worker"), (FixedWorkers, "push 1, with 1 worker"),
     (Climbs, "moved by -0.5"), (StandsStill, "moved by 1.5 times the gradient"), (HandsOutItsOwn, "hand out a copy"),
+    (KeepsTheVersion, "and is to return two things"),
 ])  # fmt: skip
 def test_aware_wrongly(wrong: Any, words: str) -> None:
     refused(check.aware(wrong), words)

@@ -164,7 +164,7 @@ def aware(make: Callable[..., Any]) -> str:
         dice = torch.Generator().manual_seed(seed)
         right, rate = torch.rand(3, generator=dice, dtype=torch.double), 0.5 + seed
         server = make(right.clone(), rate)
-        read = [(*server.pull(), 0) for _ in range(workers)]
+        read = [(*_pulled(server), 0) for _ in range(workers)]
         for pushes in range(30):
             rank = int(torch.randint(workers, (1,), generator=dice))
             (weights, version, then), gradient = read[rank], torch.rand(3, generator=dice, dtype=torch.double)
@@ -173,12 +173,20 @@ def aware(make: Callable[..., Any]) -> str:
             right -= rate * gradient / (1 + pushes - then)
             if not torch.equal(weights, before):
                 raise Wrong("weights that a worker had pulled changed under its hands when somebody pushed: hand out a copy")
-            read[rank] = (*server.pull(), pushes + 1)
+            read[rank] = (*_pulled(server), pushes + 1)
             if not torch.allclose(read[rank][0], right):
                 moved, others = (old - read[rank][0])[0] / gradient[0], _many(pushes - then, "other gradient")
                 raise Wrong(f"push {pushes + 1}, with {_many(workers, 'worker')} and a rate of {rate:g}: {others} came"
                             f" between the read and the push, and the weights moved by {moved:.3g} times the gradient")
     return "90 pushes of 1 to 5 workers"
+
+
+def _pulled(server: Any) -> tuple[torch.Tensor, Any]:
+    """A copy of the weights, and their version."""
+    found = server.pull()
+    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[0], torch.Tensor):
+        raise Wrong(f"pull() returns {found!r}, and is to return two things: a copy of the weights, and their version")
+    return found[0], found[1]
 
 
 # ---- a server that threads share ----------------------------------------------------------------------------------------
