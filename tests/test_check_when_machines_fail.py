@@ -27,7 +27,8 @@ def test_an_empty_class_is_a_stub() -> None:
     ({"failure": 3.09}, "failure: 3.09 is too little"), ({"interval": 19}, "interval: 19 is too much"),
     ({"rule": 0.26}, "there is a term for restarting"), ({"rule": 42}, "a share, such as 0.1"),
     ({"really": 0.42}, "really: 0.42 is too little"),
-    ({"saving": 6.3}, "on top, really; it is to be a tenth"), ({"saving": 60}, "on top"), ({"saving": 0}, "ZeroDivisionError"),
+    ({"saving": 6.3}, "on top, really; it is to be a tenth"), ({"saving": 60}, "on top"),
+    ({"saving": 5.6}, "10.05% comes on top"), ({"saving": 0}, "ZeroDivisionError"),
     ({"saving": 1}, "no more and hardly less"),
 ], ids=str)  # fmt: skip
 def test_numbers_misjudged(wrong: dict[str, float], words: str) -> None:
@@ -222,7 +223,9 @@ def two_names(disk: Any, step: int, files: dict[str, str]) -> None:
     (in_place, lambda disk: disk.texts, "operation 1: load gives {'server-0': 'new sta', 'server-1': 'old state of 1'}"),
     (draft_of_each, lambda disk: disk.texts, "stopped in operation 1: load gives"),
     (draft_of_each, lambda disk: {name: text for name, text in disk.texts.items() if name != "draft"}, "stopped in operation 3"),
-    (manifest_first, load, "KeyError"), (manifest_in_place, load, "Error"), (past_the_disk, load, "KeyError: 'manifest'"),
+    (manifest_first, load, "with 2, then 2 servers, stopped in operation 3: load raises KeyError"),
+    (manifest_in_place, load, "with 2, then 2 servers, stopped in operation 3: load raises"),
+    (past_the_disk, load, "KeyError: 'manifest'"),
     (in_memory, lambda disk: disk.files, "AttributeError"), (two_names, load, "with 3, then 2 servers"),
     (save, lambda disk: {}, "load gives {}"), (beside_the_disk, lambda disk: KEPT["files"], "with the first checkpoint alone"),
 ], ids=["in place", "drafts, all read", "drafts", "first", "manifest", "past the disk", "memory", "two", "none", "kept"])

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercise import Function, Wrong, answered, judged, raised
 from d2lps.check.tools import refuse
 
 _M = 24 * 54 / 419 * 16_384 / 100_000  # hours between failures, of 100,000 GPUs like those of Llama 3
@@ -33,7 +33,7 @@ def numbers(failure: float, interval: float, rule: float, really: float, saving:
     _near("rule", rule, math.sqrt(2 / 60 / _M) + 5 / 60 / _M, "a share, such as 0.1; there is a term for restarting as well")
     _near("really", really, _over(1 / 60, 5 / 60), "a share; the hours that tau + c uninterrupted ones take, over tau, less 1")
     if not 0.095 < (found := _over(saving / 3600, 30 / 3600)) <= 0.1:
-        raise Wrong(f"saving: with {saving:g} s, {found:.1%} comes on top, really; it is to be a tenth, no more and hardly less")
+        raise Wrong(f"saving: with {saving:g} s, {found:.2%} comes on top, really; it is to be a tenth, no more and hardly less")
     return f"a failure every {failure:.0f} minutes, and {saving:g} s to save"
 
 
@@ -157,7 +157,10 @@ def _stopped_everywhere(save: Function, load: Function, *servers: int) -> int:
 
 def _loads(load: Function, disk: _Files, right: list[dict[str, str]], where: str) -> None:
     """A machine that has just started knows nothing but what lies on the disk."""
-    found = load(_Files(0, disk.texts.items()))
+    try:
+        found = load(_Files(0, disk.texts.items()))
+    except Exception as error:
+        raise Wrong(f"{where or 'never stopped'}: load raises {raised(error)}") from error
     refuse((found not in right, f"{where or 'never stopped'}: load gives {found}"))
 
 
