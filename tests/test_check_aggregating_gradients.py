@@ -18,7 +18,8 @@ def test_by_hand_refuses(answers, word):
 
 
 @pytest.mark.parametrize(("answer", "word"), [
-    (16, "20.0 ms"), (20, "16.0 ms"), (32, "slower cable"), (21.33e9, "a billion times too large"),
+    (16, "20.0 ms"), (20, "16.0 ms"), (21, "15.2 ms"), (22, "slower cable"), (32, "slower cable"),
+    (21.33e9, "a billion times too large"),
 ])  # fmt: skip
 def test_cable_refuses(answer, word):
     refused(check.cable(answer), word)
@@ -166,9 +167,31 @@ def of_the_whole_table(comm, mine):
     return low.min(), high.max(), 0.0
 
 
+def right_but_for(change):
+    """The deviation of all, then changed."""
+
+    def statistics(comm, mine):
+        sums = torch.stack([torch.ones_like(mine).sum(), mine.sum(), mine.square().sum()])
+        collectives.all_reduce(comm, sums)
+        count, total, squares = sums.tolist()
+        return change(comm, *extremes(comm, mine), (squares / count - (total / count) ** 2) ** 0.5, count)
+
+    return statistics
+
+
+def test_statistics_may_be_lists():
+    assert check.statistics(right_but_for(lambda comm, low, high, deviation, _: (low.tolist(), high.tolist(), deviation)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(mean_of_deviations, "deviation of"), (mean_of_means, "different numbers of values"), (gathers_all, "more data make"),
+    [(right_but_for(lambda comm, low, high, deviation, count: (low, high, deviation * (count / (count - 1)) ** 0.5)),
+      "correction=0"),
+     (right_but_for(lambda comm, low, high, deviation, _: (low, high, [deviation] * 4)), "one number, not 4"),
+     (right_but_for(lambda comm, low, high, deviation, _: (deviation, low, high)), "one for each of the 4 columns"),
+     (right_but_for(lambda comm, low, high, deviation, _: torch.cat([low, high, torch.tensor([deviation])])), "three things"),
+     (right_but_for(lambda comm, *found: found[:3] if comm.rank == 0 else None), "rank 1 returns None"),
+     (mean_of_deviations, "deviation of"), (mean_of_means, "different numbers of values"), (gathers_all, "more data make"),
      (its_own, "smallest values"), (of_the_whole_table, "smallest values")],
 )  # fmt: skip
 def test_statistics_refuses(wrong, word):

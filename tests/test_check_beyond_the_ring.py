@@ -148,10 +148,28 @@ def mean_of_means(comm, triple):
     triple[1] /= comm.size
 
 
+def overwrites_what_it_needs(comm, triple):
+    """Count and mean are new before M asks for the old ones."""
+
+    def merge(one, two):
+        count, step = one[0] + two[0], two[1] - one[1]
+        one[0] = count
+        one[1] += step * two[0] / count
+        one[2] += two[2] + (two[1] - one[1]) ** 2 * one[0] * two[0] / count
+
+    room = torch.empty_like(triple)
+    if comm.rank + 1 < comm.size:
+        comm.recv(room, comm.rank + 1)
+        merge(triple, room)
+    if comm.rank:
+        comm.send(triple, comm.rank - 1)
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(star_of_one_round, "that is a star"), (chain, "one after another"), (mean_of_means, "the mean on rank 0"),
-     (lambda comm, triple: comm.rank, "the count on rank 0")],
+    [(overwrites_what_it_needs, "from before the merge"),
+     (star_of_one_round, "that is a star"), (chain, "one after another"), (mean_of_means, "the mean on rank 0"),
+     (lambda comm, triple: comm.rank, "as it was before: write the merge")],
 )  # fmt: skip
 def test_tree_merge_refuses(wrong, word):
     verdict = check.tree_merge(wrong)
@@ -161,6 +179,7 @@ def test_tree_merge_refuses(wrong, word):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [([list(range(16))], "which links"), ([list(range(k, 16, 4)) for k in range(4)], "which links"),
+     (4, "no list of groups"), ([4] * 4, "no list of groups"),
      ([[0, 1, 2, 3]], "each rank"), ([list(range(4 * k, 4 * k + 4)) for k in (0, 1, 2, 2)], "each rank")],
 )  # fmt: skip
 def test_groups_refuses(wrong, word):

@@ -84,9 +84,18 @@ def with_sendrecv(comm, tensor):
     comm.sendrecv(tensor, 0, tensor.clone(), 0)
 
 
+def with_the_chapters_halves(comm, tensor):
+    """Functions of the chapter do it, by sendrecv."""
+    chapter = solution("ex-ring-mean")
+    chunks = tensor.tensor_split(comm.size)
+    chapter.value("scatter_reduce")(comm, chunks)
+    chapter.value("all_gather")(comm, chunks)
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(never_waits, "never waited for"), (with_sendrecv, "do without"), (everyone_to_everyone, "only right neighbors"),
+    [(with_the_chapters_halves, "a function that yours calls uses sendrecv"),
+     (never_waits, "never waited for"), (with_sendrecv, "do without"), (everyone_to_everyone, "only right neighbors"),
      (sends_first, "Deadlock"), (lambda comm, tensor: ring(comm, tensor, -1), "only right neighbors"),
      (lambda comm, tensor: collectives.all_reduce(comm, tensor), "the library's")],
 )  # fmt: skip
@@ -159,7 +168,7 @@ def test_beat_the_ring():
 @pytest.mark.parametrize(
     ("answers", "word"),
     [((5.185, (4, 1), 6.22), "which ring is last"), ((10.37, (2, 1), 6.22), "10.37"), ((10.37, (1, 4), 6.22), "take"),
-     ((10.37, (4, 1), 5.185), "both rings carry")],
+     ((10.37, (4, 1), 5.185), "both rings carry"), ((10.37, 4, 6.22), "no pair"), ((10.37, (4, 1, 1), 6.22), "no pair")],
 )  # fmt: skip
 def test_half_as_fast_refuses(answers, word):
     refused(check.half_as_fast(*answers), word)

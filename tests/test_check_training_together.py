@@ -38,6 +38,12 @@ def a_message_of_its_own(comm, gradient, count):
     gradient /= total
 
 
+def gives_the_name_away(comm, gradient, count):
+    message = torch.cat([gradient * count, gradient.new_tensor([count])])
+    all_reduce(comm, message)
+    gradient = message[:-1] / message[-1]
+
+
 def divides_by_the_ranks(comm, gradient, count):
     gradient *= count
     all_reduce(comm, gradient)
@@ -49,7 +55,7 @@ def divides_by_the_ranks(comm, gradient, count):
     [(plain_mean, "every image count"), (over_those_with_images, "every image count"), (twice_the_length, "numbers are sent"),
      (a_message_of_its_own, "travel along"), (divides_by_the_ranks, "off by"),
      (lambda comm, gradient, count: gradient.mul_(2), "off by"),
-     (lambda comm, gradient, count: 2 * gradient, "in place")],
+     (lambda comm, gradient, count: 2 * gradient, "in place"), (gives_the_name_away, "write into it")],
 )  # fmt: skip
 def test_weighted_mean_refuses(wrong, word):
     refused(check.weighted_mean(wrong), word)
@@ -105,13 +111,26 @@ def in_float32(comm, correct, seen):
     return float(counts[0].double() / counts[1].double())
 
 
+def divides_in_float32(comm, correct, seen):
+    counts = torch.tensor([correct, seen])
+    all_reduce(comm, counts)
+    return (counts[0] / counts[1]).item()
+
+
+def on_rank_0(comm, correct, seen):
+    counts = torch.tensor([correct, seen])
+    all_reduce(comm, counts)
+    return counts[0].item() / counts[1].item() if comm.rank == 0 else None
+
+
 def only_here(comm, correct, seen):
     return correct / seen if seen else 0.0
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(mean_of_accuracies, "it is 9/11"), (in_float32, "float32"), (only_here, "rank 0 says"),
+    [(mean_of_accuracies, "it is 9/11 = 0.8181818182; does every image"), (in_float32, "beyond what a float32"),
+     (divides_in_float32, "as near as a float32 comes"), (on_rank_0, "rank 1 returns nothing"), (only_here, "rank 0 says"),
      (lambda comm, *counts: 0.75, "says 0.75")],
 )  # fmt: skip
 def test_accuracy_refuses(wrong, word):
@@ -150,9 +169,22 @@ def leaves_its_hooks(loss, model, aggregate):
     mine(loss, model, aggregate)
 
 
+def leaves_what_does_nothing(loss, model, aggregate):
+    """Its own hooks put what is ready into a queue that nobody reads any more."""
+    waiting = Queue()
+    talker = Thread(target=lambda: [aggregate(weight.grad) for weight in iter(waiting.get, None)])
+    talker.start()
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(waiting.put)
+    loss.backward()
+    waiting.put(None)
+    talker.join()
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(after_it, "before the backward pass was over"), (in_the_hook, "stood still"), (does_not_wait, "wait for all"),
+    [(leaves_what_does_nothing, "leaves 2 hooks"),
+     (after_it, "before the backward pass was over"), (in_the_hook, "stood still"), (does_not_wait, "wait for all"),
      (leaves_its_hooks, "aggregated"),
      (lambda loss, model, aggregate: loss.backward(), "before the backward pass")],
 )  # fmt: skip

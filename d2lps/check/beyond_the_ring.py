@@ -81,9 +81,11 @@ def tree_merge(function: Function) -> str:
         run = _merged(function, p)
         data = np.concatenate([_numbers(rank) for rank in range(p)])
         wanted = [float(len(data)), float(data.mean()), float(((data - data.mean()) ** 2).sum())]
+        hints = {"count": "; it is as it was before: write the merge into `triple`" if p > 1 and run[0][0] == 1 else "",
+                 "M": "; is its last term there, made of the counts and means from before the merge?"}  # fmt: skip
         for name, got, value in zip(("count", "mean", "M"), run[0], wanted, strict=True):
             said = f"with {p} ranks, the {name} on rank 0 is {got:.6g}, and that of all the numbers is {value:.6g}"
-            refuse((not np.isclose(got, value, rtol=1e-9), said))
+            refuse((not np.isclose(got, value, rtol=1e-9), said + hints.get(name, "")))
         trace, steps, case = run.trace, (p - 1).bit_length(), f"with {p} ranks"
         into = np.bincount(trace.messages["dst"], minlength=p)
         refuse(
@@ -114,6 +116,8 @@ def _merged(function: Function, p: int) -> Run:
 @answered
 def groups(chosen: Sequence[Sequence[int]]) -> str:
     """Check the answer: groups of the 16 ranks of the chapter's racks, by which 160 MB take less than 10 ms."""
+    nested = all(hasattr(each, "__iter__") for each in (chosen, *(chosen if hasattr(chosen, "__iter__") else ())))
+    refuse((not nested, f"{chosen!r} is no list of groups: each group is a list of ranks, as in [[0, 1], [2, 3]]"))
     ranks = sorted(rank for group in chosen for rank in group)
     refuse((ranks != list(range(16)), "the groups should hold each rank from 0 to 15 once"))
     racks = spine_leaf(4, 4, spines=2, oversubscription=4)

@@ -2,12 +2,12 @@
 
 import random
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.exercise import Function, Wrong, answered, judged
 from d2lps.check.exercises import all_reduce, contest
 from d2lps.check.tools import number, own, played, refuse, right, without
 from d2lps.collectives import all_reduce as ready_made
@@ -69,8 +69,8 @@ def carried(function: Function) -> str:
 @judged
 def isend_ring(function: Function) -> str:
     """Check `function(comm, tensor)`: a ring of isend and recv that has waited for all it sent."""
-    function = own(function)
     without(function, "sendrecv", "exchange", "together")
+    function = _apart(own(function))
     right(all_reduce, function)
     for p in (2, 3, 8):
         trace = played(function, star(p, 1e9, 1e-6), _SMALL).trace
@@ -81,6 +81,22 @@ def isend_ring(function: Function) -> str:
              "too early?"),
         )  # fmt: skip
     return "every send was waited for, in as many steps as with sendrecv"
+
+
+def _apart(function: Function) -> Function:
+    """The function, where no sendrecv works, not even in another function that it calls."""
+
+    def refused(*message: Any, **more: Any) -> NoReturn:
+        raise Wrong("a function that yours calls uses sendrecv, and the exercise is to do without")
+
+    def alone(comm: Any, tensor: torch.Tensor) -> Any:
+        vars(comm)["sendrecv"] = refused
+        try:
+            return function(comm, tensor)
+        finally:
+            vars(comm).pop("sendrecv", None)
+
+    return alone
 
 
 class _Divisions(TorchDispatchMode):
@@ -162,6 +178,8 @@ def beat_the_ring(function: Function) -> str:
 def half_as_fast(before: float, shares: tuple[float, float], after: float) -> str:
     """Check the answers: milliseconds with shares 2:1; the best shares, as a pair; milliseconds with these."""
     number(before, 160 / 3 * 1.75 / 9, "ms", "which ring is last, with a third of the data, and how fast is its slowest link?")
+    pair = hasattr(shares, "__len__") and len(shares) == 2
+    refuse((not pair, f"{shares!r} is no pair: the shares are two numbers, first that of the doubled links, as in (2, 1)"))
     one, other = shares
     slowest = max(one / 36, other / 9) / (one + other) * 280
     bad = not abs(one - 4 * other) <= 0.01 * other

@@ -28,9 +28,13 @@ def weighted_mean(function: Function) -> str:
         images = torch.rand(sum(counts), _LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         run, case = _shared(function, images, counts), f"shards of {counts}"
         usual = simulate(lambda comm: all_reduce(comm, torch.ones(_LENGTH + 1).double()), star(len(counts), 1e9, 1e-6)).trace
-        for rank, got in enumerate(run):
+        why = "does every image count as much as every other?"
+        if all(torch.equal(before, got) for before, got in run):
+            why = ("no rank's `gradient` has changed: write into it, as gradient.copy_(...) does; `gradient = ...` only gives "
+                   "its name to another tensor")  # fmt: skip
+        for rank, (_, got) in enumerate(run):
             off = ((got - images.mean(0)).norm() / images.mean(0).norm()).item()
-            refuse((not off < 1e-12, f"{case}, rank {rank}: off by {off:.0%}; does every image count as much as every other?"))
+            refuse((not off < 1e-12, f"{case}, rank {rank}: off by {off:.0%}; {why}"))
         many, once = len(run.trace), len(usual)
         sent, least = (int(trace.bytes_sent().sum()) // 8 for trace in (run.trace, usual))
         refuse((many > once, f"{case}: {many} messages, and one all-reduce has {once}; let the count travel along"),
@@ -39,15 +43,15 @@ def weighted_mean(function: Function) -> str:
 
 
 def _shared(function: Function, images: torch.Tensor, counts: list[int]) -> Run:
-    """What each rank's gradient becomes, where an image's gradient is the image. Without images it is 0, as torch has it."""
+    """Each rank's gradient before and after, where an image's gradient is the image. Without images it is 0, as in torch."""
 
-    def work(comm: Any) -> torch.Tensor:
+    def work(comm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         shard = images.split(counts)[comm.rank]
         gradient = shard.mean(0) if len(shard) else torch.zeros(_LENGTH, dtype=torch.float64)
         before, returned = gradient.clone(), function(comm, gradient, counts[comm.rank])
         refuse((returned is not None and torch.equal(before, gradient), "what is returned is not looked at: `gradient` itself "
                 "is to become the mean, in place"))  # fmt: skip
-        return gradient
+        return before, gradient
 
     return simulate(work, star(len(counts), 1e9, 1e-6))
 
@@ -85,10 +89,16 @@ def accuracy(function: Function) -> str:
     for pairs in ([(3, 4)], [(9, 10), (0, 1)], [(52, 52), (0, 51), (13, 51)], [(0, 0), (1, 3)], [(large, large)] + [(1, 2)] * 4):
         run = simulate(lambda comm, pairs=pairs: function(comm, *pairs[comm.rank]), star(len(pairs), 1e9, 1e-6))
         correct, seen = (sum(column) for column in zip(*pairs, strict=True))
-        why = "; these are whole numbers beyond what a float32 can count" if seen > large else ""
         for rank, got in enumerate(run):
-            said = f"(correct, seen) = {pairs}: rank {rank} says {float(got):.10g}, and it is {correct}/{seen}{why}"
-            refuse((isinstance(got, bool) or float(got) != correct / seen, said))
+            case = f"(correct, seen) = {pairs}: rank {rank}"
+            refuse((got is None, f"{case} returns nothing, and every rank is to return the share"))
+            said, why = float(got), "does every image count as much as every other?"
+            if seen > large:
+                why = "these are whole numbers beyond what a float32 can count"
+            elif 0 < abs(said - correct / seen) < 1e-6:
+                why = "that is as near as a float32 comes: divide in Python, or in float64"
+            wrong = isinstance(got, bool) or said != correct / seen
+            refuse((wrong, f"{case} says {said:.10g}, and it is {correct}/{seen} = {correct / seen:.10g}; {why}"))
     return "every image counts alike, and the count is exact"
 
 
@@ -112,7 +122,9 @@ def backward(function: Function) -> str:
             said = (f"run {again + 1} with {layers} layers: the gradients were aggregated {times} times when it returned; each "
                     "should be, once: wait for all before you return, and remove your hooks")  # fmt: skip
             order = "the gradients were aggregated in another order than they got ready, so ranks may not agree on it"
-            refuse((watch.late, watch.late), (times != [1] * layers, said), (watch.seen != ready, order))
+            left = sum(len(getattr(w, "_post_accumulate_grad_hooks", None) or ()) for w in weights)
+            behind = f"it leaves {left} hooks behind: what the registration returns has a method remove()"
+            refuse((watch.late, watch.late), (times != [1] * layers, said), (watch.seen != ready, order), (left, behind))
     return "the first aggregation began while the backward pass went on, and each gradient was aggregated once, in order"
 
 
