@@ -20,7 +20,8 @@ def test_numbers_and_groups_pass():
 
 @pytest.mark.parametrize(
     ("answers", "word"),
-    [((480, 720, 360, 230, 235), "ring of 16"), ((450, 400, 360, 230, 235), "up and down"),
+    [((480, 720, 360, 230, 235), "480 µs is not it: how many steps has a ring of 16"),
+     ((450, 400, 360, 230, 235), "up and down"),
      ((450, 720, 720, 230, 235), "L steps"), ((450, 720, 360, 360, 235), "ring's bytes"), ((450, 720, 360, 230, 500), "the same"),
      ((0.45, 720, 360, 230, 235), "too small")],
 )  # fmt: skip

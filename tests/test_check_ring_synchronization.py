@@ -157,6 +157,7 @@ def test_ring_of_rings_refuses(wrong, word):
 
 
 def test_beat_the_ring():
+    assert "3.6 µs" in check.beat_the_ring(everyone_to_everyone).text
     assert "14 " not in check.beat_the_ring(everyone_to_everyone).text
     assert "at once for nothing" in check.beat_the_ring(everyone_to_everyone).text  # allowed, and questioned
     for wrong, word in ((ring, "has 14"), (both_to_the_right, "has 14"), (left_half_only, "missing")):

@@ -24,10 +24,10 @@ _FAST = 10e-3  # seconds, which the groups are to beat
 @answered
 def by_hand(ring: float, tree: float, recursive_doubling: float, halving_doubling: float, equal: float) -> str:
     """Check the answers: microseconds of four all-reduces of 1 MB among 16 ranks, and kB at which the last two are equal."""
-    number(ring, 450, "us", "how many steps has a ring of 16, and how long is a chunk?")
-    number(tree, 720, "us", "a tree goes up and down, and passes the whole tensor in each of its steps")
-    number(recursive_doubling, 360, "us", "recursive doubling does in L steps what the tree does up and down")
-    number(halving_doubling, 230, "us", "it has the tree's steps and the ring's bytes")
+    number(ring, 450, "µs", "how many steps has a ring of 16, and how long is a chunk?")
+    number(tree, 720, "µs", "a tree goes up and down, and passes the whole tensor in each of its steps")
+    number(recursive_doubling, 360, "µs", "recursive doubling does in L steps what the tree does up and down")
+    number(halving_doubling, 230, "µs", "it has the tree's steps and the ring's bytes")
     number(equal, 40 / 2.125 * 12.5, "kB", "for which n are 4 alpha + 4 n beta and the time of halving-doubling the same?", 0.02)
     return "few steps below 235 kB, few bytes above"
 

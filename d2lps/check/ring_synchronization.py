@@ -168,7 +168,7 @@ def beat_the_ring(function: Function) -> str:
     right(partial(contest, topology=hgx_h100(), nbytes=_SMALL), function)
     ring, run = (played(f, hgx_h100(), _SMALL) for f in (ready_made, function))
     gain, each = ring.time / run.time, len(run.trace) / 8
-    said = f"16 kB on eight H100: {run.time * 1e6:.1f} us, {gain:.1f} times as fast as the ring"
+    said = f"16 kB on eight H100: {run.time * 1e6:.1f} µs, {gain:.1f} times as fast as the ring"
     refuse((gain < 3, f"{said}; {run.trace.rounds} steps, where the ring has 14: with how few can you do?"))
     asked = "; can a real rank post so many at once for nothing?" if each > 3 * run.trace.rounds else ""
     return f"{said}, in {run.trace.rounds} steps and {each:g} messages a rank{asked}"
