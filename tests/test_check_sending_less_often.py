@@ -20,7 +20,9 @@ from d2lps.collectives import all_reduce
     (lambda step, average, busy: math.ceil(average / step), "with H = 32 it is 50.0%"),
     (lambda step, average, busy: round(busy / (1 - busy) * average), "with H ="),
     (lambda step, average, busy: 0, "at least one"),
-], ids=["rounded down", "one more", "a fraction", "half", "without the step", "none"])  # fmt: skip
+    (lambda step, average, busy: max(1, math.ceil(busy / (1 - busy) * average / step)), "but so is a smaller one, 288"),
+    (lambda step, average, busy: max(1, round(busy / (1 - busy) * average / step)), "it is 79.5%, which is too little by 0.005"),
+], ids=["rounded down", "one more", "a fraction", "half", "without the step", "none", "289", "to the nearest"])  # fmt: skip
 def test_a_wrong_h(wrong: Any, words: str) -> None:
     refused(check.shortest(wrong), words)
 
@@ -47,9 +49,12 @@ def outer(divide: bool = True, sign: int = 1, look: bool = True, share: bool = T
 @pytest.mark.parametrize(("wrong", "words"), [
     (outer(divide=False), "workers: 2"), (outer(sign=-1), "round 1: the first weight went down by -"),
     (outer(look=False), "the momentum is empty yet"), (outer(share=False), "workers: 2"),
-    (outer(copy=False), "`mine` is not equal to it"), (outer(own=True), "the first weight went down"),
+    (outer(copy=False), "`mine` is not equal to it; do you change it in place"), (outer(own=True), "the first weight went down"),
     (outer(twice=True), "an all-reduce of 96 is enough"),
-], ids=["the sum", "the sign", "no look ahead", "alone", "no copy", "momenta of one's own", "momenta travel"])  # fmt: skip
+    (lambda comm, shared, *more: outer()(comm, shared.clone(), *more), "do you change `shared` in place"),
+    (lambda comm, shared, mine, m, *more: outer()(comm, shared, mine, m.clone(), *more), "`momentum` is not the sum"),
+], ids=["the sum", "the sign", "no look ahead", "alone", "no copy", "momenta of one's own", "momenta travel",
+        "new w", "new m"])  # fmt: skip
 def test_a_wrong_outer_step(wrong: Any, words: str) -> None:
     refused(check.outer(wrong), words)
 
@@ -106,7 +111,8 @@ def program(views: bool = False, anew: bool = False, sign: int = 1, mean: bool =
 
 @pytest.mark.parametrize(("wrong", "words"), [
     (program(views=True), "are deltas zero"), (program(anew=True), "2 inner optimizers were made"),
-    (program(sign=-1), "the loss went up"), (program(mean=False), "workers: 2"), (program(nesterov=False), "weights are"),
+    (program(sign=-1), "the loss went up"), (program(mean=False), "which mean ends it"),
+    (program(nesterov=False), "where does a round begin"),
     (program(short=1), "4 gradients were computed, and 6 should be"), (program(views=True, sign=-1), "are deltas zero"),
 ], ids=["views", "made anew", "the sign", "the sum", "no look ahead", "a step less", "two at once"])  # fmt: skip
 def test_a_program_that_is_still_broken(wrong: Any, words: str) -> None:
@@ -114,7 +120,7 @@ def test_a_program_that_is_still_broken(wrong: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (lambda one, many, p: {s: (one[s], many[s]) for s in one.keys() & many.keys()}, "workers: 2"),
+    (lambda one, many, p: {s: (one[s], many[s]) for s in one.keys() & many.keys()}, "alone has made 12 steps, each of 2 6"),
     (lambda one, many, p: {s * p: (one[s], many[s]) for s in one.keys() & many.keys()}, "workers: 2"),
     (lambda one, many, p: {s: (one[s], many[s * p]) for s in one if s * p in many}, "workers: 2, 12 batches: not (4"),
     (lambda one, many, p: {s: (many[s // p], one[s]) for s in one if s % p == 0 and s // p in many}, "whose are these"),
