@@ -61,6 +61,10 @@ def test_pairs() -> None:
     refused(check.pairs(in_place, decode), "the gradient itself was changed")
     refused(check.pairs(encode, lambda sent, like: decode(sent, torch.empty(like.numel() + 1))), "it has the shape")
     refused(check.pairs(encode, lambda sent, like: None if like.is_meta else sent), "decode gives nothing back")
+    refused(check.pairs(encode, lambda sent, like: [sent]), "decode gives a list, and a tensor is wanted")
+    refused(check.pairs(encode, lambda sent, like: torch.zeros_like(like)), "on meta, without content", "take its shape alone")
+    refused(check.pairs(lambda g, k: (encode(g, k)[0], g), decode), "encode gives a tuple, and one tensor is wanted")
+    refused(check.pairs(lambda g, k: encode(g.abs(), k), decode), "the places are right, but signs are lost")
 
 
 def test_pairs_refuses_what_the_two_remember() -> None:
@@ -125,9 +129,21 @@ class InPlace(Feedback):
         return sent
 
 
+class Silent(Feedback):
+    def __call__(self, name: str, gradient: torch.Tensor) -> Any:
+        super().__call__(name, gradient)
+
+
+class OneForAllShapes(Feedback):
+    def __call__(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return super().__call__("", gradient)
+
+
 @pytest.mark.parametrize(("wrong", "word"), [
     (Forgets, "owed is all that came under this name"), (Nothing, "less all that was sent"), (Half, "owed is"),
-    (Single, "does not send lossy(what is owed)"), (OneForAll, "'v' of ['w', 'v', 'b']"), (InPlace, "has changed"),
+    (Single, "does not send lossy(what is owed)"), (Silent, "gives back None, and what is sent is wanted"),
+    (OneForAllShapes, "does it add what is left of another name"), (OneForAll, "'v' of ['w', 'v', 'b']"),
+    (InPlace, "has changed"),
 ], ids=lambda case: case.__name__ if isinstance(case, type) else "")  # fmt: skip
 def test_kept_refuses(wrong: Any, word: str) -> None:
     assert check.kept(Feedback)
@@ -173,6 +189,10 @@ def with_the_rest(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
     gradient[places] = values
 
 
+def drawn_twice(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
+    at(comm, gradient, torch.randint(len(gradient), (k,), generator=torch.Generator().manual_seed(step)))
+
+
 def masked(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
     places = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(step))[:k]
     gradient *= torch.zeros_like(gradient).index_fill_(0, places, 1.0)
@@ -181,7 +201,9 @@ def masked(comm: Any, gradient: torch.Tensor, k: int, step: int) -> None:
 
 @pytest.mark.parametrize(("wrong", "word"), [
     (own_places, "do all ranks mean the same ones"), (first_places, "the others never come"),
-    (with_the_rest, "are not zero at the end"), (masked, "who need not be told the places"),
+    (with_the_rest, "are not zero at the end"), (masked, "which numbers need not travel, and who need not be told the places"),
+    (drawn_twice, "1 rank, 7 of 7 numbers: 6 numbers of rank 0 are not zero at the end, and 7 should be; is a place drawn twice"),
+    (lambda comm, g, k, step: solution("ex-compression-seed")["random_k"](comm, g.clone(), k, step), "it is what it was before"),
 ], ids=lambda case: getattr(case, "__name__", ""))  # fmt: skip
 def test_common_places_refuse(wrong: Any, word: str) -> None:
     refused(check.same_places(wrong), word)
@@ -204,9 +226,10 @@ def scaled(comm: Any, gradient: torch.Tensor, most: int, common: bool = True, dt
     (lambda comm, g: scaled(comm, g, 127), "does the sum of all codes fit"),
     (lambda comm, g: scaled(comm, g, 127 // comm.size, common=False), "Do all use one scale"),
     (lambda comm, g: scaled(comm, g, 127 // comm.size, dtype=torch.int32), "bytes; scale and codes"),
-    (lambda comm, g: scaled(comm, g, 15 if comm.size > 1 else 127), "off by"),
+    (lambda comm, g: scaled(comm, g, 15 if comm.size > 1 else 127), "and half a step for each rank is"),
     (all_reduce, "bytes; scale and codes"),
-], ids=["all bits", "own scales", "wide codes", "for eight", "float32"])  # fmt: skip
+    (lambda comm, g: scaled(comm, g.clone(), 127 // comm.size), "gradients are what they were; do you change them in place"),
+], ids=["all bits", "own scales", "wide codes", "for eight", "float32", "a copy"])  # fmt: skip
 def test_int8_refuses(wrong: Any, word: str) -> None:
     refused(check.add_int8(wrong), word)
 

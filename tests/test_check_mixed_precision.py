@@ -47,7 +47,7 @@ def test_stands_still_refuses(wrong, words):
     ("answer", "words"),
     [((27.5625, 27.5625, 27.5625, 126), "autocast: not 27.5625"), ((28, 14, 14, 126), "2(p - 1)/p"),
      ((55.125, 27.5625, 55.125, 126), "what does it travel as"), ((55.125, 27.5625, 27.5625, 112), "kept: not 112"),
-     ((56, 28, 28, 126), "autocast: not 56"), (55.125, "4 numbers")],
+     ((56, 28, 28, 126), "autocast: not 56"), ((55, 27.6, 27.6, 126), "Give three digits"), (55.125, "4 numbers")],
 )  # fmt: skip
 def test_bytes_refuses(answer, words):
     refused(check.bytes_of_seven_billion(answer), words)
@@ -62,6 +62,12 @@ def alone(comm, shard):
 
 def by_the_sum(comm, shard):
     total = shard.sum(dtype=shard.dtype).reshape(1)
+    all_reduce(comm, total)
+    return bool(total.isfinite())
+
+
+def by_a_wide_sum(comm, shard):
+    total = shard.double().sum().reshape(1)
     all_reduce(comm, total)
     return bool(total.isfinite())
 
@@ -87,7 +93,8 @@ def tensor_of_one(comm, shard):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [(alone, "has it heard"), (by_the_sum, "which is finite"), (by_the_largest, "-inf on rank"), (by_all_of_it, "bytes are sent"),
+    [(alone, "has it heard"), (by_the_sum, "which is finite"), (by_a_wide_sum, "at most 1.79769e+308, which is finite"),
+     (by_the_largest, "-inf on rank"), (by_all_of_it, "bytes are sent"),
      (tensor_of_one, "a bool is wanted"), (lambda comm, shard: True, "inf on rank 0")],
 )  # fmt: skip
 def test_all_finite_refuses(wrong, words):
@@ -144,6 +151,7 @@ def clips_before_the_sum(comm, micro_batches, scale, max_norm):
      (step(unscale_first=False), "norm that you clipped"), (step(mean=False), "mean one over the ranks"),
      (step(False, False, False), "added up"), (leaves_before_the_sum, "wait"), (clips_before_the_sum, "norm that you clipped"),
      (lambda comm, micro, scale, norm: sum(micro).float() / scale, "added up"),
+     (lambda comm, micro, *more: step()(comm, [torch.stack(micro).float().mean(0)], *more), "the mean is over ranks, of sums"),
      (sends_every_micro_batch, "one all-reduce"),
      (nothing, "nothing has overflowed")],
 )  # fmt: skip
@@ -169,6 +177,8 @@ def cast(scale_of, clamp=True, divide=True):
      (cast(lambda x: x.max().relu() / 448 + 1e-38), "minus its square: off by"),
      (cast(lambda x: x.abs().max() + 1e-38), "off by"),
      (cast(lambda x: x.abs().max() / 57344 + 1e-38), "off by"),
+     (cast(lambda x: 448 / x.abs().max().clamp(min=1e-38), divide=False), "is `scale` what codes are to be multiplied by"),
+     (lambda x: x.to(torch.float8_e4m3fn), "a pair is wanted"),
      (lambda x: (x.to(torch.float8_e5m2), torch.tensor(1.0)), "no float8_e4m3fn"),
      (lambda x: (lambda c, s: (c.flatten(), s))(*solution("ex-precision-fp8")["to_e4m3"](x)), "shape")],
 )  # fmt: skip
@@ -204,6 +214,8 @@ def away_from_exact(x, dice):
     ("wrong", "words"),
     [(lambda x, dice: x.bfloat16(), "the mean"), (half_and_half, "the mean"), (noisy(2**15), "the mean"),
      (noisy(2**17), "becomes"), (lambda x, dice: noisy(2**16)(x, dice).float(), "not BF16"), (away_from_exact, "1: becomes"),
+     (lambda x, dice: cut(x, torch.randint(2**16, x.shape, generator=dice)), "have the bits become int64"),
+     (away_from_exact, "but is a number of BF16 itself"),
      (lambda x, dice: noisy(2**16)(x, torch.Generator().manual_seed(7)), "the same seed")],
 )  # fmt: skip
 def test_by_chance_refuses(wrong, words):

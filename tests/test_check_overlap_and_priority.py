@@ -1,5 +1,6 @@
 """The checks of *Overlap and priority*: wrong answers are refused in words."""
 
+import math
 from functools import partial
 
 import pytest
@@ -24,6 +25,10 @@ def rounded_down(computing, sending, price):
     return max(1, int(max((computing / price) ** 0.5, (computing - sending) / price)))
 
 
+def rounded_up(computing, sending, price):
+    return math.ceil(max((computing / price) ** 0.5, (computing - sending) / price))
+
+
 def with_c_and_a_exchanged(computing, sending, price):
     return solution("ex-overlap-count")["best_count"](sending, computing, price)
 
@@ -32,7 +37,9 @@ def with_c_and_a_exchanged(computing, sending, price):
     ("wrong", "word"),
     [(lowest_of_the_second_side, "with more it could be"), (where_the_sides_meet, "with more it could be"),
      (rounded_down, "with more it could be"), (with_c_and_a_exchanged, "it could be"),
-     (lambda *times: 22, "with fewer it could be"), (lambda *times: 0, "no whole number"),
+     (lambda *times: 22, "with fewer it could be"),
+     (rounded_up, "23 take 10.895 ms; with fewer it could be 0.000237 ms less"),
+     (lambda *times: 0, "no whole number"),
      (lambda *times: {}.get(0), "no whole number"),
      (lambda computing, sending, price: (computing / price) ** 0.5, "no whole number")],
 )  # fmt: skip
@@ -55,6 +62,11 @@ def small_first_always(computing, sending, count):
     return solution("ex-overlap-shares")["shares"](min(computing, sending), max(computing, sending), count)
 
 
+def in_float32(computing, sending, count):
+    sizes = torch.tensor(not_divided_by_the_sum(computing, sending, count))
+    return sizes / sizes.sum()
+
+
 def not_divided_by_the_sum(computing, sending, count):
     return [(sending / computing) ** i for i in range(count)]
 
@@ -62,7 +74,7 @@ def not_divided_by_the_sum(computing, sending, count):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(equal, "the link could have begun earlier"), (the_wrong_way_round, "the step ends at"),
-     (small_first_always, "before bucket"),
+     (small_first_always, "before bucket"), (in_float32, "20.67, 1.9e-06 later than it could"),
      (not_divided_by_the_sum, "add up to 1"), (lambda computing, sending, count: [1.0], "not 4 fractions")],
 )  # fmt: skip
 def test_shares_refuses(wrong, word):
@@ -128,6 +140,29 @@ def leaves_its_hooks(comm, loss, buckets):
     kept(comm, loss, buckets)
 
 
+def leaves_hooks_that_count_on(comm, loss, buckets):
+    """They never get to zero again, so that nothing is sent."""
+    with_hooks(comm, loss, buckets, started(comm), removed=False)
+
+
+def all_at_once(comm, loss, buckets):
+    def full(bucket, works):
+        works.append(comm.start(lambda lane: summed(lane, bucket)))
+
+    with_hooks(comm, loss, buckets, full)
+
+
+def waits_in_the_hook(comm, loss, buckets):
+    """For the bucket before; the backward pass stands still meanwhile."""
+
+    def full(bucket, works):
+        for work in works[-1:]:
+            work.wait()
+        works.append(comm.start(lambda lane: summed(lane, bucket)))
+
+    with_hooks(comm, loss, buckets, full)
+
+
 def tensor_by_tensor(comm, loss, buckets):
     with_hooks(comm, loss, [[parameter] for bucket in buckets for parameter in bucket], started(comm))
 
@@ -183,9 +218,11 @@ def for_two_ranks(comm, loss, buckets):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(after_the_backward_pass, "leave once"), (in_the_hook, "go on meanwhile"), (forgets_to_divide, "is each divided"),
-     (leaves_its_hooks, "is a hook left behind"), (tensor_by_tensor, "one all-reduce for each bucket"),
-     (all_in_one, "one all-reduce for each bucket"), (at_the_first_gradient, "are not the means"), (alone, "are not the means"),
-     (never_waits, "are not the means"), (sends_everything_twice, "would do"), (for_two_ranks, "is each divided")],
+     (leaves_its_hooks, "is a hook left behind"), (leaves_hooks_that_count_on, "4 of 4 parameters have some"),
+     (all_at_once, "two buckets are on their way at once"), (waits_in_the_hook, "go on meanwhile"),
+     (tensor_by_tensor, "is a bucket one tensor"), (all_in_one, "one all-reduce for each bucket"),
+     (at_the_first_gradient, "are not the means"), (alone, "are not the means"),
+     (never_waits, "have you waited for the last"), (sends_everything_twice, "would do"), (for_two_ranks, "is each divided")],
 )  # fmt: skip
 def test_overlapped_refuses(wrong, word):
     refused(check.overlapped(wrong), word)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2lps.check.exercise import Function, answered, judged
-from d2lps.check.tools import number, refuse, without
+from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.tools import number, ranks, refuse, without
 from d2lps.collectives import all_reduce
 from d2lps.simulator import simulate
 from d2lps.topology import star
@@ -44,14 +44,18 @@ def pairs(encode: Function, decode: Function) -> str:
         wanted, before, places = torch.zeros(n), gradient.clone(), gradient.abs().topk(k).indices
         wanted[places] = gradient[places]
         sent, _ = encode(gradient, k), encode(-gradient[:1000], 1)  # decode has nothing to go by but what it is given
+        refuse((not isinstance(sent, Tensor), f"{case}: encode gives a {type(sent).__name__}, and one tensor is wanted"))
         got = decode(sent, torch.empty(n, device="meta"))
-        refuse((got is None, "decode gives nothing back yet"))
+        refuse((got is None or got is ..., "decode gives nothing back yet"),
+               (not isinstance(got, Tensor), f"{case}: decode gives a {type(got).__name__}, and a tensor is wanted"))
+        refuse((got.is_meta, f"{case}: decode gives a tensor on meta, without content, as `like` is; take its shape alone"))
         back, far, nbytes = got.nonzero().flatten().tolist(), sorted(places.tolist()), sent.numel() * sent.element_size()
         refuse((nbytes != 8 * k, f"{case}: {nbytes} bytes are sent; a place and a number, 4 bytes each, make {8 * k}"),
                (not torch.equal(gradient, before), f"{case}: the gradient itself was changed"),
                (got.shape != gradient.shape, f"{case}: decoded, it has the shape {tuple(got.shape)}, not ({n},)"),
                (n > 2**24 and back != far, f"{case}: what was sent from places {far} came back at {back};"
                 " in which dtype does a place travel, and how far does it count?"),
+               (bool((wanted < 0).any()) and torch.equal(got, wanted.abs()), f"{case}: the places are right, but signs are lost"),
                (not torch.equal(got, wanted), f"{case}: not the {k} largest by size, with their signs, and zeros"))  # fmt: skip
     return "up to 16,777,222 numbers, 8 bytes for each one that is sent"
 
@@ -68,7 +72,11 @@ def kept(make: Function) -> str:
         for step, name in product(range(1, 12), names):
             gradient, said = _dice(step + 20 * ord(name), len(owed[name])), f"step {step}, {name!r} of {names}: "
             before, owed[name] = gradient.clone(), owed[name] + gradient
-            got, right = feedback(name, gradient), lossy(owed[name])
+            try:
+                got, right = feedback(name, gradient), lossy(owed[name])
+            except RuntimeError as error:  # of torch: shapes that differ
+                raise Wrong(f"{said}{error}; does it add what is left of another name?") from error
+            refuse((not isinstance(got, Tensor), f"{said}it gives back {got!r}, and what is sent is wanted"))
             refuse((not torch.equal(gradient, before), said + "the gradient that was handed in has changed"),
                    (not torch.allclose(got, right, rtol=1e-12, atol=1e-12), said + "it does not send lossy(what is owed), and"
                     " owed is all that came under this name, less all that was sent under it"))  # fmt: skip
@@ -81,18 +89,21 @@ def same_places(function: Function) -> str:
     """Check `random_k(comm, gradient, k, step)`: the sum at k places, the same on all ranks, others in the next step."""
     without(function, "compress", "random_k")
     for p, (n, k) in product(_RANKS, ((40, 5), (7, 7))):
-        seen, case = set(), f"{p} ranks, {k} of {n} numbers"
+        seen, case = set(), f"{ranks(p)}, {k} of {n} numbers"
         whole = torch.stack(tensors := [_dice(rank, n) for rank in range(p)]).sum(0)
         for step in range(3):
             results, moved = _summed(function, tensors, k, step)
             for rank, got in enumerate(results):
                 places = got.nonzero().flatten().tolist()
+                hint = "; is a place drawn twice?" if len(places) < k else ""
+                hint = "; it is what it was before" if torch.equal(got, tensors[rank]) else hint
                 refuse((not torch.equal(got, results[0]), f"{case}: rank {rank} ends with other numbers than rank 0"),
-                       (len(places) != k, f"{case}: {len(places)} numbers of rank {rank} are not zero at the end"),
+                       (len(places) != k, f"{case}: {len(places)} numbers of rank {rank} are not zero at the end, and"
+                        f" {k} should be{hint}"),
                        (not torch.allclose(got[places], whole[places]), f"{case}: what stands at {places} is not the sum"
                         " of these places; do all ranks mean the same ones?"))  # fmt: skip
             refuse((moved > (least := _least(p, 8 * k)), f"{case}: {moved} bytes are sent, and one all-reduce of {k} numbers"
-                    f" sends {least}; who need not be told the places?"))  # fmt: skip
+                    f" sends {least}; which numbers need not travel, and who need not be told the places?"))  # fmt: skip
             seen.add(tuple(places))
         refuse((p > 1 and k < n and len(seen) == 1, f"{case}: every step takes the places {places}; the others never come"))
     return "1 to 8 ranks, one all-reduce of k numbers"
@@ -105,9 +116,11 @@ def add_int8(function: Function) -> str:
         tensors = [_dice(rank, n).float() * (100.0 if kind[:3] == "one" and rank == 0 else 1.0) for rank in range(p)]
         tensors = [torch.full((n,), float(kind == "all alike"))] * p if kind[:3] == "all" else tensors
         (results, moved), step = _summed(function, tensors), max(float(x.abs().max()) for x in tensors) / (127 // p)
-        off, case = max(float((got - torch.stack(tensors).sum(0)).abs().max()) for got in results), f"{p} ranks, {kind}"
-        refuse((not off <= 0.51 * step * p, f"{case}: off by {off:.3g}; in steps of {step:.3g}, {p} codes are"
-                f" off by {step * p / 2:.3g} at most. Do all use one scale, and does the sum of all codes fit into 8 bits?"),
+        off, case = max(float((got - torch.stack(tensors).sum(0)).abs().max()) for got in results), f"{ranks(p)}, {kind}"
+        same = all(torch.equal(got, mine) for got, mine in zip(results, tensors, strict=True))
+        refuse((p > 1 and same and kind != "all zero", f"{case}: gradients are what they were; do you change them in place?"),
+               (not off <= 0.51 * step * p, f"{case}: off by {off:.3g}, and half a step for each rank is"
+                f" {step * p / 2:.3g}. Do all use one scale, and does the sum of all codes fit into 8 bits?"),
                (moved > (least := _least(p, n, 4)), f"{case}: {moved} bytes; scale and codes make {least}"))  # fmt: skip
     return "1 to 8 ranks: no sum of codes runs over, and a quarter of the bytes is sent"
 
@@ -117,7 +130,8 @@ def power_round(function: Function) -> str:
     """Check `power_round(comm, matrix, q)`: the matrix becomes about the sum of all, q what the next round begins with."""
     without(function, "compress", "power_sgd")
     for p, (rows, columns, rank) in product(_RANKS, ((12, 8, 2), (5, 9, 1), (6, 6, 6))):
-        tensors, q, case = [_dice(r, rows, columns) for r in range(p)], _dice(99, columns, rank), f"{p} ranks, {rows} x {columns}"
+        tensors, q = [_dice(r, rows, columns) for r in range(p)], _dice(99, columns, rank)
+        case = f"{ranks(p)}, {rows} x {columns}"
 
         def rounds(comm: Any, tensor: Tensor, q: Tensor, count: int) -> None:
             mine = tensor.clone()
@@ -149,7 +163,7 @@ def break_even(function: Function) -> str:
 
 
 @answered
-def crossing(ranks: Any) -> str:
+def crossing(answer: Any) -> str:
     """Check at how many ranks an all-gather of 1% of float16 numbers, in pairs of 6 bytes, sends as much as a dense ring."""
-    number(ranks, 4 / 0.06, "ranks", "one sends p - 1 times a rank's pairs, the other 2(p - 1)/p times all numbers")
+    number(answer, 4 / 0.06, "ranks", "one sends p - 1 times a rank's pairs, the other 2(p - 1)/p times all numbers")
     return "200 / 3: with 66 ranks pairs are still the fewer bytes, with 67 no more"

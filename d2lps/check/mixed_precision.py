@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from d2lps.check.exercise import Function, answered, judged
-from d2lps.check.tools import parts, refuse
+from d2lps.check.tools import parts, ranks, refuse
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import star
@@ -31,7 +31,7 @@ def stands_still(function: Function) -> str:
 @answered
 def bytes_of_seven_billion(answer: Any) -> str:
     """Check the answers: GB that a rank sends under autocast, in BF16, with a wide sum; GB that it keeps."""
-    hint = "What all-reduce can't do without is 2(p - 1)/p of the tensor, and p is 64."
+    hint = "What all-reduce can't do without is 2(p - 1)/p of the tensor, and p is 64. Give three digits."
     parts("7 billion parameters", answer, ("autocast", 55.125, f"Which dtype has the gradient of an FP32 parameter? {hint}"),
           ("BF16", 27.5625, hint), ("wide", 27.5625, "It is added up in FP32; what does it travel as?"),
           ("kept", 126.0, "Weights 2, masters 4, Adam's two moments 8, and the gradients, in FP32."), within=0.002)  # fmt: skip
@@ -43,7 +43,7 @@ def all_finite(function: Function) -> str:
     """Check `function(comm, shard)`: whether all ranks' shards are finite, on every rank, by one message's worth of bytes."""
     for p in _RANKS:
         for who, bad in [(None, 0.0), *((rank, bad) for rank in {0, p - 1} for bad in (torch.inf, -torch.inf, torch.nan))]:
-            for dtype in (torch.float16, torch.float32):
+            for dtype in (torch.float16, torch.float32, torch.float64):
                 _one_is_bad(function, p, who, bad, dtype)
     return f"{', '.join(map(str, _RANKS))} ranks: all agree, and hardly anything is sent"
 
@@ -57,7 +57,7 @@ def _one_is_bad(function: Function, p: int, who: int | None, bad: float, dtype: 
             shard = torch.cat([shard, torch.tensor([bad, 1.0], dtype=dtype)])
         return function(comm, shard)
 
-    run, case = simulate(work, star(p, 1e9, 1e-6)), f"{p} ranks, {'all finite' if who is None else f'{bad} on rank {who}'}"
+    run, case = simulate(work, star(p, 1e9, 1e-6)), f"{ranks(p)}, {'all finite' if who is None else f'{bad} on rank {who}'}"
     hint = f"; all numbers are at most {large:g}, which is finite" if who is None else "; has it heard of the others?"
     for rank, got in enumerate(run):
         refuse((not isinstance(got, bool), f"{case}: rank {rank} returns {got!r}, and a bool is wanted"),
@@ -76,13 +76,14 @@ def gradient_of_step(function: Function) -> str:
             given = [[_micro_batch(rank, k, many) * scale for k in range(many)] for rank in range(p)]
             mean = torch.stack([micro.double() for mine in given for micro in mine]).sum(0) / scale / p
             mean = mean * min(1.0, max_norm / mean.norm().item())
-            case = f"{p} ranks, {many} micro-batches, scale {scale:g}, max_norm {max_norm:g}"
+            case = f"{ranks(p)}, {many} micro-batch{'es' * (many > 1)}, scale {scale:g}, max_norm {max_norm:g}"
             run = _stepped(function, given, scale, max_norm)
             sent, most = int(run.trace.bytes_sent().sum()), 2 * (p - 1) * 4 * 50
             for rank, got in enumerate(run):
                 refuse((not isinstance(got, Tensor), f"{case}: rank {rank} returns {got!r}, though nothing has overflowed"))
                 length, off = got.double().norm().item() / mean.norm().item(), (got.double() - mean).norm() / mean.norm()
-                hint = {1: "is the mean one over the ranks?", 300: "in which dtype are micro-batches added up?"}
+                added = "in which dtype are micro-batches added up?" if 0.9 < length < 1.1 else "the mean is over ranks, of sums"
+                hint = {1: "is the mean one over the ranks?", 300: added}
                 said = f"{case}: rank {rank}'s gradient is {length:.3g} times as long as it should be, off by {float(off):.1%}: "
                 refuse((not off < 0.02, said + hint.get(many, "what was in the norm that you clipped?")))
             refuse((sent > most, f"{case}: {sent:,} bytes are sent; one all-reduce in FP32, of the sum, does with {most:,}"))
@@ -112,7 +113,9 @@ def to_e4m3(function: Function) -> str:
     for name, x in {"a normal tensor": normal, "a thousand times it": 1000 * normal, "1e-20 of it": 1e-20 * normal,
                     "1e30 of it": 1e30 * normal, "minus its square": -normal.view(10, 100) ** 2, "a -3": torch.tensor([-3.0]),
                     "zeros": torch.zeros(5)}.items():  # fmt: skip
-        codes, scale = function(x.clone())
+        given = function(x.clone())
+        refuse((not isinstance(given, tuple | list) or len(given) != 2, f"{name}: a pair is wanted, (codes, scale)"))
+        codes, scale = given
         refuse((getattr(codes, "dtype", None) != torch.float8_e4m3fn, f"{name}: codes are no float8_e4m3fn"),
                (codes.shape != x.shape, f"{name}: codes are of shape {tuple(codes.shape)}, x is {tuple(x.shape)}"))
         back, largest = codes.float() * scale, x.abs().max()
@@ -120,8 +123,8 @@ def to_e4m3(function: Function) -> str:
         off, step = (back - x).abs(), largest / 448 * 2.0**-10
         bad = off > x.abs() * 2.0**-4 * 1.01 + step * 1.01
         share = (off[bad] / x.abs()[bad]).max().item() if bool(bad.any()) else 0.0
-        refuse((bool(bad.any()), f"{name}: off by {share:.0%} of an element, and 6% is what E4M3 needs; does the largest number "
-                                 "get the largest code?"))  # fmt: skip
+        ask = "is `scale` what codes are to be multiplied by?" if share > 2 else "does the largest number get the largest code?"
+        refuse((bool(bad.any()), f"{name}: off by {share:,.0%} of an element, and 6% is what E4M3 needs; {ask}"))
     return "numbers of any size, each within a sixteenth of itself, or half of the smallest step"
 
 
@@ -133,11 +136,13 @@ def by_chance(function: Function) -> str:
         x = torch.full((many,), value)
         got = function(x.clone(), torch.Generator().manual_seed(1))
         refuse((getattr(got, "dtype", got) != torch.bfloat16, f"{value:g}: the result is {getattr(got, 'dtype', got)}, not BF16"))
+        refuse((got.shape != x.shape, f"{value:g}: {many:,} numbers have become {got.numel():,}; have the bits become int64?"))
         bits = x.view(torch.int32) & -(2**16)
         lower, upper = (each.view(torch.float32)[0].item() for each in (bits, bits + 2**16))
         kinds, mean = set(got.float().unique().tolist()), got.double().mean().item()
         beside = {lower} if lower == x[0].item() else {lower, upper}
-        refuse((not kinds <= beside, f"{value:g}: becomes {kinds - beside}; of BF16's numbers {beside} are beside it"),
+        refuse((len(beside) == 1 and kinds != beside, f"{value:g}: becomes {kinds - beside}, but is a number of BF16 itself"),
+               (not kinds <= beside, f"{value:g}: becomes {kinds - beside}; of BF16's numbers {beside} are beside it"),
                (abs(mean - x[0].item()) > 0.02 * abs(upper - lower), f"{value:g}: the mean of {many:,} roundings is {mean:g}"))
     again = [function(torch.full((64,), 1.002), torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)]
     refuse((again[0] != again[1] or again[0] == again[2], "chance is to come from `dice`: the same seed, the same bits"))

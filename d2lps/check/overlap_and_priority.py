@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from d2lps.check.exercise import Function, answered, judged
-from d2lps.check.tools import parts, refuse
+from d2lps.check.tools import parts, ranks, refuse
 from d2lps.collectives import all_reduce
 from d2lps.simulator import simulate
 from d2lps.topology import star
@@ -26,8 +26,8 @@ def best_count(function: Function) -> str:
         got, best = function(c / 1e3, a / 1e3, price / 1e3), min(times, key=times.__getitem__)
         said = f"computing {c} ms, sending {a} ms, price {price} ms: {got!r} "
         refuse((got not in times, f"{said}is no whole number of buckets between 1 and 1199"))
-        more = f"take {times[got]:.3f} ms; with {'more' if best > got else 'fewer'} it could be {times[best]:.3f}"
-        refuse((times[got] > times[best] * (1 + 1e-9), said + more))
+        more, late = "more" if best > got else "fewer", times[got] - times[best]
+        refuse((late > times[best] * 1e-9, f"{said}take {times[got]:.3f} ms; with {more} it could be {late:.3g} ms less"))
     return f"in {len(cases)} cases no other number is better"
 
 
@@ -44,31 +44,43 @@ def shares(function: Function) -> str:
             ready += share * computing
             why = f"the link has nothing to do before bucket {number}" if number > 1 and ready > end * (1 + 1e-9) else why
             end = max(ready, end) + share * sending
-        refuse((end > best * (1 + 1e-9), f"{said}the step ends at {end:.4g}, and could at {best:.4g}; {why}"))
+        refuse((end > best * (1 + 1e-9), f"{said}the step ends at {end:.4g}, {end - best:.2g} later than it could; {why}"))
     return "in 7 cases neither the link nor the device ever waits for the other"
 
 
 @judged
 def overlapped(function: Function) -> str:
     """Check `function(comm, loss, buckets)`: means of gradients, each bucket sent beside the backward pass once it is full."""
-    for p, cut in ((1, [2, 2]), (2, [4]), (2, [1, 2, 1]), (3, [2, 2]), (5, [1, 1, 1, 1])):
-        case, cluster = f"{p} rank{'s' * (p > 1)}, buckets of {cut} layers, two calls: ", star(p, 1e9, 1e-6)
+    wide, narrow = 1e9, 3e8  # bytes/s; over the narrow link a bucket gets full while the one before it is still on its way
+    for p, cut, link in ((1, [2, 2], wide), (2, [4], wide), (2, [1, 2, 1], wide), (2, [2, 1, 1], narrow), (3, [2, 2], wide),
+                         (5, [1, 1, 1, 1], wide)):  # fmt: skip
+        case, cluster = f"{ranks(p)}, buckets of {cut} layers, two calls: ", star(p, link, 1e-6)
         run, few, ready, end = simulate(_called, cluster, function, cut), 0, 0.0, 0.0
         for layers in cut:
             alone = simulate(lambda comm, n=layers * _WIDTH**2: all_reduce(comm, torch.zeros(n).double()), cluster)
             few, ready = few + 2 * len(alone.trace), ready + layers * _SECONDS
             end = max(ready, end) + alone.time
-        means = torch.stack([own for own, _ in run]).mean(0)
-        bad = next((rank for rank, (_, got) in enumerate(run) if not torch.allclose(got, means)), None)
+        means, hooks = torch.stack([own for own, *_ in run]).mean(0), max(left for *_, left in run)
+        bad = next((rank for rank, (_, got, _) in enumerate(run) if not torch.allclose(got, means)), None)
         many, slow = len(run.trace), f"{case}{1e6 * run.time:.0f} µs, and {2e6 * end:.0f} would do; does a bucket leave once"
-        refuse((bad is not None, f"{case}on rank {bad} gradients are not the means when you return; is each divided?"),
-               (many != few, f"{case}{many} messages, and one all-reduce for each bucket has {few}; is a hook left behind?"),
+        refuse((bad is not None, f"{case}on rank {bad} gradients are not the means when you return; is each divided, and have"
+                " you waited for the last?"),
+               (hooks > 0, f"{case}is a hook left behind? {hooks} of {_LAYERS} parameters have some when you return"),
+               (many != few, f"{case}{many} messages, and one all-reduce for each bucket has {few}; is a bucket one tensor?"),
+               (_at_once(run.trace.messages), f"{case}two buckets are on their way at once; does each wait for the one before?"),
                (run.time > 2 * end * 1.01, f"{slow} it is full, and does the backward pass go on meanwhile?"))  # fmt: skip
     return "each bucket left when it was full, beside the backward pass, in one all-reduce"
 
 
-def _called(comm: Any, function: Function, cut: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of this rank alone in two calls, and what they have become, in the order of readiness."""
+def _at_once(messages: dict[str, Any]) -> bool:
+    """Whether rank 0 has messages of two lanes on their way at the same time."""
+    start, end, lane = (messages[name][messages["src"] == 0] for name in ("start", "end", "src_thread"))
+    early = start[:, None] < end - 1e-9
+    return bool((early & early.T & (lane[:, None] != lane)).any())
+
+
+def _called(comm: Any, function: Function, cut: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Gradients of this rank alone in two calls; what they have become, in order of readiness; how many hooks are left."""
     weights = [nn.Parameter(torch.eye(_WIDTH).double() / 2) for _ in range(_LAYERS)]
     alone, become = list[torch.Tensor](), list[Any]()
     for call in range(2):
@@ -80,20 +92,20 @@ def _called(comm: Any, function: Function, cut: list[int]) -> tuple[torch.Tensor
         in_order = iter(weights[::-1])
         function(comm, slow.square().sum(), [[next(in_order) for _ in range(size)] for size in cut])
         become += [weight.grad for weight in weights[::-1]]
-    return torch.stack(alone), torch.stack(become)
+    return torch.stack(alone), torch.stack(become), sum(bool(weight._post_accumulate_grad_hooks) for weight in weights)
 
 
 @judged
 def accumulate(function: Function) -> str:
     """Check `function(model, loss_of, batches)`: gradients of the mean loss over batches and ranks, added up once."""
     for p, count in ((1, 3), (2, 4), (3, 1), (5, 2)):
-        case = f"{p} rank{'s' * (p > 1)}, {count} batch{'es' * (count > 1)}: "
+        case = f"{ranks(p)}, {count} batch{'es' * (count > 1)}: "
         batches, weight = torch.arange(1.0, 1 + p * count * 6).double().reshape(p, count, 2, 3), torch.ones(3, 1).double()
         wanted = 2 * batches.reshape(-1, 3).T @ (batches.reshape(-1, 3) @ weight) / (p * count * 2)
         models = simulate(_accumulated, star(p, 1e9, 1e-6), function, batches)
         refuse((any(sums == 0 for sums, *_ in models), f"{case}the ranks never add up, so replicas drift apart: who averages?"))
         for rank, (sums, passes, got) in enumerate(models):
-            refuse((passes != count, f"{case}{passes} backward passes; memory has room for one batch at a time"),
+            refuse((passes != count, f"{case}{passes} backward pass{'es' * (passes != 1)}; room is for one batch at a time"),
                    (sums > 1, f"{case}the ranks add up {sums} times, and once would do; when does DDP decide?"),
                    (not torch.allclose(got, wanted), f"{case}rank {rank} has {(got / wanted).mean():.2f} times the gradient of "
                     "the mean loss over all batches and ranks: is each loss divided, and who averages?"))  # fmt: skip

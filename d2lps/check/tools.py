@@ -83,6 +83,15 @@ def _codes(function: Any) -> list[CodeType]:
     return codes
 
 
+def ranks(p: int) -> str:
+    """How many ranks.
+
+    >>> ranks(1), ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{p} rank{'s' * (p != 1)}"
+
+
 def played(function: Function, topology: Topology, nbytes: int, *args: Any, **how: Any) -> Run:
     """The run of `function(comm, tensor, *args)` on a described cluster: its time, and its trace."""
     blank = torch.empty(nbytes // 4, device="meta")
