@@ -385,3 +385,20 @@ def blockwise(comm: Communicator) -> None:
 
 def on_host(comm: Communicator) -> None:
     aggregate.on_host(comm, empty(comm), comm.size - 1)
+
+
+# ---- a message, measured ------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_made_before_messages_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fills 16 MB beside a message of 4 bytes keeps the core from the rank that still waits: the 4 take longest."""
+    made, zeros = [], torch.zeros
+
+    def counted(*shape: Any, **how: Any) -> torch.Tensor:
+        made.append(shape)
+        return zeros(*shape, **how)
+
+    monkeypatch.setattr(torch, "zeros", counted)
+    seconds = simulate(cost.message_times, star(2, BANDWIDTH, HOP), [4, 40_000], False, 3)[0]
+    assert len(made) == 2 * 2 * 2  # on each of two ranks, of each of two sizes, one to send and one to receive
+    assert seconds == pytest.approx([ALPHA + n * BETA for n in (4, 40_000)])

@@ -23,14 +23,15 @@ def message_times(comm: Communicator, sizes: Sequence[int], crowd: bool = False,
     right neighbor, all at once. Each round tries all sizes, so that what disturbs the machine for a while disturbs all alike;
     a first round warms up and does not count. The slowest rank's median is returned to every rank.
     """
+    # All tensors are made before: a rank that makes a large one keeps the core on which another would end its message.
+    made = [(torch.zeros(n // 4, device=comm.device), torch.zeros(n // 4, device=comm.device)) for n in sizes]
     # The last size first, which is the largest as a rule: the caches that it leaves cold are of no use to a large one anyway.
-    seconds = np.array([[_message(comm, nbytes, crowd) for nbytes in sizes[::-1]] for _ in range(rounds + 1)])[:, ::-1]
+    seconds = np.array([[_message(comm, *pair, crowd) for pair in made[::-1]] for _ in range(rounds + 1)])[:, ::-1]
     medians = torch.tensor(np.median(seconds[1:], axis=0))
     return _slowest(comm, medians).tolist()
 
 
-def _message(comm: Communicator, nbytes: int, crowd: bool) -> float:
-    out, room = (torch.zeros(nbytes // 4, device=comm.device) for _ in range(2))
+def _message(comm: Communicator, out: torch.Tensor, room: torch.Tensor, crowd: bool) -> float:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     comm.barrier()
     start = comm.now()
