@@ -232,6 +232,17 @@ def test_reduce_leaves_the_others_alone() -> None:
     )
 
 
+def test_a_root_that_receives_over_its_own_part_is_asked_whether_it_does() -> None:
+    def keeps_the_last(comm: Communicator, tensor: torch.Tensor, dst: int) -> None:
+        if comm.rank != dst:
+            return comm.send(tensor, dst)
+        for rank in set(range(comm.size)) - {dst}:
+            comm.recv(tensor, rank)
+        return None
+
+    refused(check.reduce(keeps_the_last), "rank 1, elements 0 to 7: rank 1 is missing (was a message received in its place")
+
+
 def adds_up_in_the_input(comm: Communicator, output: torch.Tensor, parts: list[torch.Tensor]) -> None:
     for part in parts:
         collectives.all_reduce(comm, part)
@@ -274,6 +285,19 @@ def test_the_sum_of_another_part_is_not_the_right_part() -> None:
 
     said = "with 2 ranks and 8 elements, rank 0, elements 0 to 7: the sum of all ranks, but of elements 0 to 7 of part 1"
     assert check.reduce_scatter(next_part).text.startswith(said)
+
+
+def test_a_sum_of_mixed_parts_is_told_which_it_should_be_of() -> None:
+    def sends_its_own(comm: Communicator, output: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        collectives.reduce_scatter(comm, output, [parts[comm.rank]] * comm.size)
+
+    refused(check.reduce_scatter(sends_its_own), "rank 0, elements 0 to 7: every rank is in the sum, but not with the same ",
+            "element; this one is to be made of everybody's part 0")  # fmt: skip
+
+
+def test_a_sum_that_was_never_written_is_said_to_be() -> None:
+    said = "with 1 rank and 8 elements, rank 0, elements 0 to 7: never written"
+    assert check.reduce_scatter(lambda comm, output, parts: comm.barrier()).text.startswith(said)
 
 
 def adding_broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:

@@ -16,6 +16,7 @@ class Left(NamedTuple):
     wanted: torch.Tensor
     name: str = "tensor"
     parts: int = 0  # of a sum: how many parts the list had that each rank gave; 0 where nothing is added
+    root: bool = False  # of a sum: whether it is made on this rank alone
     only: str = ""  # where it should be as it was: which one should not
 
 
@@ -51,16 +52,22 @@ def _wrong_sum(rank: int, left: Left, first: int, last: int, ranks: int, trace: 
     """What is wrong with a sum from element `first` to `last`, and how it came about."""
     value = int(left.got[first])
     counted = counts(value, ranks)
+    if value == BLANK:
+        return "never written"
     if counted is None:
         return f"{value} is no sum of the ranks' values; was the tensor written before its message was complete?"
     if counted == [1] * ranks:  # every rank has been added once, as it should, but not with this element
         if not (found := common_element(value, left.parts, len(left.got))):
-            return "every rank is in the sum, but not with the same element"
+            wanted = common_element(int(left.wanted[first]), left.parts, len(left.got))
+            of_part = f"; this one is to be made of everybody's part {wanted[0]}" if wanted and left.parts > 1 else ""
+            return f"every rank is in the sum, but not with the same element{of_part}"
         of_part = f" of part {found[0]}" if left.parts > 1 else ""
         return f"the sum of all ranks, but of {_elements(found[1], found[1] + last - first)}{of_part}"
     missing = [r for r, times in enumerate(counted) if times < 1]
     extra = [f"rank {r} counted {times} times" for r, times in enumerate(counted) if times > 1]
     says = "; ".join(filter(None, [f"{_ranks(missing)} missing" if missing else "", ", ".join(extra)]))
+    if left.root and missing[:1] == [rank]:  # nobody else was to add it
+        return f"{says} (was a message received in its place, where it should have been added to it?)"
     return says + (_history(trace, rank, first, missing[0]) if missing and left.parts == 1 else "")
 
 

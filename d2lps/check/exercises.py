@@ -44,7 +44,7 @@ def reduce(rank: int, p: int, size: int) -> Case:
     """Check `function(comm, tensor, dst)`: the tensor of dst ends as the sum of all, the others as they were."""
     tensor, dst = countable(rank, size), _root(p, size)
     if rank == dst:
-        return [tensor, dst], [Left(tensor, _total(p, size), parts=1)]
+        return [tensor, dst], [Left(tensor, _total(p, size), parts=1, root=True)]
     return [tensor, dst], [Left(tensor, countable(rank, size), only=f"that of rank {dst}")]
 
 
