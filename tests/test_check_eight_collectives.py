@@ -53,7 +53,7 @@ def test_pipeline() -> None:
     assert check.pipeline(88, 14.6e-3, 38.4e-3)
     refused(check.pipeline(94, 14.6e-3, 38.4e-3), "94 chunks are not the best")
     refused(check.pipeline(88, 12.8e-3, 38.4e-3), "the chain does not take 0.0128 s")
-    refused(check.pipeline(88, 14.6, 38.4), "the chain does not take 14.6 s")
+    refused(check.pipeline(88, 14.6, 38.4), "the chain does not take 14.6 s, but ms: give it in seconds")
     refused(check.pipeline(88, 14.6e-3, 12.8e-3), "the tree does not take")
 
 

@@ -83,6 +83,7 @@ def test_ways() -> None:
     refused(check.ways("deadlock", (6, 5), (2, 2), (1, 1)), "way 3, 5 ranks: not 2 rounds")
     refused(check.ways("deadlock", 6, 2, 1), "way 2: say", "or a pair")
     refused(check.ways("deadlock", (6, 5), "Deadlock", (1, 1)), "way 3 is no deadlock")
+    refused(check.ways("deadlock", (6, 5), (2, "deadlock"), (1, 1)), "way 3 is no deadlock among 5 ranks either")
     refused(check.ways("deadlock", (6, 5), (2, 3), (2, 2)), "way 4, 6 ranks: not 2 rounds")
 
 

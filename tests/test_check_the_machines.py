@@ -19,6 +19,7 @@ def test_units() -> None:
     refused(check.units(235 / 600, 0.92, 100), "is 600 GB/s one direction, or both")
     refused(check.units(0.783, 23 / 200, 100), "how many bytes are 200 Gb")
     refused(check.units(0.783, 0.92, 12.5), "turn bytes into bits")
+    refused(check.units(78.3, 92, 100), "give shares, from 0 to 1, not percent")
 
 
 def test_spine() -> None:
@@ -26,6 +27,7 @@ def test_spine() -> None:
     refused(check.spine(60), "not twice the old time")
     refused(check.spine(30), "not 30 ms")
     refused(check.spine(24), "not 24 ms")
+    refused(check.spine(0.048), "0.048 are seconds: give it in ms")
 
 
 def test_ports() -> None:

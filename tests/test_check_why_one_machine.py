@@ -26,6 +26,7 @@ def test_llama() -> None:
     refused(check.llama(80, 41, 2.43, 972), "16 bytes a parameter")
     refused(check.llama(81, 81, 2.43, 972), "what is kept")
     refused(check.llama(81, 41, 3.24, 1296), "which of the 16 bytes")
+    refused(check.llama(81, 41, 2.43, 16.2), "one disk, in seconds, is not 16.2: the bytes that went to the file system")
 
 
 def test_tokens() -> None:
@@ -83,13 +84,37 @@ def whole_stripes(offset: int, length: int, stripe: int, targets: int) -> list[t
     return [(number % targets, number // targets * stripe, stripe) for number in numbers]
 
 
+def cut(offset: int, length: int, stripe: int, targets: int, at_borders: bool = True) -> list[tuple[int, int, int]]:
+    """(target, where in the file, length) of each piece; else each as long as a stripe, wherever it begins."""
+    found, end = [], offset + length
+    while offset < end:
+        size = min(stripe - offset % stripe if at_borders else stripe, end - offset)
+        found.append((offset // stripe % targets, offset, size))
+        offset += size
+    return found
+
+
+def over_borders(offset: int, length: int, stripe: int, targets: int) -> list[tuple[int, int, int]]:
+    pieces = cut(offset, length, stripe, targets, at_borders=False)
+    return [(target, place // stripe // targets * stripe + place % stripe, size) for target, place, size in pieces]
+
+
+def byte_by_byte(offset: int, length: int, stripe: int, targets: int) -> list[tuple[int, int, int]]:
+    pieces: Function = solution("ex-why-stripes")["pieces"]
+    return [piece for byte in range(offset, offset + length) for piece in pieces(byte, 1, stripe, targets)]
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda offset, length, stripe, targets: [(0, offset, length)], "a piece of 1000 bytes; one has from 1 to a stripe's 4"),
-        (whole_stripes, "does not bring the file's bytes"),
+        (whole_stripes, "1 bytes from 0: the piece (0, 0, 4) begins with byte 0 of the file and goes on beyond the read, which"),
+        (over_borders, "of the file and goes on beyond the stripe, which ends with byte"),
+        (cut, "the piece (1, 4, 4) begins with byte 16 of the file, and byte 4 is next; start counts on the target"),
+        (byte_by_byte, "the piece (0, 0, 1) begins with byte 0 of the file and brings only a part of what is wanted"),
+        (lambda *read: [*solution("ex-why-stripes")["pieces"](*read), (0, 0, 1)], "comes when all that was asked for is"),
         (lambda offset, length, stripe, targets: [], "the pieces have 0 bytes in all"),
-        (lambda *read: sorted(solution("ex-why-stripes")["pieces"](*read)), "does not bring the file's bytes"),
+        (lambda *read: sorted(solution("ex-why-stripes")["pieces"](*read)), "begins with byte 12 of the file, and byte 4 is"),
         (lambda *read: [(9, 0, 1)], "there is no place 0 on target 9"),
         (lambda *read: solution("ex-why-stripes")["pieces"](*read)[:3], "bytes in all"),
     ],

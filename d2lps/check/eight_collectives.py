@@ -200,6 +200,7 @@ def pipeline(chunks: float, chain: float, tree: float) -> str:
     if abs(chunks - best) > 1:
         raise Wrong(f"{chunks:g} chunks are not the best: which term of T(c) grows with c, which falls, and where do they meet?")
     for what, mine, right in (("chain", chain, (6 + best) * (alpha + n_beta / best)), ("tree", tree, 3 * (alpha + n_beta))):
+        refuse((abs(mine / right / 1e3 - 1) <= 0.01, f"the {what} does not take {mine:g} s, but ms: give it in seconds"))
         if abs(mine / right - 1) > 0.01:
             raise Wrong(f"the {what} does not take {mine:g} s: how many steps are there, of how many bytes each?")
     return "the chain comes within a seventh of n beta, which no broadcast can beat"

@@ -77,6 +77,7 @@ def ways(*mine: Any) -> str:
         if not isinstance(answer, tuple | list) or len(answer) != 2:
             raise Wrong(f'way {number}: say "deadlock", or a pair, the rounds of 6 ranks and of 5')
         for p, said, rounds in zip((6, 5), answer, right, strict=True):
+            refuse((isinstance(said, str), f"way {number} is no deadlock among {p} ranks either: who waits for nobody?"))
             refuse((said != rounds, f"way {number}, {p} ranks: not {said} rounds; draw each message, and beside it when it goes"))
     return "one deadlock, and rounds from one to p"
 

@@ -18,6 +18,7 @@ def _close(mine: float, right: float, within: float = 0.01) -> bool:
 @answered
 def units(usual: float, port: float, network: float) -> str:
     """Check (a) and (b), shares of what one direction promises in bytes, and (c), Gb/s."""
+    refuse((_close(usual, 100 * 235 / 300) or _close(port, 100 * 23 / 25), "give shares, from 0 to 1, not percent"))
     refuse((not _close(usual, 235 / 300), f"(a) is not {usual:g} of the promise: is 600 GB/s one direction, or both added up?"))
     refuse((not _close(port, 23 / 25), f"(b) is not {port:g} of the promise: how many bytes are 200 Gb?"))
     refuse((not _close(network, 100), f"(c) is not {network:g} Gb/s: divide the bytes by the time, then turn bytes into bits"))
@@ -70,6 +71,7 @@ def _unfair(routes: Routes, rates: list[float], capacity: dict[int, float]) -> s
 @answered
 def spine(milliseconds: float) -> str:
     """Check the time of the all-to-all with one spine of two left."""
+    refuse((_close(1e3 * milliseconds, 48), f"{milliseconds:g} are seconds: give it in ms"))
     refuse((_close(milliseconds, 60), "not twice the old time: which link was the fullest before, and which is it now?"))
     if not _close(milliseconds, 48):
         raise Wrong(f"not {milliseconds:g} ms: what leaves a rack, and by how much uplink, now that half of it is gone?")

@@ -40,8 +40,9 @@ def llama(adam: int, plain: int, file_system: float, disk: float) -> str:
     """Check the devices for Llama 3's state in two ways, and the seconds of a checkpoint in two places."""
     _near("the number with Adam", adam, 81, "16 bytes a parameter", 0)
     _near("the number with plain descent", plain, 41, "what is kept: a parameter and a gradient, 4 bytes each", 0)
-    for what, mine, rate in (("the time to the file system (s)", file_system, 2e12), ("the time to one disk (s)", disk, 5e9)):
-        _near(what, mine, 405e9 * 12 / rate, "which of the 16 bytes can be computed from the others, or are not needed to go on?")
+    which = "which of the 16 bytes can be computed from the others, or are not needed to go on?"
+    _near("the time to the file system, in seconds,", file_system, 405e9 * 12 / 2e12, which)
+    _near("the time to one disk, in seconds,", disk, 405e9 * 12 / 5e9, "the bytes that went to the file system, now at 5 GB/s")
     return "seconds to a large file system, a quarter of an hour to a disk"
 
 
@@ -90,32 +91,38 @@ def deal(function: Function) -> str:
 
 @judged
 def pieces(function: Function) -> str:
-    """Check `function(offset, length, stripe, targets)`: the (target, start, length) to fetch, in order."""
+    """Check `function(offset, length, stripe, targets)`: the (target, start, length) to fetch, in order, one for each stripe."""
     dice = random.Random(0)
-    file = dice.randbytes(1000)
     for stripe, targets in ((4, 3), (64, 4), (1000, 2), (7, 1), (10, 5)):
-        stored = [bytearray() for _ in range(targets)]
-        for k in range(0, 1000, stripe):
-            stored[k // stripe % targets] += file[k : k + stripe]
         drawn = [(start := dice.randrange(1000), dice.randint(1, 1000 - start)) for _ in range(8)]
         for offset, length in [(0, 1000), (0, 1), (999, 1), (64, 64), *drawn]:
             found = [tuple(piece) for piece in function(offset, length, stripe, targets)]
-            if trouble := _misread(found, stored, file[offset : offset + length], stripe):
+            if trouble := _misread(found, offset, offset + length, stripe, targets):
                 raise Wrong(f"stripes of {stripe} on {targets} targets, {length} bytes from {offset}: {trouble}")
     return "60 reads, byte by byte"
 
 
-def _misread(found: list[Any], stored: list[bytearray], right: bytes, stripe: int) -> str:
-    at = 0
+def _misread(found: list[Any], at: int, end: int, stripe: int, targets: int) -> str:
+    """What is wrong with the pieces of a read from byte `at` of the file to byte `end`; empty if nothing is."""
+    begin = at
     for target, start, size in found:
-        if target not in range(len(stored)) or start < 0:
+        if target not in range(targets) or start < 0:
             return f"there is no place {start} on target {target}"
         if not 0 < size <= stripe:
             return f"a piece of {size} bytes; one has from 1 to a stripe's {stripe}"
-        if bytes(stored[target][start : start + size]) != right[at : at + size]:
-            return f"the piece {(target, start, size)} does not bring the file's bytes: does it end where its stripe ends?"
+        piece, lies = (target, start, size), (start // stripe * targets + target) * stripe + start % stripe
+        if at == end:
+            return f"the piece {piece} comes when all that was asked for is there"
+        if lies != at:
+            return f"the piece {piece} begins with byte {lies} of the file, and byte {at} is next; start counts on the target"
+        border = (at // stripe + 1) * stripe
+        if at + size > min(border, end):
+            what = f"stripe, which ends with byte {border - 1}" if border <= end else f"read, which ends with byte {end - 1}"
+            return f"the piece {piece} begins with byte {at} of the file and goes on beyond the {what}"
+        if at + size < min(border, end):
+            return f"the piece {piece} begins with byte {at} of the file and brings only a part of what is wanted of its stripe"
         at += size
-    return "" if at == len(right) else f"the pieces have {at} bytes in all"
+    return "" if at == end else f"the pieces have {at - begin} bytes in all"
 
 
 @judged
