@@ -507,6 +507,10 @@ def test_a_number_may_be_numpys_or_a_tensor() -> None:
         parts("a week", (seven, 168), ("days", 7, ""), ("hours", 168, ""))
         with pytest.raises(Wrong, match=r"days: not .*7.*\. count them"):
             near("days", seven, 8, "count them")
+    with pytest.raises(Wrong, match=r"^days: not 7\.5\. count them"):
+        near("days", np.float64(7.5), 8, "count them")
+    with pytest.raises(Wrong, match=r"^not all is filled in"):
+        parts("a week", (7, ...), ("days", 7, ""), ("hours", 168, ""))
     for other in (True, "1", None, 1j, np.ones(2), torch.ones(2), float("nan")):
         with pytest.raises(Wrong, match="ones: not "):
             near("ones", other, 1, "")

@@ -96,7 +96,8 @@ def listed(place, n, seed):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (rotated, "usual"), (hashed, "places"), (unshuffled, "usual"), (not_walked, "none of the samples"), (affine, "usual"),
+        (rotated, "usual"), (hashed, "places"), (unshuffled, "with each of 2,400 seeds it is the same order"),
+        (not_walked, "none of the samples"), (affine, "usual"),
         (odd, "an odd base?"),
         (hashed_once, "another one in each round"), (listed, "n=1,000,003: of 4,000 places, two hold the same"),
         (lambda place, n, seed: float(rotated(place, n, seed)), "none of the samples"),

@@ -40,12 +40,12 @@ def test_numbers_are_refused(name, answer, word):
     refused(getattr(check, name)(answer), word)
 
 
-def lived(failures, work, interval, save, restart, again=True, whole=False, saving=True, late=True):
+def lived(failures, work, interval, save, restart, again=True, whole=False, saving=True, late=True, sharp=False):
     failures, now, done = sorted(failures), 0.0, 0.0
     while done < work:
         step = interval if whole else min(interval, work - done)
         end = now + step + (save if saving else 0.0)
-        if failures and failures[0] < end and late:
+        if failures and (failures[0] < end or (sharp and failures[0] == end)) and late:
             now = failures.pop(0) + restart
             while failures and failures[0] < now:
                 failure = failures.pop(0)
@@ -58,7 +58,8 @@ def lived(failures, work, interval, save, restart, again=True, whole=False, savi
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(partial(lived, again=False), "while it restarts"), (partial(lived, whole=True), "is shorter"),
-     (partial(lived, saving=False), "does not count"), (partial(lived, late=False), "one failure in the second interval"),
+     (partial(lived, saving=False), "does not count"),
+     (partial(lived, sharp=True), "at the very moment"), (partial(lived, late=False), "one failure in the second interval"),
      (lambda *given: lived(*given[:4], 5.0), "by chance"), (lambda *given: lived(*given[:3], 1.0, given[4]), "by chance"),
      (lambda *given: "soon", "no number of seconds"), (lambda *given: float("nan"), "without a failure"),
      (lambda failures, work, interval, save, restart: work, "without a failure")],
@@ -75,7 +76,8 @@ def share(n, t, last=False):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(share, "least squares"), (partial(share, last=True), "T(n) = a + b/n"), (lambda n, t: 1 - share(n, t), "T(n) = a + b/n"),
+    [(share, "least squares, where every time counts alike, has the share 0.216, not "),
+     (partial(share, last=True), "T(n) = a + b/n"), (lambda n, t: 1 - share(n, t), "T(n) = a + b/n"),
      (lambda n, t: (t[-1] - t[0] / n[-1]) / (1 - 1 / n[-1]) / t[0], "T(n) = a + b/n"), (lambda n, t: "0.2", "is no number")],
 )  # fmt: skip
 def test_amdahl_refuses(wrong, word):

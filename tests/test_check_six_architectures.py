@@ -48,9 +48,10 @@ def test_peers_misjudged(wrong: Any, words: str) -> None:
 @pytest.mark.parametrize(("wrong", "words"), [
     (lambda gap, eps: math.floor(math.log(eps) / math.log1p(-gap)) if gap < 1 else 1, "gap 0.05: 134 steps leave 0.00104"),
     (lambda gap, eps: math.ceil(math.log(1 / eps) / gap), "gap 0.05: 139 steps"),
+    (lambda gap, eps: math.log(eps) / math.log1p(-gap) if gap < 1 else 1, "gap 0.05: 134.67 is no whole number"),
     (lambda gap, eps: max(1, math.ceil(math.log(eps) / math.log(gap))) if gap < 1 else 1, "gap 0.05: 3 steps leave 0.857"),
     (lambda gap, eps: math.ceil(math.log(eps) / math.log1p(-gap)), "ValueError"),
-], ids=["rounded down", "for small gaps", "the gap for what is left", "a gap of 1"])  # fmt: skip
+], ids=["rounded down", "for small gaps", "not rounded", "the gap for what is left", "a gap of 1"])  # fmt: skip
 def test_rounds_misjudged(wrong: Any, words: str) -> None:
     refused(check.rounds(wrong), words)
 
@@ -135,6 +136,7 @@ def test_choices() -> None:
 
 @pytest.mark.parametrize(("wrong", "words"), [
     ({"recommender": "ring"}, "recommender: not 'ring': a batch touches"), ({"giant": "ring"}, "nobody need all of them"),
+    ({"spot": "parameter server"}, "who reads the share of one that is gone?"),
     ({"one_machine": "hybrid"}, "what does anything more complicated buy"), ({"spot": "MPI"}, "'MPI' is none of cloud-native"),
 ], ids=str)  # fmt: skip
 def test_choices_misjudged(wrong: dict[str, str], words: str) -> None:

@@ -31,11 +31,13 @@ def beyond(trace: Any, factor: float, usual: Any) -> int | None:
     (lambda trace: int(np.argmin(trace.time_waiting())), "nobody is slow: not "),
     (lambda trace: int(np.argmax(busy(trace))), "nobody is slow: not "),
     (above_rank_0, "rank 0 computes three times as long: not"),
-    (lambda trace: trace and None, "rank 3 computes 1.35 times as long: not None"), (waits_least, "look at what it computes"),
+    (lambda trace: trace and None, "rank 3 computes 1.35 times as long: not None; compare what each"),
+    (waits_least, "not None; compare what each rank computes"),
     (lambda trace: beyond(trace, 1.3, np.mean), "rank 3 computes 1.35"),
     (lambda trace: beyond(trace, 1.1, np.median), "rank 1 computes 1.2 times as long: not 1"),
     (lambda trace: beyond(trace, 1.3, np.min), "all but rank 1 compute twice as long: not"),
-    (lambda trace: beyond(trace, 1.3, np.median), "ranks 2 and 4 compute 1.5 times as long, rank 3 1.8 times: not None"),
+    (lambda trace: beyond(trace, 1.3, np.median),
+     "ranks 2 and 4 compute 1.5 times as long, rank 3 1.8 times: not None; compare what each rank computes"),
 ], ids=["waits least", "the longest", "by rank 0", "nobody", "waiting", "mean", "a tenth", "the quickest", "of all"])  # fmt: skip
 def test_the_culprit_misjudged(wrong: Any, words: str) -> None:
     refused(check.culprit(wrong), words)
@@ -63,11 +65,12 @@ def test_a_count_of_signs() -> None:
 @pytest.mark.parametrize("wrong", [
     lambda seconds, patience: count(seconds, patience, lambda rest: sum(rest) / len(rest)),
     lambda seconds, patience: count(seconds, patience, min),
+    lambda seconds, patience: count(seconds, patience, np.median),
     lambda seconds, patience: count(seconds, patience, upper, down=0),
     lambda seconds, patience: count(seconds, patience, upper, floor=-1000),
     lambda seconds, patience: [rank for rank in range(len(seconds[0])) if max(row[rank] for row in seconds) > 5],
     lambda seconds, patience: [],
-], ids=["mean", "minimum", "never down", "no floor", "one pause", "nobody"])
+], ids=["mean", "minimum", "between the middle two", "never down", "no floor", "one pause", "nobody"])
 def test_a_count_miscounted(wrong: Any) -> None:
     refused(check.slow(wrong), "patience")
 
@@ -93,7 +96,8 @@ def missing(flights: Any, late: bool = False) -> list[int]:
 @pytest.mark.parametrize(("wrong", "words"), [
     (behind, "rank 0 waits for 1, which waits for 3: not [1, 3]; somebody who waits itself"),
     (lambda flights: [rank for rank in flights if inside(flights, rank)], "rank 2 is late: not [0, 1]"),
-    (lambda flights: [rank for rank in flights if not inside(flights, rank)], "all are through: not [0, 1]"),
+    (lambda flights: [rank for rank in flights if not inside(flights, rank)],
+     "all are through: not [0, 1]; does anybody wait for all of these?"),
     (lambda flights: [], "rank 2 is late: not []"), (missing, "rank 0 is through, and rank 2 is late: not [0, 2]"),
     (lambda flights: missing(flights, late=True), "rank 0 waits for 1, which waits for 3: not []"),
 ], ids=["all behind", "all inside", "all outside", "nobody", "all that do not wait", "numbers of other groups"])  # fmt: skip
@@ -116,12 +120,12 @@ def twice_round(events: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (twice_round, "receives message"),
+    (twice_round, "receives message"), (twice_round, "rank 0 receives message 3 at "),
     (lambda events: [list(range(len(mine))) for mine in events], "receives message"),
     (lambda events: [[1] * len(mine) for mine in events], "each must have a larger one"),
     (lambda events: [[] for _ in events], "one number for each event"),
     (lambda events: [[k + 1000 * r for k in range(len(mine))] for r, mine in enumerate(events, 1)], "larger than all"),
-], ids=["twice round", "own counts", "ones", "none", "large"])  # fmt: skip
+], ids=["twice round", "its words", "own counts", "ones", "none", "large"])  # fmt: skip
 def test_clocks_that_are_wrong(wrong: Any, words: str) -> None:
     refused(check.lamport(wrong), words)
 
@@ -137,8 +141,8 @@ def first_wrong(own: Any, came: Any, order: Any, sender: int = -1) -> Any:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (lambda own, came: first_wrong(own, came, list, sender=0), "who was the first?"),
-    (lambda own, came: first_wrong(own, came, lambda hops: hops[::-1]), "who was the first?"),
+    (lambda own, came: first_wrong(own, came, list, sender=0), "where does it arrive wrong first, and who"),
+    (lambda own, came: first_wrong(own, came, lambda hops: hops[::-1]), "where does it arrive wrong first, and who"),
     (lambda own, came: own and None, "not None"), (lambda own, came: (0, 0), "not (0, 0)"),
 ], ids=["the receiver", "the last hop", "nobody", "always"])  # fmt: skip
 def test_the_wrong_liar(wrong: Any, words: str) -> None:

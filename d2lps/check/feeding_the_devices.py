@@ -69,7 +69,8 @@ def _random_enough(function: Function) -> None:
     found = Counter(tuple(function(place, 5, seed) for place in range(5)) for seed in range(2400))
     even = sum(times for order, times in found.items() if np.linalg.det(np.eye(5)[list(order)]) > 0)
     far = (sum((times - 20) ** 2 for times in found.values()) + 400 * (120 - len(found))) / 20
-    refuse((far > 200 and even > 1400, f"n=5: of 2,400 seeds {even} give an even permutation, 1,200 are usual: an odd base?"),
+    refuse((len(found) == 1, "n=5: with each of 2,400 seeds it is the same order"),
+           (far > 200 and even > 1400, f"n=5: of 2,400 seeds {even} give an even permutation, 1,200 are usual: an odd base?"),
            (far > 200, f"n=5: over 2,400 seeds {len(found)} of the 120 orders come, with a chi-squared of {far:.0f} where 119 is "
             "usual: is the noise another one in each round, for each digit, with each seed?"))  # fmt: skip
 

@@ -58,6 +58,7 @@ def rounds(function: Function) -> str:
     """Check `rounds(gap, eps)`: the least number of steps of which each leaves 1 - gap, until eps is left; 1 for a gap of 1."""
     for gap, eps in [(0.05, 1e-3), (0.4, 1e-3), (0.4, 0.5), (0.9, 1e-6), (0.003, 0.01), (1.0, 1e-9)]:
         said, right = function(gap, eps), max(1, math.ceil(math.log(eps) / math.log1p(-gap))) if gap < 1 else 1
+        refuse((isinstance(said, float) and said % 1, f"gap {gap:g}: {said:.5g} is no whole number of steps"))
         if said != right:
             left = (1 - gap) ** said if isinstance(said, int | float) else math.nan
             raise Wrong(f"gap {gap:g}: {said!r} steps leave {left:.3g} of the distance, and at most {eps:g} was to be left,"
@@ -167,7 +168,7 @@ _RIGHT: dict[str, tuple[set[str], str]] = {
     "one_machine": ({"ring"}, "equal devices, equal links, a model that fits: what does anything more complicated buy?"),
     "giant": ({"hybrid"}, "the weights don't fit on a device: in which form does nobody need all of them?"),
     "pod": ({"hierarchical", "hybrid"}, "the network is much slower than the links inside a machine: who sums before it sends?"),
-    "spot": ({"cloud-native"}, "machines vanish at any time, and losses must not depend on it: who holds the state?"),
+    "spot": ({"cloud-native"}, "machines vanish, and losses must not change: who reads the share of one that is gone?"),
     "shared": ({"dynamic"}, "links get slow and fast again through other people's traffic: who notices while it runs?"),
 }
 

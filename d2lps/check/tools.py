@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from d2lps.check.exercise import Function, Verdict, Wrong
@@ -114,7 +115,8 @@ def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01
 def near(what: str, given: Any, wanted: float, hint: str, within: float = 0.006) -> None:
     """One answer among several, named by `what`; else the hint."""
     if not abs(_number(given) - wanted) <= within * abs(wanted):
-        raise Wrong(f"{what}: not {given!r}. {hint}")
+        said = given.item() if isinstance(given, np.generic) else given
+        raise Wrong(f"{what}: not {said!r}. {hint}")
 
 
 def _number(given: Any) -> float:
@@ -134,5 +136,7 @@ def parts(name: str, given: Any, *wanted: tuple[str, float, str], within: float 
     """
     if not isinstance(given, tuple | list) or len(given) != len(wanted):
         raise Wrong(f"{name}: {len(wanted)} numbers are wanted, ({', '.join(what for what, *_ in wanted)}), not {given!r}")
+    if any(got is ... for got in given):
+        raise Wrong("not all is filled in")
     for got, (what, right, hint) in zip(given, wanted, strict=True):
         near(f"{name}, {what}", got, right, hint, within)
