@@ -1,5 +1,6 @@
 """d2lps.check: right functions pass, and of a wrong one the first wrong thing is said, in words that are true."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -516,3 +517,15 @@ def test_a_number_may_be_numpys_or_a_tensor() -> None:
             near("ones", other, 1, "")
         with pytest.raises(Wrong, match="is no number; it is asked in days"):
             number(other, 1, "days", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "words"),
+    [(0.00117, 1.174, "a thousand times too small: in which unit is it asked?"),
+     (208e9, 208, "a billion times too large: in which unit is it asked?"),
+     (340, 335.1, "not 340, unless you have rounded it: give one digit more. count them"),
+     (335, 340, "not 335. count them"), (0.2, 1.174, "not 0.2. count them"), (3, 0, "not 3. count them")],
+)  # fmt: skip
+def test_a_number_in_another_unit_or_rounded_is_called_so(given: float, wanted: float, words: str) -> None:
+    with pytest.raises(Wrong, match=f"a week: .*{re.escape(words)}$"):
+        near("a week", given, wanted, "count them")

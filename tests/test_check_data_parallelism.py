@@ -46,12 +46,16 @@ def detached(comm, total, count):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(own_mean, "of all tokens alike"), (without_the_ranks, "of all tokens alike"), (sends_the_losses, "more than one number"),
-     (nothing_to_tell, "all_reduce"), (not_a_number, "of all tokens alike"),
+    [(own_mean, "of all tokens alike"), (without_the_ranks, "3 times as large: who divides by the ranks?"),
+     (sends_the_losses, "more than one number"), (nothing_to_tell, "all_reduce"), (not_a_number, "of all tokens alike"),
      (detached, "cannot call backward"), (lambda comm, total, count: 3.0, "cannot call backward")],
 )  # fmt: skip
 def test_token_loss_refuses(wrong, word):
     refused(check.token_loss(wrong), word)
+
+
+def test_a_ranks_own_mean_is_not_taken_for_a_forgotten_factor():
+    assert "who divides" not in check.token_loss(own_mean).text
 
 
 # ---- indices ----------------------------------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ def sends_rows(comm, x):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(mean_of_means, "over all"), (without_the_means, "the variance"), (divided_by_one_less, "the variance"),
+    [(mean_of_means, "over all"), (without_the_means, "the variance"), (divided_by_one_less, "not by 19"),
      (sends_rows, "more than a few numbers"),
      (lambda comm, x: (x.mean(0), x.var(0, correction=0)), "the mean")],
 )  # fmt: skip
@@ -204,10 +208,10 @@ def without_the_batch(gradients, batch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "word"), [(biased, "Too small by"), (noisy, "noise and all"), (without_the_batch, "3 ranks of 8: S"),
-     (never_negative, "What of S is left")],
-
-)
+    ("wrong", "word"),
+    [(biased, "Too small by"), (noisy, "noise and all"), (without_the_batch, "3 ranks of 8: S"),
+     (without_the_batch, "the variance of a single example's gradient"), (never_negative, "What of S is left")],
+)  # fmt: skip
 def test_estimates_refuses(wrong, word):
     refused(check.estimates(wrong), word)
 

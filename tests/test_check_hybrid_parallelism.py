@@ -158,12 +158,13 @@ def test_fit_refuses(wrong, word):
 # ---- fewest -------------------------------------------------------------------------------------------------------------
 
 
-def by_rule(ranks, machine, layers, heads, state, memory, tp_first=True, least=True, divides=True, every_head=True, tps=None):
+def by_rule(ranks, machine, layers, heads, state, memory, tp_first=True, least=True, divides=True, every_head=True, tps=None,
+            full=True):  # fmt: skip
     found = []
     for tp in tps or range(1, machine + 1):
         for pp in range(1, layers + 1):
             allowed = not (machine % tp or (every_head and heads % tp) or layers % pp) or not divides
-            if allowed and ranks % (tp * pp) == 0 and state / tp / pp <= memory:
+            if allowed and ranks % (tp * pp) == 0 and (state / tp / pp < memory or (full and state / tp / pp == memory)):
                 found.append((tp * pp if least else pp, -tp if tp_first else tp, tp, pp))
     if not found:
         return None
@@ -176,6 +177,7 @@ def by_rule(ranks, machine, layers, heads, state, memory, tp_first=True, least=T
     [(partial(by_rule, tp_first=False), "tp comes first"), (partial(by_rule, least=False), "fewer ranks would do"),
      (partial(by_rule, divides=False), "tp divides machine"), (partial(by_rule, every_head=False), "machine and heads"),
      (partial(by_rule, tps=(1, 2, 4, 8)), "tp comes first"), (partial(by_rule, least=False, tp_first=False), "fewer ranks"),
+     (partial(by_rule, full=False), "(4, 8, 2) fits, but fewer ranks"),
      (lambda *given: (given[0], 1, 1), "GB a device"),
      (lambda *given: (1, 1, 1), "is not all ranks"), (lambda *given: given[6:] or None, "it does fit"),
      (lambda *given: by_rule(*given) or (1, 1, given[0]), "None")],

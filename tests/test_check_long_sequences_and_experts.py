@@ -36,7 +36,8 @@ def logsums_added(out, logsum, more, more_logsum):
     ("wrong", "word"),
     [(their_mean, "how large is each side's share"), (by_plain_exponentials, "scores in the thousands: there is a nan"),
      (by_a_maximum_of_nothing, "there is a nan"), (logsums_added, "not the logarithm of the sum"),
-     (lambda *given: given[0], "is not two tensors")],
+     (lambda *given: given[0], "a tensor of [2, 4, 3] is not two tensors"),
+     (lambda *given: given[:3], "(a tensor of [2, 4, 3], a tensor of [2, 4, 1], a tensor of [2, 4, 3]) is not two tensors")],
 )  # fmt: skip
 def test_merge_refuses(wrong, word):
     refused(check.merge(wrong), word)
@@ -141,7 +142,8 @@ def drops_not_counted(*given):
      (partial(mixed, first=False), "before a later token's first"),
      (partial(mixed, adds=False), "what is added to what"), (partial(mixed, scaled=False), "what is added to what"),
      (never_dropped, "off by up to"), (of_the_first_alone, "off by up to"), (drops_not_counted, "choices found no slot"),
-     (lambda *given: mixed(*given)[0], "is not the output"), (lambda x, *given: (x[:, :2], 0), "is not the output"),
+     (lambda *given: mixed(*given)[0], "a tensor of [6, 3] is not the output"),
+     (lambda x, *given: (x[:, :2], 0), "is not the output"),
      (lambda x, *given: (x, 0), "off by up to")],
 )  # fmt: skip
 def test_mixture_refuses(wrong, word):

@@ -159,6 +159,21 @@ def in_an_order_of_its_own(comm, schedule, work):
     return solution("ex-pipeline-send")["carry"](comm, order, work)
 
 
+def going_on_with_the_last_tensor(comm, schedule, work):
+    made, x, sent = [], torch.zeros(4), []
+    for kind, k in schedule[comm.rank]:
+        src, dst = ends(comm, kind)
+        if 0 <= src < comm.size:
+            comm.recv(x := torch.empty(4), src)
+        x = x + work(kind, k)
+        made.append(x)
+        if 0 <= dst < comm.size:
+            sent.append(comm.isend(x, dst))
+    for message in sent:
+        message.wait()
+    return made
+
+
 def without_messages(comm, schedule, work):
     return [torch.full((4,), work(*action)) for action in schedule[comm.rank]]
 
@@ -189,6 +204,7 @@ def that_sends_all_at_the_end(comm, schedule, work):
     [(carries(send="send"), "deadlock"), (carries(keep=torch.zeros(4)), "still under way"),
      (carries(last=False), "leaves before"),
      (carries(wait=every_other_time), "deadlock"), (in_an_order_of_its_own, "in that order"), (without_messages, "what is sent"),
+     (going_on_with_the_last_tensor, "begins with zeros"),
      (that_reckons_what_it_should_receive, "0 messages"), (that_sends_all_at_the_end, "sooner than can be")],
 )  # fmt: skip
 def test_carry_refuses(wrong, word):

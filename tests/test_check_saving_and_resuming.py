@@ -61,7 +61,7 @@ def without_counts(comm, folder, step, zero):
 @pytest.mark.parametrize(
     ("saves", "resumes", "word"),
     [(only_weights, right_resume, "what of Adam"), (right_save, without_refresh, "do all ranks have"),
-     (right_save, into_what_is_there, "what of Adam"), (right_save, from_zero, "begins at 0"),
+     (right_save, into_what_is_there, "gets the function that tells the pieces"), (right_save, from_zero, "begins at 0"),
      (right_save, always_three, "begins at 3; 4 steps"),
      (without_counts, right_resume, "KeyError: 'step'"), (right_save, lambda comm, folder, zero: ..., "begins at"),
      (lambda comm, folder, step, zero: zero.pieces(), right_resume, "no checkpoint")],

@@ -41,6 +41,8 @@ def a_step(op=ReduceOp.AVG, gather=True, moves=True, remembers=True, all_of_it=F
         else:
             reduce_scatter_tensor(comm, mean, torch.cat([gradient, padding]), op)
         new = (momentum * velocity if remembers else 0) + mean
+        if remembers is None:
+            velocity = new  # another tensor
         velocity.copy_(new)
         mine = whole.view(comm.size, -1)[comm.rank]
         mine -= rate * velocity
@@ -72,7 +74,8 @@ def knows_the_rate(comm, weights, gradient, velocity, rate, momentum):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (a_step(op=ReduceOp.SUM), "mean gradient"),
+        (a_step(op=ReduceOp.SUM), "2 times too large: a sum over ranks"),
+        (a_step(remembers=None), "velocity after two steps is still zero"),
         (a_step(gather=False), "every shard"),
         (a_step(moves=False), "have not moved"),
         (a_step(remembers=False), "velocity"),
@@ -140,6 +143,8 @@ def sums_norms(comm, shard, max_norm):
         (number_by_number, "one number"),
         (as_long_and_elsewhere, "not all is scaled"),
         (lambda comm, shard, max_norm: str(max_norm), "says the norm was '1.0'"),
+        (lambda *given: [clipper()(*given), None][1], "says the norm was None, which is no number"),
+        (lambda comm, shard, max_norm: clipper()(comm, shard.clone(), max_norm), "scale them where they are"),
     ],
 )
 def test_clip_refuses(wrong, word):

@@ -111,9 +111,11 @@ def gathering(comm, logits, targets):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(lambda *given: loss(*given, top=False), "an exponential overflows"), (lambda *given: loss(*given, top="own"), "not"),
+    [(lambda *given: loss(*given, top=False), "an exponential overflows"),
+     (lambda *given: loss(*given, top="own"), "the maximum of its own piece"),
      (lambda *given: loss(*given, target_everywhere=True), "the one rank that has it"),
-     (lambda *given: loss(*given) / 6, "the loss is"), (lambda *given: loss(*given, add=both_ways), "as g does"),
+     (lambda *given: loss(*given) / 6, "the mean over the targets"), (lambda *given: loss(*given) / 7, "the loss is"),
+     (lambda *given: loss(*given, add=both_ways), "as g does"),
      (with_four_columns_on_each_rank, "out of bounds"), (of_six_targets, "the loss is"),
      (with_a_maximum_of_zero_at_least, "all of them vanish"),
      (gathering, "three numbers a target take"), (lambda *given: loss(*given).detach(), "does not require grad")],
@@ -146,8 +148,8 @@ def step(mesh, x, up, down, f="tp", g="tp", average="dp", mean=True):
     ids=["as printed", "g along dp", "f along dp", "averaged along tp", "averaged over all", "summed"],
 )
 def test_gradients_refuses(wrong):
-    name = "x" if wrong == {"f": "dp"} else "up"
-    refused(check.gradients(lambda *given: step(*given, **wrong)), f"gradient of {name} is wrong")
+    name, hint = ("x", "what does f do on the way back") if wrong == {"f": "dp"} else ("up", "which group adds up")
+    refused(check.gradients(lambda *given: step(*given, **wrong)), f"gradient of {name} is wrong", hint)
 
 
 def with_whole_weights_on_every_rank(mesh, x, up, down):
@@ -213,7 +215,8 @@ def test_generator_refuses_one_stream():
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [({"norm2"}, "3 are missing"), ({"embed", "norm1", "attention", "norm2", "up"}, "do not pass it"),
-     ({"embed", "norm1", "attention", "norm2", "head"}, "comes after"), ({"mlp"}, "are none of"), (set(), "4 are missing")],
+     ({"embed", "norm1", "attention", "norm2", "head"}, "comes after"), ({"mlp"}, "are none of"), (set(), "4 are missing"),
+     ({"embed", "norm2", "norm1"}, "1 is missing: what leaves"), ("norm2", "3 are missing"), ("mlp", "['mlp'] are none of")],
 )  # fmt: skip
 def test_missing_refuses(wrong, word):
     refused(check.missing(wrong), word)

@@ -16,14 +16,15 @@ RANKS = 1, 2, 3, 5, 8
 @judged
 def token_loss(function: Function) -> str:
     """Check `token_loss(comm, total, count)`: what to call backward on, where the ranks' gradients are then averaged."""
-    for ranks in RANKS:
+    for ranks in 1, 3, 2, 5, 8:  # of 2, one has all the tokens, and its own mean is half of what is wanted, as 1/p of it is
         counts = [7 * rank % 13 for rank in range(ranks - 1)] + [4]  # rank 0 has none
         slopes = [float(rank**2) for rank in range(1, ranks + 1)]
         run = simulate(_tokens, star(ranks, 1e9, 1e-6), function, counts, slopes)
         wanted = sum(count * slope for count, slope in zip(counts, slopes, strict=True)) / sum(counts)
         got, sent = sum(run) / ranks, int(run.trace.bytes_sent().max(initial=0))
-        told = f"{ranks} ranks with {counts} tokens: the mean gradient is"
-        refuse((not abs(got - wanted) <= 1e-6, f"{told} {got:.4g}, and of all tokens alike it would be {wanted:.4g}"),
+        told = f"{ranks} rank{'s' * (ranks > 1)} with {counts} tokens: the mean gradient is"
+        why = f", {ranks} times as large: who divides by the ranks?" * (ranks > 1 and abs(got * ranks - wanted) <= 1e-6)
+        refuse((not abs(got - wanted) <= 1e-6, f"{told} {got:.4g}, and of all tokens alike it would be {wanted:.4g}{why}"),
                (sent > 8 * ranks, f"with {ranks} ranks a rank sends {sent} bytes: more than one number"))  # fmt: skip
     return "1 to 8 ranks with 0 to 10 tokens each"
 
@@ -64,7 +65,7 @@ def statistics(function: Function) -> str:
     without(function, "all_gather", "gather")
     for ranks in RANKS:
         run = simulate(_columns, star(ranks, 1e9, 1e-6), function)
-        sent, told = int(run.trace.bytes_sent().max(initial=0)), f"with {ranks} ranks"
+        sent, told = int(run.trace.bytes_sent().max(initial=0)), f"with {ranks} rank{'s' * (ranks > 1)}"
         refuse(*((found, f"{told}, rank {rank}: {found}") for rank, found in enumerate(run)),
                (sent > 224 * ranks, f"{told} a rank sends {sent} bytes: more than a few numbers a column"))  # fmt: skip
     return "1 to 8 ranks with 20 to 55 rows each"
@@ -76,7 +77,9 @@ def _columns(comm: Any, function: Function) -> str | None:
     mean, variance = function(comm, everything.split(rows)[comm.rank].clone())
     for name, given, wanted in (("mean", mean, everything.mean(0)), ("variance", variance, everything.var(0, correction=0))):
         if not torch.allclose(given, wanted):
-            return f"the {name} is {given.tolist()[0]:.4f} in column 0, and {wanted[0]:.4f} over all {sum(rows)} rows"
+            one_less = name == "variance" and torch.allclose(given, everything.var(0))
+            return (f"the {name} is {given.tolist()[0]:.4f} in column 0, and {wanted[0]:.4f} over all {sum(rows)} rows"
+                    + f": divide by the number of rows, not by {sum(rows) - 1}" * one_less)  # fmt: skip
     return None
 
 
@@ -110,7 +113,8 @@ def estimates(function: Function) -> str:
         gradient, noise = (float(value) for value in function(rows.clone(), batch))
         wanted, large, case = batch * float(rows.var(0).sum()), float(rows.mean(0).square().sum()), f"{ranks} ranks of {batch}"
         biased = abs(noise - wanted * (ranks - 1) / ranks) < 1e-9 * wanted
-        hint = f"Too small by {ranks - 1}/{ranks}: their own mean lies too near to the ranks" if biased else ""
+        hint = "First |G|^2, then S, the variance of a single example's gradient: a rank's is that of the mean of its batch"
+        hint = f"Too small by {ranks - 1}/{ranks}: their own mean lies too near to the ranks" if biased else hint
         near(f"{case}: S", noise, wanted, hint, 1e-6)
         hint = "That is the squared mean, noise and all" if abs(gradient - large) < 1e-9 else "What of S is left in a mean?"
         near(f"{case}: |G|^2", gradient, large - wanted / (ranks * batch), hint, 1e-6)
@@ -131,9 +135,9 @@ def settings(function: Function) -> str:
 @answered
 def critical(answer: Any) -> str:
     """Check the answer: the least steps, the critical batch, and the examples that a batch of 64 reads beyond the least."""
-    parts("the training", answer, ("least steps", 200, "Two measurements, two unknowns: S_min and the product S_min B."),
+    parts("the training", answer, ("least steps", 200, "Two measurements, two unknowns: s_min and the product s_min B."),
           ("critical batch", 64, "At it, twice the least steps are needed."),
-          ("examples more", 12_800, "400 steps of 64, less what the smallest batches would need: S_min B."))  # fmt: skip
+          ("examples more", 12_800, "400 steps of 64, less what the smallest batches would need: s_min B."))  # fmt: skip
     return "400 steps at 64: twice the least, and twice the examples"
 
 

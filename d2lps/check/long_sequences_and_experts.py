@@ -27,12 +27,19 @@ def merge(function: Function) -> str:
         one, other, (out, logsum) = [(side.softmax(-1) @ value, side.logsumexp(-1, keepdim=True)) for side, value in sides]
         for given in ((*one, *other), (*other, *one)):
             got = function(*(tensor.clone() for tensor in given))
-            refuse((not isinstance(got, tuple) or len(got) != 2, f"{got!r} is not two tensors, the output and its logsum"))
+            refuse((not isinstance(got, tuple) or len(got) != 2, f"{_kind(got)} is not two tensors, the output and its logsum"))
             nan, share = any(not tensor.isfinite().all() for tensor in got), "how large is each side's share of the sum?"
             refuse((nan, f"{case}: there is a nan or an inf; which exponentials overflow, which differences are no numbers?"),
                    (not torch.allclose(got[1], logsum), f"{case}: logsum is not the logarithm of the sum over all keys"),
                    (not torch.allclose(got[0], out), f"{case}: off by {(got[0] - out).abs().max():.2g}; {share}"))  # fmt: skip
     return "two finished parts make the whole, also in the thousands, and where one has seen nothing"
+
+
+def _kind(got: Any) -> str:
+    """What came back, in few words: a tensor's numbers would fill the page."""
+    if isinstance(got, tuple | list):
+        return f"({', '.join(map(_kind, got))})"
+    return f"a tensor of {list(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)
 
 
 @answered
@@ -87,7 +94,7 @@ def mixture(function: Function) -> str:
         right, kept = _mixed(*given, experts, size, True)
         got, said = function(*(tensor.clone() for tensor in given), experts, size), f"{tokens} tokens, {size} slots: "
         two = isinstance(got, tuple) and len(got) == 2 and getattr(got[0], "shape", None) == right.shape
-        refuse((not two, f"{said}{got!r} is not the output, {list(right.shape)}, and the number of choices dropped"))
+        refuse((not two, f"{said}{_kind(got)} is not the output, {list(right.shape)}, and the number of choices dropped"))
         lost, same = [t for t in range(tokens) if not kept[t].any() and not got[0][t].any()], torch.allclose(got[0], right)
         refuse((lost, f"{said}tokens {lost} found no slot and have become zero, for good; what goes on past the experts?"),
                (not same and torch.allclose(got[0], _mixed(*given, experts, size, False)[0]),

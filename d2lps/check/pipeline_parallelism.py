@@ -85,7 +85,8 @@ def carry(function: Function) -> str:
                 wanted = [sum(other + 100.0 * k for other in ranks[kind]) for kind, k in rows[rank]]
                 refuse((done != rows[rank], f"{case}rank {rank} does not do what stands in its list, in that order"),
                        (changed, f"{case}rank {rank} has written to a tensor that it sent: was it still under way?"),
-                       (got != wanted, f"{case}rank {rank} returns {got}, and {wanted} is right; what is sent?"),
+                       (got != wanted, f"{case}rank {rank} returns {got}, and {wanted} is right; what is sent? (An action that "
+                        "receives nothing begins with zeros.)"),
                        (left, f"{case}rank {rank} leaves before what it has sent is delivered"))  # fmt: skip
             sent, right = len(run.trace), 2 * m * (p - 1)
             refuse((sent != right, f"{case}{sent} messages, and {right} are wanted: does each action hand on what it makes?"),

@@ -20,6 +20,9 @@ from d2lps.topology import star
 __all__ = ["batches", "dice", "moments"]
 
 
+LOST = """what of Adam has been lost? Before its first step an optimizer has no tensors to load into; it makes them if `load` \
+gets the function that tells the pieces, and not the pieces"""
+
 # ---- saving and resuming ---------------------------------------------------------------------------------------------------
 
 
@@ -41,7 +44,7 @@ def moments(save: Function, resume: Function) -> str:
             begin = 2 + stage
             refuse((step != begin, f"{said}rank {rank} begins at {step!r}; {begin} steps were done when it was saved"))
             for done, (loss, want) in enumerate(zip(losses, right, strict=True), begin):
-                why = "do all ranks have the weights that were loaded?" if done == begin else "what of Adam has been lost?"
+                why = "do all ranks have the weights that were loaded?" if done == begin else LOST
                 told = f"after {done} steps rank {rank} has the loss {loss:.6f}, and {want:.6f} uninterrupted: {why}"
                 refuse((abs(loss - want) > 1e-6, said + told))
     return "6 pairs of plans: losses are those of the uninterrupted run"
@@ -94,9 +97,9 @@ def dice(save: Function, resume: Function) -> str:
     for p in (1, 2, 3, 5):
         before, after = _both(save, resume, _thrown, (p, p))
         for rank, (want, got) in enumerate(zip(before, after, strict=True)):
-            whose = next((r for r, other in enumerate(before) if other == got), None)
+            whose, case = next((r for r, other in enumerate(before) if other == got), None), f"with {p} rank{'s' * (p > 1)}"
             told = "has numbers of its own" if whose is None else f"goes on with the numbers of rank {whose}"
-            refuse((want != got, f"with {p} ranks, rank {rank} {told}" + " anew, not the next ones" * (whose is None)))
+            refuse((want != got, f"{case}, rank {rank} {told}" + " anew, not the next ones" * (whose is None)))
     return "1, 2, 3 and 5 ranks: each goes on with its own numbers"
 
 

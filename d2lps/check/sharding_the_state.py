@@ -44,14 +44,23 @@ def sharded_step(function: Function) -> str:
                 (torch.equal(got, start), f"{case}rank {rank}'s weights have not moved: are they changed where they are?"),
                 (
                     held.shape != mine.shape or not torch.allclose(held, mine),
-                    f"{case}rank {rank}'s velocity after two steps is not that of its shard of the mean gradient",
+                    f"{case}rank {rank}'s velocity after two steps is {_unlike(held, mine, p)}",
                 ),
-                (not torch.allclose(got, weights), f"{case}rank {rank}'s weights are not one process's; every shard?"),
+                (not torch.allclose(got, weights), f"{case}rank {rank}'s weights are not those of one process: have all ranks "
+                 "got every shard?"),
             )
         sent, least = run.trace.bytes_sent(), 4 * (p - 1) * length * 8
         refuse(*((nbytes > least, f"{case}rank {rank} sends {nbytes} bytes in two steps; two reduce-scatters and all-gathers "
                                   f"send {least}") for rank, nbytes in enumerate(sent)))  # fmt: skip
     return "the weights of one process, a p-th of its velocity a rank, and the bytes of an all-reduce"
+
+
+def _unlike(held: torch.Tensor, mine: torch.Tensor, p: int) -> str:
+    if held.shape == mine.shape and not held.any():
+        return "still zero: is it changed where it is?"
+    if held.shape == mine.shape and torch.allclose(held, p * mine):
+        return f"{p} times too large: a sum over ranks is no mean"
+    return "not that of its shard of the mean gradient"
 
 
 def _stepped(comm: Any, function: Function, start: torch.Tensor, gradients: torch.Tensor, length: int, *how: float) -> Any:
@@ -73,10 +82,14 @@ def clip(function: Function) -> str:
         alike = p > 1 and most < norm and torch.allclose(after, local, rtol=1e-4)
         refuse((alike, f"{case}each rank has clipped by the norm of its own shard"))
         for rank, (told, _) in enumerate(run):
-            refuse((not isinstance(told, float | torch.Tensor) or abs(float(told) - norm) > 1e-6 * norm,
-                    f"{case}rank {rank} says the norm was {told!r}, not {norm:.4f}; which adds up, norm or square?"))  # fmt: skip
+            number = isinstance(told, float | torch.Tensor)
+            refuse((not number, f"{case}rank {rank} says the norm was {told!r}, which is no number"))
+            refuse((abs(float(told) - norm) > 1e-6 * norm, f"{case}rank {rank} says the norm was {float(told):.4f}, not "
+                    f"{norm:.4f}; which adds up, norm or square?"))  # fmt: skip
         sent, close = run.trace.bytes_sent().max(), torch.allclose(after, whole * min(1, most / norm), rtol=1e-4)
-        refuse((norm <= most and not close, f"{case}the norm was {norm:.3f}, and shards have been scaled"),
+        same = not close and torch.equal(after, whole)
+        refuse((same, f"{case}the norm is right, and the shards are as they were: scale them where they are"),
+               (norm <= most and not close, f"{case}the norm was {norm:.3f}, and shards have been scaled"),
                (not close, f"{case}afterwards the norm is {after.norm():.4f}, and not all is scaled by {most / norm:.4f}"),
                (sent > 16 * p, f"{case}a rank sends {sent} bytes; one number from each rank is enough"))  # fmt: skip
     return "one number was added up, and all shards are scaled alike"

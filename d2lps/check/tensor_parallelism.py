@@ -64,6 +64,8 @@ def cross_entropy(function: Function) -> str:
         targets = torch.randint(wide * p, (count,), generator=torch.Generator().manual_seed(p))
         wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         slope = logits.softmax(-1) - torch.nn.functional.one_hot(targets, wide * p)
+        tops = torch.cat([piece - piece.amax(-1, True) for piece in logits.chunk(p, -1)], -1)  # each piece's own maximum
+        apart = torch.nn.functional.cross_entropy(tops, targets, reduction="sum")
 
         def work(comm: Any, logits: Tensor = logits, targets: Tensor = targets) -> Any:
             mine = logits.chunk(comm.size, -1)[comm.rank].clone().requires_grad_()
@@ -76,6 +78,10 @@ def cross_entropy(function: Function) -> str:
             said = f"{_said(p)}{count} targets, logits of about {scale + shift}, rank {rank}: "
             refuse((not math.isfinite(loss), f"{said}the loss is {loss}; an exponential overflows, or all of them vanish: which "
                     "maximum is to be taken off the logits?"),
+                   (abs(loss - wanted / count) < 1e-8 * abs(wanted), f"{said}the loss is the mean over the targets, and their "
+                    "sum is asked"),
+                   (p > 1 and abs(loss - apart) < 1e-8 * abs(apart) < abs(loss - wanted), f"{said}the loss is {loss:.4f}, not "
+                    f"{wanted:.4f}: each rank takes off the maximum of its own piece, and they differ"),
                    (abs(loss - wanted) > 1e-8 * abs(wanted), f"{said}the loss is {loss:.4f}, not {wanted:.4f}; is a target's "
                     "own logit taken from the one rank that has it?"),
                    (got is None or not torch.allclose(got, slope.chunk(p, -1)[rank]), f"{said}the gradient is not softmax "
@@ -112,7 +118,9 @@ def gradients(function: Function) -> str:
                 mine = times * whole[number].chunk(pieces, dim)[place]  # x's is of the mean of this rank's own examples
                 said = f"dp={dp}, tp={tp}: rank {rank}'s gradient of {name}"
                 refuse((not isinstance(one, Tensor) or one.shape != mine.shape, f"{said} has not the shape {list(mine.shape)}"))
-                refuse((not _near(one, mine), f"{said} is wrong; which group adds up parts of one example's sum, and which "
+                refuse((name == "x" and not _near(one, mine), f"{said} is wrong: it is that of the mean over this rank's own "
+                        "examples, and every rank along tp finds a part of it; what does f do on the way back?"),
+                       (not _near(one, mine), f"{said} is wrong; which group adds up parts of one example's sum, and which "
                         "averages over examples?"))  # fmt: skip
         sent, enough = int(run.trace.bytes_sent().max()), _sent(few, dp * tp)
         refuse((sent > enough, f"dp={dp}, tp={tp}: a rank sends {sent} bytes, and {enough} would do: weights stay at home"))
@@ -140,12 +148,13 @@ def generator(function: Function) -> str:
 @answered
 def missing(answer: Any) -> str:
     """Check the names of those gradients that are wrong where f is missing before an MLP."""
-    right, given = {"embed", "norm1", "attention", "norm2"}, set(answer)
+    right, given = {"embed", "norm1", "attention", "norm2"}, {answer} if isinstance(answer, str) else set(answer)
     every = right | {"up", "down", "head"}
+    lacks = f"{len(right - given)} {'is' if len(right - given) == 1 else 'are'} missing"
     refuse((given - every, f"{sorted(given - every)} are none of {sorted(every)}"),
-           (given & {"up", "down"}, "its pieces need nothing of f: their gradients do not pass it"),
+           (given & {"up", "down"}, "up and down get their gradients before f on the way back: they do not pass it"),
            ("head" in given, "the head comes after the MLP, and its gradient has been computed by then"),
-           (right - given, f"{len(right - given)} are missing: what comes out of the MLP goes on to the start"))  # fmt: skip
+           (right - given, f"{lacks}: what leaves the MLP on the way back is a part, and goes on to the first layer"))
     return "all that the gradient still has to pass is wrong, and what stands behind is right"
 
 

@@ -113,10 +113,20 @@ def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01
 
 
 def near(what: str, given: Any, wanted: float, hint: str, within: float = 0.006) -> None:
-    """One answer among several, named by `what`; else the hint."""
-    if not abs(_number(given) - wanted) <= within * abs(wanted):
+    """One answer among several, named by `what`; else the hint.
+
+    >>> near("a message, ms", 2, 2000, "Count them.")
+    Traceback (most recent call last):
+    d2lps.check.exercise.Wrong: a message, ms: not 2, which is a thousand times too small: in which unit is it asked?
+    """
+    if not abs((answer := _number(given)) - wanted) <= within * abs(wanted):
         said = given.item() if isinstance(given, np.generic) else given
-        raise Wrong(f"{what}: not {said!r}. {hint}")
+        for factor, times in ((1e3, "a thousand"), (1e6, "a million"), (1e9, "a billion")):
+            for other, how in ((wanted * factor, "large"), (wanted / factor, "small")):
+                if wanted and abs(answer - other) <= within * abs(other):
+                    raise Wrong(f"{what}: not {said!r}, which is {times} times too {how}: in which unit is it asked?")
+        rounded = math.isfinite(answer) and answer == float(f"{wanted:.2g}") != wanted
+        raise Wrong(f"{what}: not {said!r}{', unless you have rounded it: give one digit more' * rounded}. {hint}")
 
 
 def _number(given: Any) -> float:
