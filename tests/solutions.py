@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,17 @@ def _solutions() -> dict[str, tuple[str, list[ast.stmt], list[ast.stmt]]]:
     found = {}
     for path in sorted(BOOK.rglob("*.ipynb")):
         cells, start = json.loads(path.read_text())["cells"], 0
+        parsed = [_parsed(cell) for cell in cells]
         for here, cell in enumerate(cells):
             source = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
             if opening := re.search(r"```{solution-start} (\S+)\n", source):
                 label, start = opening[1], here
             elif "{solution-end}" in source:
-                found[label] = path.stem, _parsed(cells[:start]), _parsed(cells[start:here])
+                found[label] = path.stem, list(chain(*parsed[:start])), list(chain(*parsed[start:here]))
     return found
 
 
-def _parsed(cells: list[dict[str, Any]]) -> list[ast.stmt]:
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    return [step for source in code if not source.startswith("%") for step in ast.parse(source).body]
+def _parsed(cell: dict[str, Any]) -> list[ast.stmt]:
+    """Its statements, if it has any, and is not the shell's."""
+    source = "".join(cell["source"])
+    return ast.parse(source).body if cell["cell_type"] == "code" and not source.startswith("%") else []
