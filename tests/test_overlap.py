@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -298,6 +299,18 @@ def test_one_that_is_left_out_is_named_and_the_next_pass_is_as_any(world: Runner
 
     said = "rank {}: a backward pass has left out 2.weight, 2.bias, 4.weight, 4.bias: the loss must depend on them"
     assert world(work, 2) == [(said.format(0), True), (said.format(1), True)]
+
+
+def test_a_module_whose_wrapper_is_gone_says_so() -> None:
+    def work(comm: Communicator) -> str:
+        module = net(plain)
+        DataParallel(comm, module)
+        gc.collect()
+        with pytest.raises(RuntimeError) as caught:
+            module(batch(0)).sum().backward()
+        return str(caught.value)
+
+    assert all(told.startswith("the DataParallel of this module is gone") for told in simulated(work, 2))
 
 
 def test_a_module_without_gradients_is_refused() -> None:

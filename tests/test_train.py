@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -456,3 +457,16 @@ def test_a_callback_sees_every_step() -> None:
 
     seen, done, given = simulated(work, Plan())[0]
     assert seen == given and done == 2
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=2, zero=3), Plan(tp=2, pp=2, micro_batch=4)], ids=str)
+def test_no_weight_outlives_its_simulation(plan: Plan) -> None:
+    """Python's collector sees no circle that goes through torch's hooks of finished gradients: there must be none."""
+
+    def living() -> int:
+        gc.collect()
+        return sum(type(thing) is nn.Parameter for thing in gc.get_objects())
+
+    before = living()
+    d2lps.simulate(lambda comm: train(comm, DEEP, plan, Uneven(), STEPS, BATCH, adam).losses, star(plan.ranks, 1e9), trace=False)
+    assert living() == before

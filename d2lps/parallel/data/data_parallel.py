@@ -17,6 +17,7 @@ from d2lps.compress.feedback import counting
 from d2lps.parallel.data.buckets import MIB, buckets, flatten
 from d2lps.parallel.data.priority import Scheduler
 from d2lps.parallel.data.replicas import Replicas
+from d2lps.parallel.ready import when_ready
 
 
 class DataParallel(nn.Module):
@@ -40,7 +41,8 @@ class DataParallel(nn.Module):
     check: in so many averaging backward passes, from the first on, ranks compare their weights and gradients, which must be
     the same to the bit, and the tensors that `forward` got, which must not: Mismatch says what differs, where, and since when.
 
-    Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them;
+    Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them, and in
+    a backward pass of the bare module once its DataParallel is gone (see `when_ready`);
     Mismatch for models or options that are not alike on all ranks.
     Cost: an all-reduce of all gradients a step, by a ring 2(p - 1)/p n bytes a rank, and 2(p - 1) latencies a bucket. With k
     backward passes of b examples for a step (see `no_sync`), an example costs 2(p - 1)/p n/(k b) bytes: a larger local batch
@@ -73,7 +75,7 @@ class DataParallel(nn.Module):
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(comm, tensor)
         for number, parameter in enumerate(self._all):
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, number))
+            when_ready(parameter, self._ready, number)
         self._optimizers = {parameter: optimizer([parameter]) for parameter in self._all} if optimizer else {}
         self._due: dict[nn.Parameter, int] = {}  # which have still to take their step, and their numbers
         for part in module.modules() if optimizer else ():

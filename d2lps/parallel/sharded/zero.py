@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator, Event
 from d2lps.cost.numbers import whole
+from d2lps.parallel.ready import when_ready
 from d2lps.parallel.saving.pieces import Piece, optimizer_pieces
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.parallel.sharded.units import Unit
@@ -98,9 +98,9 @@ class Zero:
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
-        for unit, keys in zip(self.units, shared, strict=True):
+        for place, (unit, keys) in enumerate(zip(self.units, shared, strict=True)):
             for number, p in enumerate(unit.parameters):
-                p.register_post_accumulate_grad_hook(partial(self._add, unit, number))
+                when_ready(p, self._add, place, number)
             for part in (parts[key][0] for key in keys if stage == 3):
                 part.register_forward_pre_hook(lambda _, __, unit=unit: self._fetch(unit, 1))
                 part.register_forward_hook(lambda _, __, output, unit=unit: self._leave(unit, output))
@@ -143,9 +143,9 @@ class Zero:
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
-    def _add(self, unit: Unit, number: int, parameter: nn.Parameter) -> None:
+    def _add(self, place: int, number: int, parameter: nn.Parameter) -> None:
         """In the midst of the backward pass: a parameter's gradient is complete."""
-        gradient, parameter.grad = parameter.grad, None
+        unit, gradient, parameter.grad = self.units[place], parameter.grad, None
         assert gradient is not None
         if self.stage == 3 and unit not in self._in_backward and not self._kept:  # it may have used what was not there
             raise RuntimeError(f"{unit.names[number]}: a backward pass has come to it unannounced; {_SEEN}")

@@ -1,0 +1,28 @@
+"""What happens when a parameter's gradient is complete, in the midst of a backward pass."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def when_ready(parameter: nn.Parameter, method: Callable[..., None], *given: Any) -> None:
+    """Have `method(*given, parameter)` called whenever the parameter's gradient is complete.
+
+    >>> for number, parameter in enumerate(module.parameters()):        # doctest: +SKIP
+    ...     when_ready(parameter, self._ready, number)
+
+    The hook does not keep the method's object alive, which as a rule has the parameter: Python's collector of garbage sees no
+    circle that goes through such a hook of torch's, so neither would ever be freed. RuntimeError, in the backward pass, once the
+    object is gone: others may wait for what it would have sent.
+    """
+    alive, owner = weakref.WeakMethod(method), type(getattr(method, "__self__", None)).__name__
+
+    def hook(ready: nn.Parameter) -> None:
+        if (called := alive()) is None:
+            told = f"the {owner} of this module is gone, and would have had its gradients"
+            raise RuntimeError(f"{told}: keep it in a variable, or train a copy.deepcopy of the module, which is free of it")
+        called(*given, ready)
+
+    parameter.register_post_accumulate_grad_hook(hook)
