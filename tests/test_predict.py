@@ -12,9 +12,10 @@ import pytest
 import d2lps
 from d2lps import Communicator, OutOfMemory
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, measured, predict, search
-from d2lps.parallel.prediction import beside
-from d2lps.parallel.prediction.beside import slowed
-from d2lps.parallel.prediction.messages import by_messages
+from d2lps.parallel.prediction import priced
+from d2lps.parallel.prediction.clock import Clock, Time
+from d2lps.parallel.prediction.loads import Loads, speeds
+from d2lps.parallel.prediction.messages import Groups, by_messages
 from d2lps.parallel.prediction.predict import described
 from d2lps.parallel.prediction.priced import play
 from d2lps.parallel.prediction.prices import Price, Prices, axis_groups
@@ -104,6 +105,19 @@ CASES = [
     (MIXED, Plan(dp=16, ep=4, overlap=False), 16, "oversubscribed"),
     (MIXED, Plan(dp=16, ep=4), 16, "oversubscribed"),
     (MIXED, Plan(dp=16, ep=4, zero=3), 16, "a port a machine"),
+    # These were up to 6% off: what is only waiting for latencies leaves its links to others, and stages share them, too.
+    (MIXED, Plan(dp=16, ep=4, zero=3), 16, "oversubscribed"),
+    (MIXED, Plan(dp=16, ep=4, zero=2), 32, "oversubscribed"),
+    (MIXED, Plan(dp=8, tp=2, ep=2, zero=2), 8, "oversubscribed"),
+    (MIXED, Plan(dp=8, tp=2, ep=4, zero=3), 8, "oversubscribed"),
+    (MIXED, Plan(dp=8, tp=2, ep=4), 8, "oversubscribed"),
+    (MIXED, Plan(dp=4, tp=2, cp=2, ep=4, zero=3), 8, "oversubscribed"),
+    (SMALL, Plan(dp=2, tp=8, zero=3, sequence_parallel=True), 4, "oversubscribed"),
+    (SMALL, Plan(dp=4, tp=2, pp=2, zero=3), 16, "oversubscribed"),
+    (SMALL, Plan(dp=4, tp=2, pp=2, zero=3, schedule="interleaved", interleave=2), 16, "oversubscribed"),
+    (SMALL, Plan(dp=4, tp=2, pp=2, zero=3, schedule="interleaved", interleave=2, overlap=False), 16, "oversubscribed"),
+    (SMALL, Plan(dp=4, tp=2, pp=2, zero=1, schedule="interleaved", interleave=2), 16, "oversubscribed"),
+    (replace(SMALL, tied=True), Plan(dp=4, tp=2, pp=2, zero=3), 8, "oversubscribed"),
 ]
 
 
@@ -121,28 +135,93 @@ def test_to_overlap_is_never_slower(model: Transformer, plan: Plan, batch: int, 
     assert Prediction(meanwhile, CLUSTERS[name]).time <= 1.001 * Prediction(after, CLUSTERS[name]).time
 
 
-def test_two_rings_at_once_take_twice_as_long_and_on_links_of_their_own_no_longer() -> None:
+MESH = Plan(dp=8, tp=2, zero=3)
+BESIDE = [
+    (("dp", "all_gather"), ("dp", "reduce_scatter")), (("dp", "all_reduce"), ("tp", "all_reduce")),
+    (("dp", "all_gather"), ("edp", "reduce_scatter")), (("ep", "all_to_all"), ("edp", "all_gather")),
+]  # fmt: skip
+
+
+def both(prices: Prices, two: Sequence[tuple[str, str]], sizes: Sequence[int], simulated: bool) -> list[float]:
+    """When each of two collectives that begin at once is over everywhere: message by message, or by price."""
+
+    def live(comm: Communicator | None) -> list[float]:
+        time = Time(prices)
+        world = Clock(time) if comm is None else Groups(comm, job, prices)
+        ends: list[float] = []
+
+        def program() -> None:
+            started = [world.start(*asked, nbytes) for asked, nbytes in zip(two, sizes, strict=True)]
+            for one in started:
+                world.wait(one)
+                ends.append(time.now if comm is None else comm.now())
+
+        program() if comm is not None else time.run([program])
+        return ends
+
+    job = described(MIXED if prices.plan.ep > 1 else SMALL, prices.plan, prices.cluster, prices.plan.dp)
+    if not simulated:
+        return live(None)
+    run = d2lps.simulate(live, prices.reached, ranks=prices.cluster.devices, device="meta", trace=False)
+    return list(map(max, zip(*run, strict=True)))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("two", BESIDE, ids=str)
+def test_two_at_once_take_what_their_messages_take(name: str, two: Sequence[tuple[str, str]]) -> None:
+    prices = Prices(replace(MESH, ep=2 if any("ep" in axis for axis, _ in two) else 1), CLUSTERS[name])
+    whole = max(prices(*asked, 1 << 28) for asked in two)
+    sizes = [round((1 << 28) * whole / prices(*asked, 1 << 28)) for asked in two]
+    told = both(prices, two, sizes, simulated=False)
+    assert told == pytest.approx(both(prices, two, sizes, simulated=True), rel=0.02)
+
+
+def test_latencies_are_no_longer_beside_others() -> None:
+    """Of few bytes hardly anything is on a link at a time: as many messages as like go beside them."""
+    prices, two = Prices(MESH, NARROW), (("dp", "all_gather"), ("dp", "reduce_scatter"))
+    told, alone = both(prices, two, [64, 64], simulated=False), [prices(*asked, 64) for asked in two]
+    assert told == pytest.approx(alone, rel=0.01)
+    assert told == pytest.approx(both(prices, two, [64, 64], simulated=True), rel=0.01)
+
+
+def test_two_rings_at_once_are_half_as_fast_and_on_links_of_their_own_as_fast_as_alone() -> None:
     """Across by the machine's one port both ways of dp's; inside, where NVLinks carry them, a port has nothing to do with it."""
-    prices = Prices(Plan(dp=8, tp=2, zero=3), ONE_PORT)
+    prices = Prices(MESH, ONE_PORT)
+    loads = Loads(prices)
     gather, reduce = (prices.price("dp", name).way for name in ("all_gather", "reduce_scatter"))
     assert [phase.level for phase in gather] == ["across", "inside"] and [phase.level for phase in reduce] == ["inside", "across"]
-    across, inside = ("dp", "all_gather", 0), ("dp", "all_gather", 1)
-    assert slowed(prices, across, ("dp", "reduce_scatter", 1)) == pytest.approx(2, rel=0.01)
-    assert slowed(prices, inside, ("dp", "reduce_scatter", 1)) == pytest.approx(1, rel=0.01)
-    assert slowed(prices, across, across) == slowed(prices, across, across) == pytest.approx(2, rel=0.01)
+    across, inside = (loads.of(0, "dp", "all_gather", number) for number in (0, 1))
+    back = loads.of(0, "dp", "reduce_scatter", 1)
+    assert speeds([across, back]) == EQUAL([0.5, 0.5]) and not inside.meets(back) and speeds([inside, back]) == EQUAL([1, 1])
 
 
-@pytest.mark.parametrize(("cluster", "plan"), [
-    (POD, Plan(dp=2, tp=8)), (POD, Plan(dp=4, tp=4)), (NARROW, Plan(dp=4, tp=4)), (ONE_PORT, Plan(dp=4, tp=4)),
-], ids=["tp 8", "tp 4", "oversubscribed", "a port a machine"])  # fmt: skip
-def test_what_is_not_simulated_for_its_links_would_not_have_slowed(cluster: Topology, plan: Plan, monkeypatch: Any) -> None:
-    prices = Prices(plan, cluster)
-    phases = range(len(prices.price("dp", "reduce_scatter").way))
-    pairs = [(("dp", "reduce_scatter", number), ("tp", "all_reduce", 0)) for number in phases]
-    told = [slowed(prices, *pair) for pair in pairs]
-    monkeypatch.setattr(beside, "_links", lambda *_: {0})  # as if all could meet
-    prices.known = {key: known for key, known in prices.known.items() if "slowed" not in key}
-    assert [slowed(prices, *pair) for pair in pairs] == pytest.approx(told, rel=1e-3)
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("plan", [MESH, Plan(dp=2, tp=8), Plan(dp=4, cp=4), Plan(dp=8, ep=4, tp=2, zero=1)], ids=str)
+def test_a_load_alone_goes_at_its_price(name: str, plan: Plan) -> None:
+    prices = Prices(plan, CLUSTERS[name])
+    for axis, collective in axes(plan):
+        price, size = prices.price(axis, collective), len(axis_groups(plan, axis)[0])
+        sent = {"pass_on": 1.0, "all_reduce": 2 * (size - 1) / size}.get(collective, (size - 1) / size)  # of each byte, by a rank
+        if len(price.way) == 1:
+            assert sent / Loads(prices).of(0, axis, collective, 0).rate == pytest.approx(price.betas[0], rel=0.01)
+
+
+@pytest.mark.parametrize("plan", [
+    Plan(dp=4, tp=2, pp=2), Plan(dp=4, tp=2, pp=2, zero=1, schedule="interleaved", interleave=2), Plan(dp=2, cp=4, pp=2),
+    Plan(dp=2, tp=4, pp=2, zero=1, schedule="zero_bubble"), Plan(tp=8, pp=2, sequence_parallel=True),
+], ids=str)  # fmt: skip
+def test_passes_that_meet_nothing_last_equally_long(plan: Plan, monkeypatch: Any) -> None:
+    job, prices = described(SMALL, plan, POD, 8 * plan.dp), Prices(plan, POD)
+    assert priced._alone(job, Loads(prices)) == {0, 1}
+    told = play(job, prices, job.micro_batches)
+    monkeypatch.setattr(priced, "_alone", lambda *_: set())  # as if something might
+    found = play(job, prices, job.micro_batches)
+    assert told.time == EQUAL(found.time) and told.done == EQUAL(found.done)
+
+
+@pytest.mark.parametrize(("plan", "cluster"), [(Plan(tp=4, pp=4), POD), (Plan(dp=2, tp=4, pp=2), NARROW)], ids=str)
+def test_a_message_between_stages_is_met_where_a_device_has_one_way_out(plan: Plan, cluster: Topology) -> None:
+    assert priced._alone(described(SMALL, plan, cluster, 4), Loads(Prices(plan, cluster))) == set()
 
 
 LONG = [

@@ -9,9 +9,9 @@ from typing import Any
 
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer
 from d2lps.parallel.pipeline.schedules import Action
+from d2lps.parallel.prediction.clock import Clock, Time
 from d2lps.parallel.prediction.memory import held
 from d2lps.parallel.prediction.predict import described
-from d2lps.parallel.prediction.priced import Clock, Going
 from d2lps.parallel.prediction.prices import Prices, axis_groups
 from d2lps.parallel.prediction.program import Rank
 from d2lps.topology import Topology
@@ -71,18 +71,19 @@ class _Meter(Clock):
     """Counts, beside the time, what is asked of each axis."""
 
     def __init__(self, prices: Prices) -> None:
-        super().__init__(prices)
+        super().__init__(Time(prices))
         self.sent = defaultdict[tuple[str, str], float](float)
 
     def collective(self, axis: str, collective: str, nbytes: float) -> None:
         self.sent[axis, collective] += nbytes
-        super().collective(axis, collective, nbytes)
+        if axis != "ends":  # for the other end of the pipeline, which is not here, it would wait
+            super().collective(axis, collective, nbytes)
 
     def around(self, seconds: float, nbytes: float) -> None:
-        self.sent["cp", "pass_on"] += nbytes * (self.cp - 1)
+        self.sent["cp", "pass_on"] += nbytes * (self.prices.plan.cp - 1)
         super().around(seconds, nbytes)
 
-    def start(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
+    def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
         self.sent[axis, collective] += nbytes
         return super().start(axis, collective, nbytes, behind)
 
@@ -93,13 +94,17 @@ def walk(answer: Answer, at: int | None = None) -> None:
     job, plan, prices = answer.prediction.job, answer.plan, answer.prediction.prices
     meter, place, count = _Meter(prices), plan.pp // 2 if at is None else at, job.micro_batches
     rank, stages = Rank(job, meter, place, answer.prediction.known.passes), range(place, len(job.stages), plan.pp)
-    times = [_through(rank, meter, kind, stages, 0) / len(stages) for kind in "FB"]
-    answer.passes = times[0], times[1], prices.message(place - 1, job.message) if place else 0.0
-    for key in meter.sent:
-        meter.sent[key] *= count - 1
-    for kind in "FB":
-        _through(rank, meter, kind, stages, count - 1)
-    rank.finish()
+
+    def go() -> None:
+        forward, backward = (_through(rank, meter, kind, stages, 0) / len(stages) for kind in "FB")
+        answer.passes = forward, backward, prices.between(place - 1, place)(job.message) if place else 0.0
+        for key in meter.sent:
+            meter.sent[key] *= count - 1
+        for kind in "FB":
+            _through(rank, meter, kind, stages, count - 1)
+        rank.finish()
+
+    meter.time.run([go])
     if plan.pp > 1:
         ends = sum((stage > 0) + (stage < len(job.stages) - 1) for stage in stages)  # gradients back, activations ahead
         meter.sent["pp", "pass_on"] = ends * count * job.message
@@ -107,10 +112,10 @@ def walk(answer: Answer, at: int | None = None) -> None:
 
 
 def _through(rank: Rank, meter: _Meter, kind: str, stages: range, micro_batch: int) -> float:
-    before = meter.now
+    before = meter.time.now
     for stage in stages if kind == "F" else reversed(stages):
         rank.act(Action(kind, stage, micro_batch))
-    return meter.now - before
+    return meter.time.now - before
 
 
 def _links(prices: Prices, sent: Mapping[tuple[str, str], float]) -> dict[str, tuple[float, float]]:

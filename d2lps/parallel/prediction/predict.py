@@ -98,14 +98,14 @@ def predict(
     >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048, dropout=0.1)
     >>> plan = Plan(dp=16, tp=8, pp=8, micro_batch=1, schedule="interleaved", interleave=3, recompute="full")
     >>> predict(gpt3, plan, dgx_a100_pod(128), batch=1536)
-    <Prediction of dp=16 tp=8 pp=8 schedule=interleaved interleave=3 recompute=full: 27.11 s, MFU 39.1%, 52.4 GB>
+    <Prediction of dp=16 tp=8 pp=8 schedule=interleaved interleave=3 recompute=full: 27.16 s, MFU 39.0%, 52.4 GB>
 
     batch: of all ranks together, in sequences. calibration: how near the software comes to the machine; by default
     `Calibration()`. What `train` would do step by step is played for one replica, all others do the same: computing priced by the
     device's roofline, each distinct collective simulated once on the cluster, whose price then stands for it (of an axis's groups
-    the slowest one's for all), and how much those of one rank that go on at the same time slow one another. Not known to it:
-    links that different stages of a pipeline share, their messages among them, an optimizer's state in the host's memory, and
-    that a device is slower in another precision than that of its `flops`, 16 bits in presets.
+    the slowest one's for all). What is on its way at the same time, on any stage or between two, shares links. Not known to it:
+    an optimizer's state in the host's memory, and that a device is slower in another precision than that of its `flops`, 16 bits
+    in presets.
     ValueError, with the numbers, for a plan that can't be, and a cluster without devices' speeds; OutOfMemory, with who holds
     what, for one that needs more memory than a device has. Cost: less than a second.
     """

@@ -1,105 +1,22 @@
-"""A step with prices in place of messages: a clock for each rank of one replica's pipeline, and what it has spent on what."""
+"""A step with prices in place of messages: all ranks of one replica's pipeline, and what each has spent on what."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from d2lps.parallel.pipeline.schedules import Action, Schedule, needs, played, traffic
-from d2lps.parallel.prediction.beside import slowed
+from d2lps.parallel.pipeline.schedules import Action, Schedule, after, needs, traffic
+from d2lps.parallel.prediction.clock import WITHIN, Clock, Going, Time, parts
+from d2lps.parallel.prediction.clock import Part as Parcel
+from d2lps.parallel.prediction.loads import Loads
+from d2lps.parallel.prediction.parts import Around, Message
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.parallel.training.plan import Plan
-
-
-@dataclass(eq=False)  # two that have equally long to go are two
-class Going:
-    """A collective that goes on beside what the rank does. left: seconds of each phase, if nothing else were on its links."""
-
-    axis: str
-    collective: str
-    left: list[float]
-    behind: Going | None
-    phase: int = 0
-
-    @property
-    def asked(self) -> tuple[str, str, int]:
-        return self.axis, self.collective, self.phase
-
-    def goes_on(self, seconds: float) -> bool:
-        """Whether something is left then."""
-        self.left[self.phase] -= seconds
-        while self.phase < len(self.left) and self.left[self.phase] <= 1e-12:  # rounding leaves less than that
-            self.phase += 1
-        return self.phase < len(self.left)
-
-
-class Clock:
-    """A `World` in which time is a number. Collectives that go on at the same time slow one another down."""
-
-    def __init__(self, prices: Prices) -> None:
-        self.prices, self.cp = prices, prices.plan.cp
-        self.now = 0.0
-        self.going: list[Going] = []
-        self.spent: dict[str, float] = defaultdict(float)
-
-    def compute(self, seconds: float, label: str = "compute") -> None:
-        self.take(seconds, label)
-
-    def collective(self, axis: str, collective: str, nbytes: float) -> None:
-        if self.going:
-            self.wait(self._begin(axis, collective, nbytes))
-        else:
-            self.take(self.prices(axis, collective, nbytes), axis)
-
-    def around(self, seconds: float, nbytes: float) -> None:
-        for piece in range(self.cp):
-            coming = self._begin("cp", "pass_on", nbytes) if piece < self.cp - 1 else None
-            self.take(seconds / self.cp, "compute")
-            self.wait(coming)
-
-    def start(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
-        return self._begin(axis, collective, nbytes, behind)
-
-    def _begin(self, axis: str, collective: str, nbytes: float, behind: Going | None = None) -> Going:
-        started = Going(axis, collective, self.prices.price(axis, collective).phases(nbytes), behind)
-        if started.goes_on(0.0):  # a group of one rank has nothing to send
-            self.going.append(started)
-        return started
-
-    def wait(self, started: Going | None) -> None:
-        while started in self.going:
-            self.take(self._until_a_phase_ends(), started.axis)
-
-    def take(self, seconds: float, label: str) -> None:
-        self.until(self.now + seconds)
-        self.spent[label] += seconds
-
-    def until(self, time: float) -> None:
-        """Let time pass, and what goes on go on."""
-        while self.going and self.now < time:
-            passed = min(time - self.now, self._until_a_phase_ends())
-            over = [going for going, times in self._slowed() if not going.goes_on(passed / times)]
-            self.going = [going for going in self.going if going not in over]
-            self.now += passed
-        self.now = max(self.now, time)
-
-    def _until_a_phase_ends(self) -> float:
-        return min(going.left[going.phase] * times for going, times in self._slowed())
-
-    def _slowed(self) -> list[tuple[Going, float]]:
-        """What is on its way now, and how many times as long it takes as it would alone."""
-        now = [going for going in self.going if going.behind not in self.going]
-        return [(one, 1.0 + sum(self._more(one, other) for other in now if other is not one)) for one in now]
-
-    def _more(self, one: Going, other: Going) -> float:
-        """How many times as long one takes longer beside another."""
-        if (pair := (one.asked, other.asked)) not in self.prices.pairs:
-            self.prices.pairs[pair] = slowed(self.prices, *pair) - 1.0
-        return self.prices.pairs[pair]
 
 
 @dataclass
@@ -118,15 +35,31 @@ class Played:
 
 @dataclass
 class Known:
-    """What all plays of a job with the same prices have in common: a part's passes, and what a stage's spend on what."""
+    """What all plays of a job with the same prices have in common: a part's passes, and how long a stage's last, on what."""
 
     passes: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
-    lasting: dict[tuple[str, int], list[tuple[str, float]]] = field(default_factory=dict)
+    lasting: dict[tuple[str, int], tuple[float, list[tuple[str, float]]]] = field(default_factory=dict)
 
 
 def play(job: Job, prices: Prices, micro_batches: int, messages: bool = True, known: Known | None = None) -> Played:
     """The step of one replica. messages: whether what stages send one another takes its time."""
     return _Play(job, prices, micro_batches, messages, known or Known()).result()
+
+
+class Letter(Going):
+    """From a stage to the next: on its way once it is sent and its receiver is ready for it."""
+
+    __slots__ = ("ready",)
+
+    def __init__(self, parts: Iterable[Parcel]) -> None:
+        super().__init__(parts)
+        self.ready = False
+
+    def get_ready(self, time: Time) -> None:
+        """Said by each of its ends."""
+        if self.ready:
+            time.begin(self)
+        self.ready = True
 
 
 @dataclass
@@ -139,50 +72,138 @@ class _Play:
 
     def result(self) -> Played:
         plan = self.job.plan
-        self.clocks = [Clock(self.prices) for _ in range(plan.pp)]
+        self.time, self.letters = Time(self.prices), dict[Action, Letter]()
+        alone = _alone(self.job, self.time.loads) if plan.pp > 1 else {0}
+        self.clocks = [Clock(self.time, place, place in alone) for place in range(plan.pp)]
         self.ranks = [Rank(self.job, clock, place, self.known.passes) for place, clock in enumerate(self.clocks)]
-        count = len(self.job.stages)
-        self.travels = [self.prices.message(stage, self.job.message) if self.messages else 0.0 for stage in range(count - 1)]
-        schedule, self.ahead = ordered(plan.schedule, plan.pp, plan.interleave, self.micro_batches)
-        self.began: dict[Action | None, float] = {}
-        starts, ends = played(schedule, self._act, self._arrives)
-        for rank in self.ranks:
-            rank.finish()
-        return Played(starts, ends, [clock.now for clock in self.clocks], [clock.spent for clock in self.clocks])
+        self.parcels = {pair: list(self._parcel(*pair)) for place in range(plan.pp) for pair in _neighbors(place, plan.pp)}
+        self.starts, self.ends, self.done = dict[Action, float](), dict[Action, float](), [0.0] * plan.pp
+        rows = ordered(plan.schedule, plan.pp, plan.interleave, self.micro_batches)[1]
+        self.time.run(partial(self._row, place, row) for place, row in enumerate(rows))
+        return Played(self.starts, self.ends, self.done, [clock.spent for clock in self.clocks])
 
-    def _act(self, action: Action, start: float) -> float:
-        """When it ends. Passes that nothing goes on beside last equally long each time."""
-        place = action.stage % self.job.plan.pp
-        clock, last = self.clocks[place], action.micro_batch == self.micro_batches - 1
-        clock.until(start)
-        self.began[action] = start
-        if last:  # of a step that is played in short, this is the whole one's last
-            action = action._replace(micro_batch=self.job.micro_batches - 1)
-        if self.job.plan.zero > 1 or (last and action.kind != "F"):
-            self.ranks[place].act(action)
-            return clock.now
-        key = action[:2]
-        if key not in self.known.lasting:
+    def _parcel(self, here: int, there: int) -> Iterator[Parcel]:
+        """What a message is on its way."""
+        if self.messages:
+            low = here if (here + 1) % self.job.plan.pp == there else there
+            price = self.prices.between(low, (low + 1) % self.job.plan.pp)
+            yield from parts(price, self.job.message, lambda _: self.time.loads.between(here, there))
+
+    def _row(self, place: int, row: Sequence[Turn]) -> None:
+        """A rank of the pipeline, as `carry_out` has it: what is sent is waited for at the end."""
+        sent = []
+        for turn in row:
+            if turn.waits:
+                letter = self._letter(turn.waits)
+                if turn.posts:
+                    letter.get_ready(self.time)
+                self.time.wait(letter)
+            if turn.ahead:
+                self._letter(turn.ahead).get_ready(self.time)
+            self._act(turn.action, place)
+            if turn.sends:
+                sent.append(self._letter(turn.action))
+                sent[-1].get_ready(self.time)
+        for letter in sent:
+            self.time.wait(letter)
+        self.ranks[place].finish()
+        self.done[place] = self.time.now
+
+    def _letter(self, action: Action) -> Letter:
+        """With what an action makes."""
+        if action not in self.letters:
+            pair = action.stage % self.job.plan.pp, after(action) % self.job.plan.pp
+            self.letters[action] = Letter(self.parcels[pair])
+        return self.letters[action]
+
+    def _act(self, action: Action, place: int) -> None:
+        """Passes that nothing goes on beside last equally long each time."""
+        clock, last, start = self.clocks[place], action.micro_batch == self.micro_batches - 1, self.time.now
+        if self.job.plan.zero > 1 or (last and action.kind != "F") or clock.going or not clock.alone:
+            if last:  # of a step that is played in short, this is the whole one's last
+                self.ranks[place].act(action._replace(micro_batch=self.job.micro_batches - 1))
+            else:
+                self.ranks[place].act(action)
+        elif (key := action[:2]) in self.known.lasting:
+            seconds, spent = self.known.lasting[key]
+            self.time.sleep(seconds)
+            for label, part in spent:
+                clock.spent[label] += part
+        else:
             before = defaultdict(float, clock.spent)
             self.ranks[place].act(action)
-            self.known.lasting[key] = [(label, clock.spent[label] - before[label]) for label in clock.spent]
-            return clock.now
-        for label, seconds in self.known.lasting[key]:
-            clock.take(seconds, label)
-        return clock.now
+            spent = [(label, clock.spent[label] - before[label]) for label in clock.spent]
+            self.known.lasting[key] = self.time.now - start, spent
+        self.starts[action], self.ends[action] = start, self.time.now
 
-    def _arrives(self, before: Action, action: Action, ended: float, free: float) -> float:
-        if (before.stage - action.stage) % self.job.plan.pp == 0 or not self.messages:
-            return ended
-        posted = self.began.get(self.ahead.get(action), free)
-        return max(ended, posted) + self.travels[min(before.stage, action.stage)]
+
+def _neighbors(place: int, count: int) -> set[tuple[int, int]]:
+    """Messages go to the next rank of the pipeline, and back."""
+    return {(place, (place + 1) % count), ((place + 1) % count, place)} if count > 1 else set()
+
+
+def _alone(job: Job, loads: Loads) -> set[int]:
+    """Places in the pipeline whose ranks meet nothing of other stages, nor a message, in what they ask of tp, cp and ep."""
+    plan, asked, known = job.plan, sorted(_asked(job)), loads.prices.known
+    mesh = plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, bool(plan.zero), plan.zero_group
+    if (key := ("alone", mesh, *asked)) not in known:
+        within, seen, shared = list[set[Any]](), set[Any](), set[Any]()
+        for place in range(plan.pp):
+            used = [(axis in WITHIN, load) for axis, name in asked for load in loads.all(place, axis, name)]
+            within.append({link for mine, load in used if mine for link in load.share})
+            links = {link for _, load in used for link in load.share}
+            shared |= seen & links
+            seen |= links
+            for pair in _neighbors(place, plan.pp):
+                shared |= loads.between(*pair).share.keys()
+        known[key] = {place for place, links in enumerate(within) if links.isdisjoint(shared)}
+    found: set[int] = known[key]
+    return found
+
+
+def _asked(job: Job) -> Iterator[tuple[str, str]]:
+    """Axis and collective of all that a step may ask for."""
+    plan = job.plan
+    parts = {part.name: part for stage in job.stages for part in stage}.values()
+    steps = [step for part in parts for some in (part.forward, part.backward, part.again) for step in some]
+    yield from {step[:2] for step in steps if isinstance(step, Message)}
+    if any(isinstance(step, Around) for step in steps):
+        yield "cp", "pass_on"
+    axes = ["dp", "edp"] if any(part.experts for part in parts) else ["dp"]
+    for axis in axes:
+        yield from ((axis, name) for name in (("reduce_scatter", "all_gather") if plan.zero else ("all_reduce",)))
+    if plan.zero_group:
+        yield "replicas", "all_reduce"
+    if any(part.ends for part in parts):
+        yield "ends", "all_reduce"
+
+
+class Turn(NamedTuple):
+    """An action, and of what other ranks make: what it waits for, whether that is posted only then, what is posted ahead."""
+
+    action: Action
+    waits: Action | None
+    posts: bool
+    ahead: Action | None
+    sends: bool
 
 
 @lru_cache(maxsize=128)
-def ordered(name: str, ranks: int, chunks: int, micro_batches: int) -> tuple[Schedule, dict[Action, Action | None]]:
-    """A schedule by name, and `posted_ahead` of it: plans by the hundred share them."""
+def ordered(name: str, ranks: int, chunks: int, micro_batches: int) -> tuple[Schedule, list[list[Turn]]]:
+    """A schedule by name, and who waits for what in it: plans by the hundred share them."""
     schedule = Plan(pp=ranks, schedule=name, interleave=chunks).order(micro_batches)
-    return schedule, posted_ahead(schedule)
+    ahead, stages = posted_ahead(schedule), 1 + max(action.stage for row in schedule for action in row)
+
+    def elsewhere(action: Action | None) -> Action | None:
+        need = needs(action, stages) if action else None
+        return need if need and action and (need.stage - action.stage) % ranks else None
+
+    def turn(previous: Action | None, action: Action, then: Action | None) -> Turn:
+        need, soon = elsewhere(action), elsewhere(then) if then and ahead.get(then) == action else None
+        sends = 0 <= after(action) < stages and (after(action) - action.stage) % ranks != 0
+        return Turn(action, need, need is not None and (previous is None or ahead.get(action) != previous), soon, sends)
+
+    return schedule, [list(map(turn, [None, *row], row, [*row[1:], None])) for row in schedule]
 
 
 def posted_ahead(schedule: Schedule) -> dict[Action, Action | None]:

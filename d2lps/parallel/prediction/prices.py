@@ -89,30 +89,31 @@ class Prices:
         self.places: list[tuple[Hashable, Hashable]] = self.known["places"]
         self.continued: set[str] = set()
         self._prices: dict[tuple[str, str], Price] = {}
-        self.pairs: dict[Any, float] = {}  # of collectives that go on at the same time, see beside.py
+        self._groups: dict[str, list[Group]] = {}
 
     def __call__(self, axis: str, collective: str, nbytes: float) -> float:
         return self.price(axis, collective)(nbytes)
 
     def price(self, axis: str, collective: str) -> Price:
         if (axis, collective) not in self._prices:
-            groups = axis_groups(self.plan, axis)
+            groups = self.groups(axis)
             self._prices[axis, collective] = self._slowest(groups, collective)
             if len(groups[0]) > MOST:
                 self.continued.add(axis)
         return self._prices[axis, collective]
 
-    def message(self, stage: int, nbytes: float) -> float:
-        """Seconds from a stage of the pipeline to the next one, all replicas at once; 0 if both are on one rank."""
-        plan = self.plan
-        here, there = stage % plan.pp, (stage + 1) % plan.pp
-        if here == there:
-            return 0.0
-        across = plan.ranks // plan.pp
-        pairs = [(here * across + rank, there * across + rank) for rank in range(across)]
+    def groups(self, axis: str) -> list[Group]:
+        if axis not in self._groups:
+            self._groups[axis] = axis_groups(self.plan, axis)
+        return self._groups[axis]
+
+    def between(self, here: int, there: int) -> Price:
+        """Of the messages from one rank of the pipeline to another, all replicas at once."""
         if (key := (f"pp {here} {there}", "send")) not in self._prices:
+            across = self.plan.ranks // self.plan.pp
+            pairs = [(here * across + rank, there * across + rank) for rank in range(across)]
             self._prices[key] = self._slowest(pairs, "send")
-        return self._prices[key](nbytes)
+        return self._prices[key]
 
     def _slowest(self, groups: Sequence[Group], collective: str) -> Price:
         """One of each kind of group, and of these the one that takes longest."""
