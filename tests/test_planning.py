@@ -145,7 +145,7 @@ def test_a_group_of_many_pods_is_sampled_in_each_of_them() -> None:
 def test_who_shares_a_link_to_the_core_gets_a_share_of_it() -> None:
     """Stages in two pods: 32 messages at once through an uplink that has room for 8 ports."""
     net = pods(2, per_pod=4, oversubscription=4)
-    assert SharedPrices(Plan(dp=32, pp=2), net).message(0, 1e9) == pytest.approx(32 * 1e9 / (8 * 50e9 * 0.9), rel=0.01)
+    assert SharedPrices(Plan(dp=32, pp=2), net).between(0, 1)(1e9) == pytest.approx(32 * 1e9 / (8 * 50e9 * 0.9), rel=0.01)
 
 
 # ---- routes -------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ RULES = {  # job, who: what the table of rules has
         dp=32, tp=4, pp=8, micro_batch=2, zero=1, schedule="interleaved", interleave=12, recompute="selective",
         sequence_parallel=True,
     ),
-    ("175B", "megatron"): Plan(dp=16, tp=8, pp=8, micro_batch=4, schedule="interleaved", interleave=4, recompute="full"),
+    ("175B", "megatron"): Plan(dp=16, tp=8, pp=8, micro_batch=2, schedule="interleaved", interleave=4, recompute="full"),
 }  # fmt: skip
 
 

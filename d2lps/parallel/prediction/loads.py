@@ -108,7 +108,7 @@ class Loads:
 
     def _counted(self, how: str, groups: Sequence[Sequence[int]]) -> Load:
         """Step by step: an all-to-all's take turns on a link, and count by how many there are at a time."""
-        devices, topology = self.prices.cluster.devices, self._near(groups)
+        devices, topology = self.prices.cluster.devices, self._near({rank for group in groups for rank in group})
         shares: list[Counter[int]] = []
         for step in _steps(how, groups):
             shares.append(Counter())
@@ -119,11 +119,18 @@ class Loads:
         total = sum(shares, Counter())
         return Load({topology.links[link]: share / len(shares) for link, share in total.items()}, len(shares) / busy)
 
-    def _near(self, groups: Sequence[Sequence[int]]) -> Topology:
+    def _near(self, ranks: set[int]) -> Topology:
+        """Of a large cluster the first ranks of each stage alone, or these."""
         devices = self.prices.cluster.devices
         if len(devices) <= LARGE:
             return self.prices.reached
-        return self.prices.reached.only([devices[rank] for group in groups for rank in group])
+        firsts = range(0, self.prices.plan.ranks, self.across)
+        near = {rank for first in firsts for rank in range(first, first + min(self.across, FIRST))}
+        near = near if ranks <= near else ranks
+        if (key := ("near", frozenset(near))) not in self.prices.known:
+            self.prices.known[key] = self.prices.reached.only([devices[rank] for rank in near])
+        found: Topology = self.prices.known[key]
+        return found
 
 
 def _steps(how: str, groups: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, int]]]:
