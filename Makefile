@@ -8,7 +8,8 @@ NODE := _build/node
 SITE := _build/html
 # Tests start Python hundreds of times: it may keep what it has compiled, also where an environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
-# Tests run four at a time, since many of them wait: threads with nothing to do must not spin on the cores of others.
+# Tests run four at a time, since many of them wait: threads with nothing to do must not spin on the cores of others, and the
+# library's tests compute with one thread each.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -32,7 +33,7 @@ types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
 test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	$(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py --ignore tests/test_cluster_boxes.py --ignore tests/test_feeding_hosts.py --ignore tests/test_lab.py -n 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py --ignore tests/test_cluster_boxes.py --ignore tests/test_feeding_hosts.py --ignore tests/test_lab.py -n 4 --dist loadfile --no-loadscope-reorder
 
 # Behind hundreds of other tests, in the same process, a cell that was run there never answered. We don't know why yet.
 test-lab: .venv/.done  ## open every chapter in JupyterLab, in a process of its own
