@@ -6,20 +6,25 @@ import inspect
 import json
 import zlib
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from widget_page import RENDER, needs_chromium, picture, shown, until
 
 import d2lps
 from d2lps import collectives
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
-from d2lps.topology import star
+from d2lps.topology import Device, star
+from d2lps.trace.timeline import COLORS
 from d2lps.widgets import Bet, Choices, Lanes, Player, Race, collective_player, late_ring
 from d2lps.widgets.ready import ALGORITHMS
 from d2lps.widgets.within import svg
@@ -148,6 +153,66 @@ def test_lanes_show_the_ranks_that_are_asked_for() -> None:
     assert [lane["rank"] for run in widget.data["runs"] for lane in run["strip"]] == [0, 0]
     assert widget.data["ranks"] == [{"name": "the sender"}]
     assert "sleeping" in str(widget.data["runs"])
+
+
+def three_of_them(comm: Communicator) -> None:
+    """Rank 1 sleeps, the others compute."""
+    if comm.rank == 1:
+        comm.sleep(2)
+    else:
+        with comm.compute("a block", flops=1e9):
+            pass
+
+
+def beside_a_sleeper(name: str = "the run", **options: Any) -> Lanes:
+    cluster = star(3, 1e9, device=Device(flops=1e9, memory=1e9, memory_bandwidth=1e9))
+    return Lanes({name: d2lps.simulate(three_of_them, cluster).trace}, ranks=[0, 2], **options)
+
+
+def legend(widget: Lanes) -> list[str]:
+    return [text.get_text() for text in widget._figure().legends[0].get_texts()]
+
+
+def test_the_still_of_lanes_draws_what_is_shown_and_names_no_more() -> None:
+    ax = beside_a_sleeper()._figure().axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 2"]
+    assert [text.get_text() for text in ax.texts] == ["a block"] * 2  # between them is no lane of rank 1
+    assert legend(beside_a_sleeper()) == ["computing"]
+
+
+def test_in_the_still_of_lanes_no_text_lies_over_another() -> None:
+    """Of a run, or of a rank, with a very long name."""
+    names = ["a very long name of a rank, of which only the beginning is shown", "b"]
+    drawn = beside_a_sleeper("a run with a long name, " * 6, names=names, title="Longer than the picture " * 6)._figure()
+    FigureCanvasAgg(drawn).draw()
+    ax = drawn.axes[0]
+    beyond = [label for label in ax.get_xticklabels() if label.get_position()[0] > ax.get_xlim()[1]]  # is not drawn
+    texts = [text for text in drawn.findobj(Text) if text.get_text() and text not in beyond]
+    boxes = [text.get_window_extent() for text in texts]
+    for text, box in zip(texts, boxes, strict=True):
+        assert min(box.x0, box.y0) >= 0 and box.x1 <= drawn.bbox.width and box.y1 <= drawn.bbox.height, text
+    for (one, this), (other, that) in combinations(zip(texts, boxes, strict=True), 2):
+        assert not this.overlaps(that), (one, other)
+
+
+def many_blocks(comm: Communicator) -> None:
+    for _ in range(400):
+        comm.sleep(250, "train")
+        comm.sleep(20)
+    comm.sleep(2000)
+
+
+def day() -> Lanes:
+    """400 blocks of some minutes, and a sleep of half an hour."""
+    return Lanes({"a day": d2lps.simulate(many_blocks, star(1, 1e9)).trace})
+
+
+def test_edges_hide_no_short_block_in_the_still_of_lanes() -> None:
+    drawn = day()._figure()
+    assert drawn.axes[0].get_xlabel() == "time (h)"
+    edges = {tuple(bars.get_facecolor()[0]): list(bars.get_linewidth()) for bars in drawn.axes[0].collections}
+    assert edges[to_rgba(COLORS["computing"])] == [0] * 400
+    assert edges[to_rgba(COLORS["sleeping"])] == [0] * 400 + [0.75]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -310,12 +375,23 @@ def test_where_nobody_waits_lanes_say_who_slept_and_what_that_was(browser: Any) 
         comm.sleep(1.0)
 
     widget = Lanes({"a day": d2lps.simulate(work, star(2, 1e9)).trace}, sleeping="saving")
-    assert [label.get_text() for label in widget._figure().axes[0].get_legend().get_texts()] == ["computing", "saving"]
+    assert legend(widget) == ["computing", "saving"]
     with shown(browser, widget, width=390) as page:
         page.locator('[data-action="next"]').click()
         page.keyboard.press("End")
         assert page.locator(".head").inner_text().split("\n")[-1] == "saving: 38 % of the time so far"
         assert page.locator(".d2lps-legend").inner_text().split() == ["computing", "saving"]
+
+
+@needs_chromium
+def test_edges_hide_no_short_block_of_lanes_and_a_day_has_hours(browser: Any) -> None:
+    with shown(browser, day(), width=390) as page:
+        computing = page.locator("rect.computing").evaluate_all("bars => bars.map((bar) => getComputedStyle(bar).stroke)")
+        assert set(computing) == {"none"}
+        assert page.locator("rect.sleeping").last.evaluate("bar => getComputedStyle(bar).stroke") != "none"
+        assert page.locator(".axis text").all_text_contents() == ["0", "20\u00a0h"]
+        page.locator('[data-action="last"]').click()
+        assert page.locator(".d2lps-now").inner_text() == "a day ends at 30.6\u00a0h."
 
 
 @needs_chromium

@@ -13,12 +13,14 @@ import torch
 from beside import beside
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 from oracles import told
 
 import d2lps
 from d2lps import collectives
 from d2lps.trace import Recorder, Trace
 from d2lps.trace.recorder import ACTIONS
+from d2lps.trace.timeline import COLORS
 
 matplotlib.use("Agg")
 
@@ -362,6 +364,13 @@ def test_a_timeline_draws_each_lane_in_its_ranks_row() -> None:
     arrow = next(text for text in ax.texts if text.arrow_patch)
     assert (arrow.xyann[1], arrow.xy[1]) == pytest.approx((0.2, 1.2))  # from lane 1 to lane 1
     assert [text.get_text() for text in ax.texts if not text.arrow_patch] == ["backward"]  # the long name has no room
+
+
+def test_the_edges_of_a_block_do_not_hide_it() -> None:
+    blocks = [(0, "compute", "x", start, end) for start, end in ((0.0, 1e-3), (1.0, 2.0))]
+    ax = beside(told("", ""), *blocks).timeline()
+    short, long = next(bar for bar in ax.containers if bar.get_label() == "computing").patches
+    assert (to_hex(short.get_edgecolor()), to_hex(long.get_edgecolor())) == (COLORS["computing"], "#ffffff")
 
 
 def test_perfetto_has_a_track_for_each_lane_blocks_as_slices_and_memory_as_a_curve() -> None:

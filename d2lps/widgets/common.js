@@ -2,6 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const GLIDE = 0.6; // seconds that a step button takes
+const HOUR = 3600; // seconds
 const ALGORITHMS = 9; // --algorithm-0 ... --algorithm-8 in common.css
 
 // ---- small helpers --------------------------------------------------------------------------------------------------
@@ -30,20 +31,23 @@ function shorten(text, size, room) {
   return head.length > 1 ? `${head}…` : "";
 }
 
-// 1536 B is 1.54 kB, 0.00125 s is 1.25 ms: SI prefixes, three digits, and no line break before the unit.
+// 1536 B is 1.54 kB, 0.00125 s is 1.25 ms, 5400 s are 1.5 h: three digits, and no line break before the unit.
 function quantity(value, unit) {
+  if (unit === "s" && Math.abs(value) >= 1000) return value < HOUR ? `${Math.round(value)}\u00a0s` : quantity(value / HOUR, "h");
   const [factor, prefix] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""], [1e-3, "m"], [1e-6, "µ"], [1e-9, "n"]]
     .find(([factor]) => Math.abs(value) >= factor * 0.9999) ?? [1, ""];
   return `${+(value / factor).toPrecision(3)}\u00a0${prefix}${unit}`;
 }
 
-// An axis of seconds at height y, from 0 to `end`: round times, a hundred pixels apart or so. `x(t)`: from seconds to pixels.
+// An axis of seconds, or of hours, at height y, from 0 to `end`: round times, a hundred pixels apart or so. `x(t)`: from
+// seconds to pixels.
 function timeAxis(x, end, y) {
-  const low = x(0), high = x(end), rough = (end || 1) / ((high - low) / 100), power = 10 ** Math.floor(Math.log10(rough));
+  const [scale, unit] = end < HOUR ? [1, "s"] : [HOUR, "h"];
+  const low = x(0), high = x(end), rough = (end || 1) / scale / ((high - low) / 100), power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((k) => k * power >= rough) * power, group = svg("g", { class: "axis" }, svg("path", { class: "grid", d: `M${low} ${y}H${high}` }));
-  for (let k = 0; k * step <= end * 1.0001; k++) {
-    const at = x(k * step), anchor = k === 0 ? "start" : at > high - 20 ? "end" : "middle";
-    group.append(svg("path", { class: "grid", d: `M${at} ${y}v5` }), svg("text", { x: k ? at : low - 8, y: y + 17, "text-anchor": anchor }, k ? quantity(k * step, "s") : "0"));
+  for (let k = 0; k * step * scale <= end * 1.0001; k++) {
+    const at = x(k * step * scale), anchor = k === 0 ? "start" : at > high - 20 ? "end" : "middle";
+    group.append(svg("path", { class: "grid", d: `M${at} ${y}v5` }), svg("text", { x: k ? at : low - 8, y: y + 17, "text-anchor": anchor }, k ? quantity(k * step, unit) : "0"));
   }
   return group;
 }

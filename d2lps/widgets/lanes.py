@@ -6,8 +6,8 @@ from typing import Any
 import traitlets
 from matplotlib.figure import Figure
 
-from d2lps.trace import Trace, timeline
-from d2lps.widgets import still
+from d2lps.trace import Trace
+from d2lps.widgets import lanes_still, still
 from d2lps.widgets.scene import strip
 from d2lps.widgets.texts import LANES
 
@@ -46,22 +46,12 @@ class Lanes(still.Still):
         end = max(run["seconds"] for run in runs)
         data = {"title": title or LANES["title"], "ranks": [{"name": name} for name in called], "runs": runs, "end": end}
         super().__init__(data=data | {"stops": _stops(runs, end), "texts": LANES | ({"sleeping": sleeping} if sleeping else {})})
-        self._traces, self._shown, self._called = dict(traces), shown, called
 
     def __repr__(self) -> str:
         return f"Lanes: {self.data['title']}: " + ", ".join(f"{run['name']} {run['seconds']:.4g} s" for run in self.data["runs"])
 
     def _figure(self) -> Figure:
-        """The timelines of all runs below each other, on one clock."""
-        high = 0.6 + 0.3 * len(self.data["ranks"])
-        drawn = still.figure(6.4, high * len(self._traces) + 0.6)
-        axes = drawn.subplots(len(self._traces), squeeze=False)[:, 0]
-        for ax, (name, trace) in zip(axes, self._traces.items(), strict=True):
-            timeline.draw(trace, ax, self.data["end"], self.data["texts"]["sleeping"])
-            ax.set_ylim(max(self._shown) + 0.5, min(self._shown) - 0.5)
-            ax.set_yticks(self._shown, [LANES["rank"].format(name=name) if name.isdigit() else name for name in self._called])
-            ax.set_title(name, fontsize=9)
-        return drawn
+        return lanes_still.draw(self.data)
 
 
 def _run(name: str, trace: Trace, ranks: Sequence[int]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 // messages move. A lane is a row of bars; along its foot run, as a thin line, the messages that it sends and receives.
 
 const KINDS = ["computing", "sleeping", "waiting", "combining", "copying", "moving"]; // each has its color in player.css
-const FOOT = 3, MANY = 10; // pixels: a lane's messages; lanes, beyond which they lie closer
+const FOOT = 3, MANY = 10, EDGED = 3; // pixels: a lane's messages; lanes, beyond which they lie closer; pixels: a block with edges
 
 class Strip {
   // `seek` is called with the time at which a reader points.
@@ -50,7 +50,7 @@ class Strip {
   bar(kind, label, start, end, box) {
     const { x, texts } = this, left = x(start), width = Math.max(0.5, x(end) - left);
     const title = fill(texts.bar, { what: label || texts[kind], start: quantity(start, "s"), end: quantity(end, "s") });
-    const group = svg("g", {}, svg("title", {}, title), svg("rect", { class: kind, x: left, width, ...box }));
+    const group = svg("g", {}, svg("title", {}, title), svg("rect", { class: width < EDGED ? `${kind} thin` : kind, x: left, width, ...box }));
     const text = label && this.high > 10 && shorten(label, 10.5, width - 6);
     if (text) group.append(svg("text", { class: "block", x: left + width / 2, y: box.y + 10.5 }, text));
     return group;

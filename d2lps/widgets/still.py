@@ -43,10 +43,7 @@ class Still(anywidget.AnyWidget):
         raise NotImplementedError
 
     def _still(self) -> bytes:
-        """The picture as PNG, the same bytes each time."""
-        out = io.BytesIO()
-        self._figure().savefig(out, format="png", dpi=110, metadata={"Software": None})
-        return out.getvalue()
+        return as_png(self._figure())
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The widget, and what stands in for it in a printed page or a viewer of notebooks."""
@@ -64,6 +61,13 @@ def source(name: str, *more: str) -> str:
     own = Path(__file__).with_name(name)
     parts = [own.with_stem("common"), own, *sorted(own.parent.glob(f"{own.stem}_*{own.suffix}")), *map(own.with_name, more)]
     return "".join(part.read_text("utf-8") for part in parts)
+
+
+def as_png(drawn: Figure) -> bytes:
+    """The same bytes each time."""
+    out = io.BytesIO()
+    drawn.savefig(out, format="png", dpi=110, metadata={"Software": None})
+    return out.getvalue()
 
 
 def figure(width: float, height: float) -> Figure:
