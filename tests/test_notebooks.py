@@ -1,21 +1,19 @@
 """The stored notebooks are in order. (That their outputs are what the code gives now is nbval's part: make test-notebooks.)"""
 
-import re
+import base64
+import io
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import nbformat
+import numpy as np
+import PIL.Image
 import pytest
 from compared import CODE
 from execute import notebooks
 from nbformat import NotebookNode
-from normalize import models, normalize
+from normalize import normalize
+from renew import code_for, ours, pictures
 
-from d2lps import widgets
-from d2lps.widgets.within import Holder, code
-
-KINDS = {cls.__module__.rpartition(".")[2]: cls for cls in vars(widgets).values() if isinstance(cls, type)}
 LONGEST = 25  # lines of a cell
 
 
@@ -51,32 +49,24 @@ def test_stored_in_normal_form(path: Path, notebook: NotebookNode) -> None:
     assert path.read_text() == normal, "bring it into normal form: make execute"
 
 
-Held = dict[str, Any]  # by kind: what a widget's script holds of others', and what theirs hold
-
-
-def held_by(script: str) -> Held:
-    """{"choices": {"player": {}}} of a bet on choices of players (see d2lps/widgets/within.py)."""
-    levels: list[Held] = [{}]
-    for begin in re.findall(r"^(?:KINDS\.(\w+) = \(\(\) => \{|return shown;\n\}\)\(\);)$", script, re.MULTILINE):
-        if begin:
-            levels.append(levels[-1].setdefault(begin, {}))
-        else:
-            levels.pop()
-    return levels[0]
-
-
-def code_of_now(own: str, held: Held) -> Any:
-    """A kind of widget, its script and its style as they are today; what holds others has theirs in its own."""
-    if not issubclass(KINDS[own], Holder):
-        return KINDS[own]
-    return SimpleNamespace(**code(own, {kind: code_of_now(kind, inner) for kind, inner in held.items()}))
-
-
 def test_stored_widgets_have_the_code_of_now(notebook: NotebookNode) -> None:
-    ours = [model.state for model in models(notebook).values() if model.state.get("_anywidget_id", "").startswith("d2lps.")]
-    for state in ours:
-        now = code_of_now(state["_anywidget_id"].split(".")[-2], held_by(state["_esm"]))
-        assert all(state.get(key) == getattr(now, key) for key in CODE), f"{state['_anywidget_id']} is out of date: make execute"
+    for state in ours(notebook):
+        now = code_for(state)
+        assert all(state.get(key) == now[key] for key in CODE), f"{state['_anywidget_id']} is out of date: book/_tools/renew.py"
+
+
+def test_stored_lanes_have_the_picture_of_now(notebook: NotebookNode) -> None:
+    for output, picture in pictures(notebook):
+        stored, now = (np.asarray(PIL.Image.open(io.BytesIO(data)).convert("L"), float)
+                       for data in (base64.b64decode(output.data["image/png"]), picture))  # fmt: skip
+        alike = stored.shape == now.shape and np.abs(stored - now).mean() < 1  # another FreeType draws letters a little otherwise
+        assert alike, f"the picture of {output.data['text/plain'][:60]!r} is out of date: book/_tools/renew.py"
+
+
+def test_pictures_of_lanes_are_compared_wherever_they_are_held() -> None:
+    """Alone, behind a bet, and chosen first of several."""
+    found = [output.data["text/plain"] for path in notebooks() for output, _ in pictures(nbformat.read(path, as_version=4))]
+    assert {told.split(":")[0] for told in found} == {"Lanes", "Bet", "Choices"}
 
 
 def test_cells_are_short(notebook: NotebookNode) -> None:
