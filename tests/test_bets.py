@@ -187,7 +187,7 @@ def test_in_the_still_of_lanes_no_text_lies_over_another() -> None:
     FigureCanvasAgg(drawn).draw()
     ax = drawn.axes[0]
     beyond = [label for label in ax.get_xticklabels() if label.get_position()[0] > ax.get_xlim()[1]]  # is not drawn
-    texts = [text for text in drawn.findobj(Text) if text.get_text() and text not in beyond]
+    texts = [text for text in drawn.findobj(Text) if text.get_text() and text.get_visible() and text not in beyond]
     boxes = [text.get_window_extent() for text in texts]
     for text, box in zip(texts, boxes, strict=True):
         assert min(box.x0, box.y0) >= 0 and box.x1 <= drawn.bbox.width and box.y1 <= drawn.bbox.height, text
