@@ -58,6 +58,8 @@ def signature(thing: Any) -> str:
     >>> def send(self, tensor: object, dst: int, tag: int = 0) -> None: ...
     >>> signature(send)
     '(tensor, dst, tag=0)'
+    >>> signature(lambda place=lambda at: at: place)
+    '(place=...)'
     """
     try:
         found = inspect.signature(thing)
@@ -65,7 +67,8 @@ def signature(thing: Any) -> str:
         return ""
     bare = [each.replace(annotation=each.empty) for name, each in found.parameters.items() if name != "self"]
     shown = str(found.replace(parameters=bare, return_annotation=found.empty))
-    return re.sub(r"<(?:RedOpType|ReduceOp)\.(\w+)[^>]*>", r"ReduceOp.\1", shown)
+    shown = re.sub(r"<(?:RedOpType|ReduceOp)\.(\w+)[^>]*>", r"ReduceOp.\1", shown)
+    return re.sub(r"<[^<>]*(?:<\w+>[^<>]*)*>", "...", shown)  # the address of a function would be another in each build
 
 
 def inline(text: str) -> list[nodes.Node]:
@@ -81,6 +84,8 @@ def kinds(text: str) -> Iterator[tuple[str, str]]:
     [('prose', 'Add.  Twice.'), ('', ''), ('example', '>>> 1'), ('example', '1')]
     >>> list(kinds("a    b\\nabc  d"))
     [('table', 'a    b'), ('table', 'abc  d')]
+    >>> list(kinds("eager: up to so many bytes.\\n    0 for none."))
+    [('prose', 'eager: up to so many bytes.'), ('prose', '    0 for none.')]
     """
     kind = ""
     for line in text.splitlines():
@@ -90,8 +95,36 @@ def kinds(text: str) -> Iterator[tuple[str, str]]:
             kind = "example"
         else:
             wide = 2 if kind == "table" else 3  # its longest name may have two spaces behind it
-            kind = "table" if re.search(rf"\S {{{wide},}}\S|^ {{2,}}\S", line) else "prose"
+            goes_on = kind == "table" and line.startswith("  ")
+            kind = "table" if goes_on or re.search(rf"\S {{{wide},}}\S", line) else "prose"
         yield kind, line
+
+
+def rows(lines: list[str]) -> list[tuple[str, str]]:
+    """The two columns of a table. A line goes on with the text above it, or is too long a name.
+
+    >>> rows(["ring    round and", "        round", "a tree  up", "all that is left"])
+    [('ring', 'round and round'), ('a tree', 'up'), ('all that is left', '')]
+    """
+    first = re.match(r" *\S+(?: \S+)* {2,}", lines[0])
+    column, found = first.end() if first else 0, list[tuple[str, str]]()
+    for line in lines:
+        at = column if not line[column - 1 : column].strip() else len(line)
+        name, text = line[:at].strip(), line[at:].strip()
+        if name or not found:
+            found.append((name, text))
+        else:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
+    return found
+
+
+def table(lines: list[str]) -> nodes.Element:
+    """As a list of names, each with what it means."""
+    items = []
+    for name, text in rows(lines):
+        meant = nodes.definition("", nodes.paragraph("", "", *inline(text)))
+        items.append(nodes.definition_list_item("", nodes.term("", "", *inline(name)), meant))
+    return nodes.definition_list("", *items, classes=["d2lps-table"])
 
 
 def described(text: str) -> list[nodes.Node]:
@@ -101,9 +134,11 @@ def described(text: str) -> list[nodes.Node]:
         body = "\n".join(line for _, line in lines)
         if kind == "prose":
             found.append(nodes.paragraph("", "", *inline(body)))
+        elif kind == "table":
+            found.append(table(body.splitlines()))
         elif kind:
             body = re.sub(r" *# doctest: \+\w+", "", body)
-            found.append(nodes.literal_block(body, body, language="pycon" if kind == "example" else "text"))
+            found.append(nodes.literal_block(body, body, language="pycon"))
     return found
 
 
