@@ -180,11 +180,15 @@ def test_the_still_of_lanes_draws_what_is_shown_and_names_no_more() -> None:
     assert legend(beside_a_sleeper()) == ["computing"]
 
 
+@pytest.mark.filterwarnings("error")
 def test_in_the_still_of_lanes_no_text_lies_over_another() -> None:
     """Of a run, or of a rank, with a very long name."""
     names = ["a very long name of a rank, of which only the beginning is shown", "b"]
-    drawn = beside_a_sleeper("a run with a long name, " * 6, names=names, title="Longer than the picture " * 6)._figure()
-    FigureCanvasAgg(drawn).draw()
+    widget = beside_a_sleeper("a run with a long name, " * 6, names=names, title="Longer than the picture " * 6)
+    with plt.rc_context():
+        d2lps.style()  # as chapters do
+        drawn = widget._figure()
+        FigureCanvasAgg(drawn).draw()
     ax = drawn.axes[0]
     beyond = [label for label in ax.get_xticklabels() if label.get_position()[0] > ax.get_xlim()[1]]  # is not drawn
     texts = [text for text in drawn.findobj(Text) if text.get_text() and text.get_visible() and text not in beyond]

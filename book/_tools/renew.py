@@ -15,11 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import matplotlib
 import nbformat
 from compared import CODE
 from nbformat import NotebookNode
 from normalize import VIEW, models
 
+import d2lps
 from d2lps import widgets
 from d2lps.widgets import lanes_still
 from d2lps.widgets.still import as_png
@@ -65,7 +67,9 @@ def pictures(notebook: NotebookNode) -> list[tuple[NotebookNode, bytes]]:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     stored = [output for output in outputs if {VIEW, "image/png"} <= output.get("data", {}).keys()]
     states = (models(notebook)[output.data[VIEW]["model_id"]].state for output in stored)
-    drawn = [_picture(state, output.data["text/plain"]) for state, output in zip(states, stored, strict=True)]
+    with matplotlib.rc_context():
+        d2lps.style()  # as every chapter does
+        drawn = [_picture(state, output.data["text/plain"]) for state, output in zip(states, stored, strict=True)]
     return [(output, picture) for output, picture in zip(stored, drawn, strict=True) if picture is not None]
 
 
