@@ -128,14 +128,14 @@ class Picture {
     this.badges(this.story.stopIndex(t));
   }
 
-  // What an author has written at cards for this step.
+  // What an author has written at cards for this step; it leaves the caption of a row below it free.
   badges(stop) {
     if (stop === this.badged) return;
     this.badged = stop;
     this.badgeLayer?.remove();
     const marked = (this.story.stops[stop].badges ?? []).map(({ rank, text }) => {
       const { x, y, w } = this.cards[rank], wide = Math.max(20, textWidth(text, 12) + 14);
-      return svg("g", { class: "badge" }, svg("rect", { x: x + w - wide / 2 - 4, y: y - 9, width: wide, height: 20, rx: 10 }), svg("text", { x: x + w - 4, y: y + 5.5 }, text));
+      return svg("g", { class: "badge" }, svg("rect", { x: x + w - wide / 2 - 4, y: y - 12, width: wide, height: 17, rx: 8.5 }), svg("text", { x: x + w - 4, y: y + 0.8 }, text));
     });
     this.badgeLayer = svg("g", {}, ...marked);
     this.root.append(this.badgeLayer);
