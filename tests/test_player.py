@@ -488,6 +488,12 @@ def test_thick_arrows_carry_more_bytes(browser: Any) -> None:
         assert widths[0] < widths[1] < widths[2]
 
 
+def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    """Whether two boxes share a point."""
+    sides = (("x", "width"), ("y", "height"))
+    return all(max(one[at], other[at]) < min(one[at] + one[long], other[at] + other[long]) for at, long in sides)
+
+
 @needs_chromium
 def test_links_in_use_are_colored_machines_have_boxes_and_badges_show_in_their_step(browser: Any) -> None:
     trace = d2lps.simulate(sum_up, spine_leaf(racks=2, per_rack=2, spines=1, bandwidth=8.0)).trace
@@ -499,6 +505,9 @@ def test_links_in_use_are_colored_machines_have_boxes_and_badges_show_in_their_s
         page.locator('[data-action="next"]').click()
         page.locator('[data-action="next"]').click()
         assert badges.all_text_contents() == ["5"]
+        badge = page.locator(".badge rect").bounding_box()
+        captions = [caption.bounding_box() for caption in page.locator("text.row").all()]
+        assert not any(overlap(badge, caption) for caption in captions)
         page.locator('[data-action="first"]').click()
         page.evaluate("model.set('t', 0)")
         assert badges.count() == 0
