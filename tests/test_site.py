@@ -457,6 +457,19 @@ def test_the_palette_is_the_same_in_plots_and_players_and_on_the_page() -> None:
     assert f"--pst-color-background: {dark_pictures.GROUND};" in page
 
 
+def test_who_reads_in_the_dark_prints_in_the_light(page: "playwright.Page", address: str) -> None:
+    page.goto(f"{address}/{CHAPTERS[0]}.html")
+    page.evaluate("Object.assign(document.documentElement.dataset, { mode: 'dark', theme: 'dark' })")
+    shade = "() => getComputedStyle(document.querySelector('article p')).color"
+    bright = page.evaluate(shade)
+    page.emulate_media(media="print")
+    page.wait_for_function(f"({shade})() !== {bright!r}")
+    assert max(map(int, re.findall(r"\d+", page.evaluate(shade)))) < 64
+    assert page.locator("img.d2lps-dark").first.is_hidden()
+    page.emulate_media(media="screen")
+    page.wait_for_function(f"({shade})() === {bright!r}")
+
+
 def test_a_page_says_what_it_is_to_those_who_link_to_it(page: "playwright.Page", address: str) -> None:
     page.goto(f"{address}/{LANDING}.html")
     for name in ("og:title", "og:description", "og:site_name"):
