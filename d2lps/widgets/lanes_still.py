@@ -29,7 +29,8 @@ def draw(data: dict[str, Any]) -> Figure:
     left = min(_MOST_LEFT, max(_width(name, _NAME) for name in names) + 10)
     heights = [_rows(run["strip"])[-1] for run in data["runs"]]
     top = high = _TITLE + sum(_HEAD + height + _AXIS for height in heights) + _LEGEND
-    drawn = Figure(figsize=(_WIDTH / 72, high / 72), layout="none", facecolor="white")
+    drawn = Figure(figsize=(_WIDTH / 72, high / 72), facecolor="white")
+    drawn.set_layout_engine("none")  # whatever the style says: axes are placed below
     drawn.text(2 / _WIDTH, 1 - 4 / high, _shortened(data["title"], 10, 0.96 * _WIDTH), va="top", fontsize=10)
     top -= _TITLE
     for run, height in zip(data["runs"], heights, strict=True):
