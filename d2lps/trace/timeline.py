@@ -74,6 +74,7 @@ def _arrows(ax: Any, trace: Tables, used: np.ndarray, scale: float) -> None:
     else:
         style = {"arrowstyle": "-|>", "color": COLORS["moving"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
         for start, tail, end, tip in ends:
-            ax.annotate("", xy=(end, tip), xytext=(start, tail), arrowprops=style)
+            arrow = ax.annotate("", xy=(end, tip), xytext=(start, tail), arrowprops=style).arrow_patch
+            arrow.set_clip_box(ax.bbox)  # where a reader shows fewer ranks, or less time
     if len(trace):
         ax.plot([], [], color=COLORS["moving"], label="message")
