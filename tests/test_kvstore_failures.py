@@ -33,7 +33,9 @@ from d2lps.comm import RankDied, RankHung
 from d2lps.kvstore import Cluster, Lost, Membership, Request, register_optimizer
 from d2lps.kvstore.core.events import Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS, TorchOptimizer
-from d2lps.kvstore.network.sockets import connect, derive_keys
+from d2lps.kvstore.launch.coordinator import Coordinator
+from d2lps.kvstore.network.pulse import PULSE
+from d2lps.kvstore.network.sockets import connect, derive_keys, listen
 from d2lps.kvstore.network.wire import NOBODY
 from d2lps.kvstore.storage.frame import frame
 from d2lps.kvstore.storage.log import Log, LogDamaged, header
@@ -42,6 +44,30 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 SOAK = bool(os.environ.get("D2LPS_SOAK"))
 KILLS = 200 if SOAK else 5
 SECRET = "a secret of the test"
+
+
+def test_last_words_that_come_after_the_successor_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zmq hands a name over to the last who comes with it, and gives what is left of the one before another, of bytes."""
+    told: list[tuple[str, bytes]] = []
+    monkeypatch.setattr(Coordinator, "_heard", lambda self, node, word: told.append((node, word)))
+    coordinator, endpoint = Coordinator.__new__(Coordinator), f"ipc://{tmp_path}/control"
+    with zmq.Context() as context:
+        coordinator.control, coordinator.nodes = listen(context, endpoint, 1 << 20, None), {7: "node 7"}
+        killed = connect(context, endpoint, PULSE + b"7", 1 << 10, None)
+        for _ in range(3):
+            killed.send(b"alive")
+        assert coordinator.control.poll(10_000)
+        killed.close(linger=10_000)
+        time.sleep(0.1)  # its connection ends, and another one begins: on a busy machine perhaps later, and then there is no harm
+        successor = connect(context, endpoint, PULSE + b"7", 1 << 10, None)
+        successor.send(b"ready")
+        time.sleep(0.2)
+        until(lambda: coordinator._hear() or ("node 7", b"ready") in told)
+        until(lambda: coordinator._hear() or not coordinator.control.poll(100))
+        successor.close()
+        coordinator.control.close()
+    assert {node for node, _ in told} == {"node 7"}
+
 
 # ---- pushes of known integers, written down as they are acknowledged --------------------------------------------------------
 

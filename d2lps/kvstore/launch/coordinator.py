@@ -107,9 +107,7 @@ class Coordinator:
 
     def look(self) -> None:
         """Hear what the servers say, and see to those that have ended."""
-        while readable(self.control):
-            name, word, *parts = self.control.recv_multipart()
-            self._heard(self.nodes[int(name.removeprefix(PULSE))], word, *map(bytes.decode, parts))
+        self._hear()
         for node in list(self.nodes.values()):
             if death := node.look():
                 self._died(node, death)
@@ -124,6 +122,13 @@ class Coordinator:
         self.lost.append(worker)
         for node in self.serving:
             self._event(node, Lost(worker))
+
+    def _hear(self) -> None:
+        while readable(self.control):
+            name, word, *parts = self.control.recv_multipart()
+            if (number := name.removeprefix(PULSE)).isdigit():
+                self._heard(self.nodes[int(number)], word, *map(bytes.decode, parts))
+            # else a killed server's last words, which zmq gives another name, once the one that was started for it has connected
 
     def _heard(self, node: Node, word: bytes, text: str = "", *more: str) -> None:
         node.heard = time.monotonic()
