@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Unit:
         self.comm, self.keeps, self.beside = comm, keeps, beside
         self.names, self.parameters = list(named), list(named.values())
         self.shapes, self.sizes = [p.shape for p in self.parameters], [p.numel() for p in self.parameters]
+        self.starts = [*accumulate(self.sizes, initial=0)]  # where each begins in a flat tensor of all
         first = self.parameters[0]
         for name, p in named.items():
             if (p.dtype, p.device) != (first.dtype, first.device):
@@ -64,8 +66,12 @@ class Unit:
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor of all parameters as views of their shapes."""
-        parts = flat[: sum(self.sizes)].split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [self.of(flat, number) for number in range(len(self.sizes))]
+
+    def of(self, flat: Tensor, number: int) -> Tensor:
+        """One parameter's view of such a tensor."""
+        start = self.starts[number]
+        return flat[start : start + self.sizes[number]].view(self.shapes[number])
 
     def parts(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Of a tensor like the shard, what belongs to each parameter: a flat run of it, mostly empty; no padding."""
@@ -144,7 +150,7 @@ class Unit:
         if self.gradient is None:
             self.gradient = self.mine.new_zeros(self.length * self.comm.size)
             self._hold("whole", self.gradient.nbytes, "gradients")
-        self.cut(self.gradient)[number].add_(gradient)
+        self.of(self.gradient, number).add_(gradient)
         self.missing.discard(number)
         self.never.discard(number)
         if self.missing:
