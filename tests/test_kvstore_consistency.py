@@ -95,6 +95,29 @@ def test_bsp_reads_after_the_rounds_before_it() -> None:
     assert after.client == 0 and after.value is not None and after.value.item() == 2.0
 
 
+@pytest.mark.parametrize("op", ["pull", "pushpull"])
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_read_is_of_the_clock_at_which_it_was_asked_however_far_its_worker_goes_on(op: str, late: int, leaves: bool) -> None:
+    rig = Rig(2).init(0.0)
+    for rank in (late, 1 - late):  # who comes first neither waits for longer, nor sees more
+        rig.ask(rank, "push" if op == "pull" else op, value=torch.ones(1))
+        if rank == 0:
+            rig.ask(0, "pull")  # of this round if it was ended, else of the one before
+            rig.clock(0)
+            rig.ask(0, op, value=None if op == "pull" else torch.full((1,), 10.0))
+            rig.clock(0)
+            rig.ask(0, "push", value=torch.full((1,), 100.0))
+            rig.clock(0)
+        elif leaves:  # in its first round, so that three rounds end at once
+            rig.ask(1, "leave", "")
+        else:
+            rig.clock(1)
+            rig.clock(1)
+    reads = [reply.value.item() for reply in rig.answered if reply.client == 0 and reply.value is not None]
+    assert reads == ([0.0, 2.0] if op == "pull" else [2.0, 2.0, 12.0])
+
+
 def test_a_pushpull_ends_the_round_of_its_key_alone() -> None:
     rig = Rig(2).init(0.0)
     assert rig.ask(0, "pushpull", value=torch.ones(1)) == []

@@ -12,7 +12,7 @@ from typing import Any
 from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
 from d2lps.kvstore.core.entry import Entry
-from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send
+from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send, replace
 from d2lps.kvstore.core.operations import OPERATIONS, answer, owner_of, place
 from d2lps.kvstore.core.pieces import Plain
 from d2lps.kvstore.core.state import BARRIER, State
@@ -88,7 +88,10 @@ class Server(State):
                 raise Refused(f"worker {request.client} is not a member: it must join first")
             if "codec" in request.options:
                 request = decoded(request, self.entries)
-            return effects + self._go_on(OPERATIONS[request.op](self, request), request)
+            moved = OPERATIONS[request.op](self, request)
+            if request.op in (*READS, "set_optimizer"):  # for the clock at which it was asked, however far the worker goes on
+                request = replace(request, clock=self.clocks.position(request.client, place(request)))
+            return effects + self._go_on(moved, request)
         except Refused as reason:
             self.filter.clients[request.client].errors[request.sequence] = str(reason)
             return [*effects, self._reply(request, str(reason))]
@@ -145,10 +148,6 @@ class Server(State):
             moved = moved | {*self.entries} - (set() if changed else self.clocks.keys.keys())
         if self.broken:
             moved = moved | self.waiting.keys()
-        # One key is looked up; of many, all that there are are looked at, in their order, the same in every process.
-        for key in moved if len(moved) < 2 else self.entries:
-            if isinstance(key, str) and key in moved and key in self.entries and (entry := self.entries[key]).open:
-                entry.close(self.clocks.slowest(key), self.clocks.front(key).members, self.optimizer, self.rule)
         free: list[Request] = []
         for where in [at for at in (moved if len(moved) < 2 else self.waiting) if at in moved and at in self.waiting]:
             waiting = self.waiting.pop(where)
@@ -160,7 +159,19 @@ class Server(State):
         elif new is not None:
             self.waiting.setdefault(place(new), []).append(new)
             self.consistency.waited |= place(new) != BARRIER
-        return [self._answer(request) for request in sorted(free, key=lambda request: -request.priority)]
+        # A read sees the rounds before its own clock, however far the slowest has come at one go, as when another one leaves.
+        replies = [self._answer(request) for request in sorted(free, key=lambda request: request.clock) if request.op in READS]
+        # One key is looked up; of many, all that there are are looked at, in their order, the same in every process.
+        for key in moved if len(moved) < 2 else self.entries:
+            if isinstance(key, str) and key in moved and key in self.entries:
+                self._close(key, self.clocks.slowest(key))
+        replies += [self._answer(request) for request in free if request.op not in READS]
+        return sorted(replies, key=lambda reply: -reply.priority)
+
+    def _close(self, key: str, before: float) -> None:
+        """End the rounds of a key before this clock."""
+        if (entry := self.entries[key]).open:
+            entry.close(before, self.clocks.front(key).members, self.optimizer, self.rule)
 
     def _may_go(self, request: Request) -> bool:
         worker, where = request.client, place(request)
@@ -175,7 +186,7 @@ class Server(State):
         if where == BARRIER:
             return self.barriers.slowest >= self.barriers.at[worker]
         if request.op in (*READS, "set_optimizer"):
-            return self.consistency.may_read(self.clocks.position(worker, where), self.clocks.slowest(where))
+            return self.consistency.may_read(request.clock, self.clocks.slowest(where))
         return True
 
     def _answer(self, request: Request) -> Reply:
@@ -185,7 +196,8 @@ class Server(State):
         if request.op == "set_optimizer":
             self.optimize(request.options)
         elif request.op in READS:
-            behind = self.clocks.position(request.client, request.key) - self.clocks.slowest(request.key)
+            self._close(request.key, request.clock)
+            behind = request.clock - self.clocks.slowest(request.key)
             self.seen[max(0, int(behind))] += 1
         return self._reply(request)
 

@@ -85,7 +85,11 @@ class KVWorker(Asking):
         return self.work("push", key, self.bring("push", priority, key, value))
 
     def pull(self, key: Keys, out: Tensors, priority: int = 0) -> Work:
-        """Fill `out` with the value, once the slowest worker is no more than the staleness behind. Each receives n bytes."""
+        """Fill `out` with the value, once the slowest worker is no more than the staleness behind. Each receives n bytes.
+
+        Behind this iteration, even if the next one has begun before the answer is there: under bsp it has the rounds before this
+        one, no more and no less. Only if a server dies before its answer is there, it is read anew, and may have later ones.
+        """
         return self._read("pull", key, out, priority)
 
     def peek(self, key: Keys, out: Tensors, priority: int = 0) -> Work:
