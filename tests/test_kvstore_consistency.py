@@ -270,6 +270,21 @@ def test_or_raises_by_choice() -> None:
     assert rig.ask(1, "leave")[0].error == ""
 
 
+def test_what_a_worker_still_waits_for_is_answered_when_it_leaves_or_is_given_up() -> None:
+    rig = Rig(3).init(5.0)
+    for rank in (0, 1):
+        rig.ask(rank, "pushpull", value=torch.ones(1))
+        rig.ask(rank, "barrier", "")
+    read, waited, _ = rig.ask(0, "leave", "")
+    assert (read.op, read.error, waited.op, waited.error) == ("pushpull", "", "barrier", "")
+    assert read.value is not None and read.value.item() == 5.0, "its round is not over, but it can't wait for that any more"
+    told = [(reply.op, reply.client, reply.error) for reply in rig.take(rig.server.step(Lost(1)))]
+    assert told == [(op, 1, "stale epoch: worker 1 of epoch 0 was given up") for op in ("pushpull", "barrier")]
+    assert rig.server.waiting == {} and rig.value() == [5.0]
+    rig.clock(2)
+    assert rig.value() == [7.0], "what they have pushed counts"
+
+
 def test_when_all_have_left_open_rounds_are_closed() -> None:
     rig = Rig(2).init(0.0)
     for rank in range(2):

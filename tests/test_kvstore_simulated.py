@@ -10,6 +10,7 @@ from oracles import joins_later
 
 from d2lps import cost
 from d2lps.comm import RankHung
+from d2lps.comm.work import in_thread
 from d2lps.kvstore import Lost, Refused, Server, simulate
 from d2lps.kvstore.core.events import alike
 from d2lps.kvstore.core.placement import join_parts
@@ -359,6 +360,47 @@ def test_a_standstill_is_explained() -> None:
     assert "rank 0 waits for a parameter server's answer (in worker" in str(caught.value)
     assert "rank 2 serves, and has nothing to answer" in str(caught.value)
     assert "line 0" not in str(caught.value)  # it is nobody's line that it stands at
+
+
+def test_a_worker_that_leaves_with_a_read_under_way_gets_it() -> None:
+    def worker(kv: Any) -> float:
+        kv.init("w", out := torch.zeros(1))
+        kv.comm.sleep(kv.rank)
+        read = kv.pushpull("w", torch.ones(1), out)
+        kv.leave()
+        read.wait()
+        return out.item()
+
+    assert simulate(worker, star(3, 1e9), 2, 1) == [0.0, 2.0]
+
+
+def test_who_only_tests_an_answer_hangs_by_name() -> None:
+    def worker(kv: Any) -> None:
+        kv.init("w", out := torch.zeros(1))
+        read = kv.pull("w", out)
+        while not read.test():
+            kv.comm.sleep(1e-6)
+        read = kv.pull("w", out)
+        while not read.test():
+            pass
+
+    with pytest.raises(RankHung, match="rank 0 has tested 10,000 times"):
+        simulate(worker, star(2, 1e9, latency=1e-3), 1, 1)
+
+
+def test_another_thread_of_a_simulated_worker_is_not_let_in_and_does_no_harm() -> None:
+    def worker(kv: Any) -> tuple[str, float]:
+        kv.init("w", out := torch.zeros(1))
+        try:
+            in_thread(lambda: kv.push("w", torch.ones(1)).wait(), "another").result()
+        except RuntimeError as error:
+            said = str(error)
+        kv.clock()
+        kv.pull("w", out).wait()
+        return said, out.item()
+
+    [(said, value)] = simulate(worker, star(2, 1e9, latency=1e-3), 1, 1)
+    assert "belongs to another of its rank's lanes" in said and value == 1.0
 
 
 def test_a_hundred_workers_are_quick() -> None:

@@ -175,7 +175,7 @@ class Server(State):
 
     def _may_go(self, request: Request) -> bool:
         worker, where = request.client, place(request)
-        if self.broken:
+        if self.broken or worker not in self.clocks.at:  # it has left, or was given up: it waits for nobody
             return True
         if request.op == "hold":
             return self.clocks.at.keys() <= self.stops.keys()
@@ -193,12 +193,14 @@ class Server(State):
         if self.broken and request.op != "leave":
             self.filter.clients[request.client].errors[request.sequence] = self.broken
             return self._reply(request, self.broken)
+        if request.client not in self.clocks.at and (given_up := self.filter.stale(request)):
+            return self._reply(request, given_up)
         if request.op == "set_optimizer":
             self.optimize(request.options)
         elif request.op in READS:
-            self._close(request.key, request.clock)
-            behind = request.clock - self.clocks.slowest(request.key)
-            self.seen[max(0, int(behind))] += 1
+            slowest = self.clocks.slowest(request.key)
+            self._close(request.key, min(request.clock, slowest))
+            self.seen[int(max(0, request.clock - slowest))] += 1
         return self._reply(request)
 
     def _reply(self, request: Request, error: str = "") -> Reply:

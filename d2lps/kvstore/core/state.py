@@ -150,13 +150,12 @@ class State:
         self.barriers.add(worker, self.barriers.reached)
 
     def forget(self, worker: int) -> set[Hashable]:
-        """Nobody waits for it any more, nor does it; what it has pushed counts, for that was acknowledged."""
-        for where, requests in self.waiting.items():
-            self.waiting[where] = [request for request in requests if request.client != worker]
+        """Nobody waits for it any more, nor does it (see `_may_go`); what it has pushed counts, for that was acknowledged."""
+        waits = {where for where, requests in self.waiting.items() if any(request.client == worker for request in requests)}
         self.barriers.remove(worker)
         for leases in self.leases.values():
             leases.give_back(worker)
-        return self.clocks.leave(worker) | {BARRIER} | self.leases.keys()
+        return self.clocks.leave(worker) | {BARRIER} | self.leases.keys() | waits
 
     @property
     def settled(self) -> bool:

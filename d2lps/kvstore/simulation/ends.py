@@ -96,12 +96,17 @@ class SimulatedAnswer:
 
     def is_done(self) -> bool:
         self.comm.catch_up()
+        if self.reply is None:
+            self.comm.world.scheduler.looked(self.comm.task)
         return self.reply is not None
 
     def wait(self) -> Reply:
         if self.reply is None:
             self.waits = True
-            self.comm.world.scheduler.block(self.comm.task, "answer")
+            try:
+                self.comm.world.scheduler.block(self.comm.task, "answer")
+            finally:  # of another thread, it may be, which is not let in: this worker's own waits for something else
+                self.waits = False
         assert self.reply is not None
         return self.reply
 
@@ -164,15 +169,8 @@ class ServerNode(_End):
             self.step(request)
 
     def step(self, event: Event) -> None:
-        unanswered = []
         if isinstance(event, Lost):
-            unanswered = [asked for waiting in self.server.waiting.values() for asked in waiting if asked.client == event.worker]
             self.goodbye(event.worker)
-        self._step(event)
-        for request in unanswered:  # it asks once more, if it lives, and hears that it was given up
-            self._step(request)
-
-    def _step(self, event: Event) -> None:
         effects = self.server.step(event)
         if self.notes is not None:
             self.notes.stepped(effects)
