@@ -171,7 +171,7 @@ def test_a_round_that_has_begun_is_not_saved(tmp_path: Path) -> None:
         kv.init("w", torch.zeros(2))
         kv.push("w", torch.ones(2))
         if kv.rank == 0:
-            with pytest.raises(Refused, match="'w' has pushes of a round that is not over: all workers' clock"):
+            with pytest.raises(Refused, match=r"kv.save\(\): 'w' has pushes of a round that is not over: all workers' clock"):
                 kv.save(tmp_path / "file")
         else:
             kv.save(tmp_path / "file")

@@ -69,7 +69,9 @@ class Asking:
     def parts(self, key: Key, *tensors: torch.Tensor) -> list[Part]:
         """Where the parts of a key are, which these tensors fit; of one without `init` here, where it is if it is whole."""
         if not isinstance(key, str | int) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise TypeError(f"a key is a string or a number, with torch.Tensors: not {key!r} with {tensors!r}")
+            name = repr(key) if isinstance(key, str | int) else type(key).__name__
+            given = ", ".join(type(tensor).__name__ for tensor in tensors)
+            raise TypeError(f"a key is a string or a number, with a torch.Tensor, or both are lists: not {name} with {given}")
         check_dense(key, *tensors)
         shape, dtype = self.placement.shapes.get(str(key), (tuple(tensors[0].shape), tensors[0].dtype))
         for tensor in tensors:

@@ -99,7 +99,7 @@ def check_options(state: State, options: Mapping[str, Any]) -> None:
 def between_rounds(state: State, request: Request) -> Entry:
     """A key's entry, of which no round has begun."""
     if (entry := check_key(state, request)).open:
-        raise Refused(f"{request.op}: {request.key!r} has pushes of a round that is not over: all workers' clock() comes first")
+        raise Refused(f"{request.key!r} has pushes of a round that is not over: all workers' clock() comes first")
     return entry
 
 

@@ -191,7 +191,7 @@ class KVWorker(Asking):
         It begins and ends with a barrier, and the first of the live workers writes, all at once or not at all: it needs room
         for all tensors. Refused in an iteration that has begun to push.
         """
-        self._alone(lambda ask, found: saving.write(path, *saving.collect(ask, found)))
+        self._alone("save", lambda ask, found: saving.write(path, *saving.collect(ask, found)))
 
     def load(self, path: str | Path) -> None:
         """Give the servers, however many, what was saved; every worker calls it, with the same file, between two iterations.
@@ -209,13 +209,13 @@ class KVWorker(Asking):
                 self.init(keys, [tensors[key] for key in keys], everywhere)
             saving.spread(ask, saving.look(ask, self.placement.servers), tensors, meta)
 
-        self._alone(give)
+        self._alone("load", give)
 
-    def _alone(self, do: Callable[[saving.Ask, saving.Found], None]) -> None:
+    def _alone(self, what: str, do: Callable[[saving.Ask, saving.Found], None]) -> None:
         """Let the first of the live workers do it, while the others wait."""
         self.barrier()
         try:
-            ask = partial(self.ask, "state", "")
+            ask = partial(self.ask, what, "")
             found = saving.look(ask, self.placement.servers)
             if self.rank == found[min(found)]["workers"][0]:
                 do(ask, found)
