@@ -28,6 +28,7 @@ from launching import Kernel, fork_server_of, kernel, nothing_left, orphans, run
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung
 from d2lps.collectives import all_reduce, broadcast
+from d2lps.launch.group import Group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Gone = Callable[[float], bool]
@@ -302,6 +303,24 @@ def test_a_rank_that_was_stopped_while_it_waited_is_named() -> None:
         comm.barrier()
 
     assert hang(work, 3)[2].startswith("  rank 1 is stopped (SIGSTOP)")
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_is_stopped_before_it_begins_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Group.start
+
+    def start_and_stop_one(group: Group, program: bytes) -> None:
+        start(group, program)
+        os.kill(group.pids[1], signal.SIGSTOP)
+
+    monkeypatch.setattr(Group, "start", start_and_stop_one)
+    monkeypatch.setattr("d2lps.launch.group.START", 1.0)
+    with within(4), pytest.raises(RankHung) as caught:
+        d2lps.run(lambda comm: comm.rank, 3, backend=backend, timeout=0.5)
+    reason, *lines = str(caught.value).splitlines()
+    assert re.fullmatch(r"rank \d has waited for more than timeout=0.5 s", reason)
+    assert lines[0] == lines[2].replace("2", "0") == "  rank 0 waits for the others to begin"
+    assert lines[1].startswith("  rank 1 is stopped (SIGSTOP)")
 
 
 def test_ranks_that_move_are_no_deadlock() -> None:

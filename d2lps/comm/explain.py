@@ -64,6 +64,7 @@ def describe_status(status: Status, ranks: int = 0) -> str:
         "send": f"waits for rank {status.peer} to receive {status.nbytes:,} B, tag {status.tag}",
         "recv": f"waits for rank {status.peer} to send {status.nbytes:,} B, tag {status.tag}",
         "barrier": f"waits at a barrier{of}",
+        "begin": "waits for the others to begin",
         "start": f"waits for the others{of} to call start",
         "native": f"waits in the world's own all-reduce{of}",
         "agree": f"waits to compare its call with the others'{of}",

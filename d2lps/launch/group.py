@@ -19,7 +19,7 @@ from d2lps.comm.explain import describe_status, explain
 from d2lps.comm.status import IN_VAIN, NOT_THE_READERS, SharedBoard, Status
 from d2lps.launch.failure import Failure, raise_in_caller
 from d2lps.launch.forkserver import kill_session, preload, start_ranks
-from d2lps.launch.rank import Job, Success
+from d2lps.launch.rank import START, Job, Success
 from d2lps.sharedmemory.linux import is_stopped
 
 _TICK = 0.1  # seconds between two looks at the notes of the ranks
@@ -204,7 +204,7 @@ class Group:
         """The notes of ranks that have waited for too long."""
         notes = {rank: self.board.read(rank) for rank in self.pending}
         latest = time.monotonic() - self.job.timeout
-        return {rank: note for rank, note in notes.items() if note is not None and note.since < latest}
+        return {rank: note for rank, note in notes.items() if note and note.since + START * (note.action == "begin") < latest}
 
     def _hung(self, late: Mapping[int, Status]) -> RankHung:
         """The exception for them; those without a note run, are stopped, or have returned."""

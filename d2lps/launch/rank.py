@@ -4,6 +4,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED
-from d2lps.comm.status import SharedBoard, noted
+from d2lps.comm.status import SharedBoard, Status, noted
 from d2lps.launch.failure import Failure, pack
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.result import Run
@@ -29,6 +30,8 @@ from d2lps.trace import Recorder, Trace
 # What torch imports when it is first needed (by a backward pass that is given gradients, an optimizer, DDP, a DTensor): a second
 # of work, in every rank of every run.
 _LATE = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+
+START = 30.0  # seconds that ranks may take to begin besides the timeout: one may still import what its function needs
 
 
 @dataclass
@@ -71,8 +74,10 @@ def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, 
     outcome: Success | Failure
     try:
         function, args = cloudpickle.loads(program)
+        notes = SharedBoard(board, rank)
+        notes.write(Status(rank, "begin", since=time.monotonic()))
         comm = shm.join(meeting, job.ranks, rank) if job.backend == "shm" else _join(rank, job, meeting)
-        comm.board, comm.debug = SharedBoard(board, rank), job.debug
+        comm.board, comm.debug = notes, job.debug
         outcome = execute(comm, function, args, job.trace)
     except BaseException as error:
         outcome = pack(error)
@@ -88,7 +93,8 @@ def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, 
 
 def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, ...], trace: bool | str) -> Success:
     """Call the function with every rank starting at the same time, and pack its result."""
-    comm._barrier()  # the launcher's, not the reader's: no note and no trace tells of it
+    comm._barrier()  # the launcher's, not the reader's: no trace tells of it
+    comm.board.write(None)
     recorder = comm.recorder = Recorder(comm.rank, comm.now, where=noted(trace)) if trace else None
     started = comm.now()
     result = function(comm, *args)
@@ -125,7 +131,7 @@ def _redirect(out: int, err: int) -> None:
 def _join(rank: int, job: Job, listener: int) -> Communicator:
     """Meet the others at the store and form the process group, over the loopback interface only."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    patience = timedelta(seconds=max(30.0, 2 * job.timeout))  # ours runs out first, and knows more
+    patience = timedelta(seconds=2 * (START + job.timeout))  # ours runs out first, and knows more
     if rank:
         os.close(listener)
     store = store_at(job.store_port, job.ranks, rank, listener, timeout=patience)
