@@ -584,6 +584,15 @@ def test_every_dtype(run: Runner) -> None:
         assert tensor.dtype == dtype and torch.equal(tensor, torch.tensor([0, 1, 3]).to(dtype))
 
 
+def test_the_worlds_own_sum_takes_tensors_of_any_shape(run: Runner) -> None:
+    def work(comm: Communicator) -> list[list[float]]:
+        matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).t()
+        comm.native_all_reduce(matrix, ReduceOp.SUM)
+        return matrix.tolist()
+
+    assert run(work, 2) == [[[2.0, 6.0, 10.0], [4.0, 8.0, 12.0]]] * 2
+
+
 def test_tensors_without_elements_or_dimensions_or_with_gradients(run: Runner) -> None:
     def work(comm: Communicator) -> tuple[float, float]:
         empty, scalar = torch.zeros(0), torch.tensor(float(7 - 7 * comm.rank))
@@ -630,6 +639,17 @@ def test_a_wrong_message_is_refused_before_anything_moves(run: Runner) -> None:
         return [*said, str(into.item())]
 
     assert run(work, 2) == [[message for _, _, message in WRONG_MESSAGES] + ["1.0"], ["1.0"]]
+
+
+def test_a_tensor_without_contents_is_refused_and_does_no_harm(run: Runner) -> None:
+    def work(comm: Communicator) -> float:
+        for algorithm in ("ring", "native"):
+            with pytest.raises(NotImplementedError, match="meta tensor"):
+                all_reduce(comm, torch.ones(3, device="meta"), algorithm=algorithm)
+        all_reduce(comm, tensor := torch.ones(1))
+        return tensor.item()
+
+    assert run(work, 2) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -845,6 +865,16 @@ def test_debug_names_ranks_of_the_whole_run_in_a_group(run: Runner) -> None:
 
     said = mismatch(run, work, 4)
     assert said == "message from rank 1 to rank 3, tag 0: the sender sends float32[2], the receiver expects float32[3]"
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "\U0001f600", "\x1f", '"'])
+def test_long_statements_in_any_letters_are_compared(run: Runner, letter: str) -> None:
+    def work(comm: Communicator) -> None:
+        comm.agree(letter * 1000)
+        comm.agree(letter * 1000 if comm.rank else "short")
+
+    with pytest.raises(Mismatch, match="rank 0 calls short; rank 1 calls " + letter * 60):
+        run(work, 2)
 
 
 def test_debug_changes_no_result(run: Runner) -> None:

@@ -31,7 +31,7 @@ from d2lps.comm.status import readers_line
 from d2lps.comm.work import Work, in_thread, once
 
 Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
-STATEMENT = 512  # bytes of what a rank tells the others, so that ranks that say different things can still exchange them
+STATEMENT = 896  # bytes of what a rank tells the others, so that ranks that say different things can still exchange them
 
 
 class Communicator(Rank):
@@ -245,8 +245,8 @@ class Communicator(Rank):
         Numbers, or a text, of which a long one ends in its hash.
         """
         told = json.dumps(word, ensure_ascii=False).encode()
-        if len(told) > STATEMENT:
-            told = json.dumps(word[: STATEMENT // 8] + hashlib.sha1(told).hexdigest()).encode()
+        if len(told) > STATEMENT:  # a letter takes six bytes at most: a control character's \u001f does
+            told = json.dumps(word[: STATEMENT // 7] + hashlib.sha1(told).hexdigest(), ensure_ascii=False).encode()
         return [json.loads(said) for said in self._exchange_statements(call, told.ljust(STATEMENT))]
 
     # ---- what a world supplies ------------------------------------------------------------------------------------
