@@ -13,7 +13,7 @@ import torch
 def stage(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The elements of `tensor` as one flat contiguous tensor on `device`: its own memory if it can be, else a copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # what is only marked as conjugated is so on the wire
-    if device is not None and tensor.device.type not in (device.type, "meta"):
+    if device is not None and tensor.device.type != device.type:
         tensor = tensor.to(device)
     return tensor.contiguous().view(-1)
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 
 from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.comm.staging import stage, unstage
 from d2lps.sharedmemory.all_reduce import all_reduce
 from d2lps.sharedmemory.arena import bytes_of
 from d2lps.sharedmemory.linux import allow_siblings
@@ -47,11 +48,10 @@ class SharedMemoryCommunicator(Communicator):
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Every rank adds up a part, where the tensors are (see `d2lps.sharedmemory.all_reduce`)."""
+        staged = stage(tensor, self._wire())
         with self.waiting("native", nbytes=tensor.nbytes):
-            host = tensor.cpu()
-            all_reduce(self.meeting, host, op)
-        if host is not tensor:
-            tensor.copy_(host)
+            all_reduce(self.meeting, staged, op)
+        unstage(staged, tensor)
 
     def leave(self, failed: bool = False) -> None:
         """Tell the others that this rank is done: whoever waits for it from now on waits in vain, and nobody else cares."""
