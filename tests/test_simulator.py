@@ -321,6 +321,7 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[], bool]]] = {
     "no_grad": (torch.no_grad, lambda: not torch.is_grad_enabled()),
     "inference": (torch.inference_mode, torch.is_inference_mode_enabled),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.is_autocast_enabled("cpu")),
+    "device": (lambda: torch.device("meta"), lambda: torch.empty(0).is_meta),
 }
 
 
@@ -344,6 +345,18 @@ def test_modes_come_and_go_with_their_rank(mode: str) -> None:
 
     assert simulate(work, star(3, 1e9)) == [[True] * 12] * 3
     assert not MODES[mode][1]()
+
+
+def test_what_was_made_in_inference_mode_is_summed_and_sent_as_everything() -> None:
+    def work(comm: Communicator) -> list[float]:
+        with torch.inference_mode():
+            tensor = torch.ones(3)
+            all_reduce(comm, tensor)
+        comm.sendrecv(tensor + comm.rank, (comm.rank + 1) % 3, tensor, (comm.rank - 1) % 3)
+        all_reduce(comm, tensor)
+        return tensor.tolist()
+
+    assert simulate(work, star(3, 1e9)) == d2lps.run(work, 3) == [[12.0] * 3] * 3
 
 
 def test_what_autocast_has_converted_is_forgotten_when_the_weights_change() -> None:
@@ -920,6 +933,24 @@ def test_what_a_rank_starts_draws_on_from_its_numbers() -> None:
 def test_a_dtype_that_a_rank_has_made_the_default_is_no_longer_afterwards() -> None:
     simulate(lambda comm: torch.set_default_dtype(torch.float64), star(1, 1e9))
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_the_default_device_is_a_ranks_own() -> None:
+    def work(comm: Communicator) -> str:
+        if comm.rank:
+            torch.set_default_device("meta")
+        comm.barrier()
+        return torch.ones(1).device.type
+
+    with torch.device("meta"):  # the caller's, as a real run has it
+        assert simulate(work, star(3, 1e9)) == d2lps.run(work, 3) == ["cpu", "meta", "meta"]
+        assert torch.ones(1).is_meta
+    assert torch.ones(1).device == torch.get_default_device() == torch.device("cpu")
+
+
+def test_a_rank_that_exits_does_not_end_the_caller() -> None:
+    with pytest.raises(d2lps.RankFailed, match="rank 1 of 2 raised SystemExit: 3"):
+        simulate(lambda comm: sys.exit(3) if comm.rank else comm.barrier(), star(2, 1e9))
 
 
 def sends_odd_shapes(comm: Communicator) -> list[float]:

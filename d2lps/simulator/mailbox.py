@@ -57,7 +57,7 @@ class Message(Flow):
         if first[1] is not second[1]:  # there are contents
             incoming, outgoing = (first, second) if second[4] else (second, first)
             if incoming[1] is not None:
-                incoming[1].copy_(outgoing[1])
+                incoming[1].detach().copy_(outgoing[1])  # one of the inference mode can be written outside of it so
         self.done = True
         if mailbox.careful:
             for _, _, _, _, _, cells, row in (first, second):

@@ -27,7 +27,7 @@ _MOST_LOOKS = 10_000
 
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 _is_inference_mode_enabled, _is_any_autocast_enabled = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _random = torch.default_generator
 
 
@@ -80,6 +80,7 @@ class Scheduler:
                 _stop_drawing(task)
                 task.error = error
                 self.failed |= ended is None
+            take_off()
             if task.killed:
                 task.result = None  # whatever it has made of its end
             task.ended = self.network.now
@@ -181,8 +182,8 @@ class Scheduler:
 def step_aside(task: Task, pause: Callable[[], Any]) -> None:
     """Let others go on, in none of the modes that this rank is in, and with random numbers of their own."""
     _stop_drawing(task)
-    modes = _is_inference_mode_enabled() or _is_any_autocast_enabled() or _dispatch_modes() or saving.top(True)
-    if _is_grad_enabled() and not modes:
+    watched = _dispatch_modes() or _function_modes() or saving.top(True)
+    if _is_grad_enabled() and not (_is_inference_mode_enabled() or _is_any_autocast_enabled() or watched):
         pause()
     else:
         with _neutral():
@@ -200,10 +201,21 @@ def _draw_on(task: Task) -> None:
         _random.set_state(task.random[0])
 
 
+def take_off() -> list[Any]:
+    """The modes that see calls of torch's functions, such as `torch.device("meta")`, the innermost first; they are off now."""
+    return [torch._C._pop_torch_function_stack() for _ in range(_function_modes())]
+
+
+def put_on(modes: list[Any]) -> None:
+    """What was taken off."""
+    for mode in reversed(modes):
+        torch._C._push_on_torch_function_stack(mode)
+
+
 @contextmanager
 def _neutral() -> Iterator[None]:
     """Out of no_grad, the inference mode, autocast, and whatever looks at tensors as they are made, while others run."""
-    grad, autocast, hooks = _is_grad_enabled(), torch.is_autocast_enabled("cpu"), []
+    grad, autocast, modes, hooks = _is_grad_enabled(), torch.is_autocast_enabled("cpu"), take_off(), []
     if autocast:  # and without the weights that it has converted: another rank's may change
         torch.set_autocast_enabled("cpu", False)
         torch.autocast_decrement_nesting()
@@ -221,3 +233,4 @@ def _neutral() -> Iterator[None]:
             torch.autocast_increment_nesting()
             torch.set_autocast_enabled("cpu", True)
         _set_grad_enabled(grad)
+        put_on(modes)

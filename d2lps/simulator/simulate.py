@@ -12,7 +12,9 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.utils import _device as last_device
 
+from d2lps.comm import RankFailed
 from d2lps.comm.rank import SEED
 from d2lps.result import Run
 from d2lps.simulator.backward import backward_in_threads
@@ -20,10 +22,12 @@ from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
 from d2lps.simulator.faults import Cut, Fault, Kill, Narrow, Slow, cables, check
 from d2lps.simulator.model import Model
-from d2lps.simulator.scheduler import Task
+from d2lps.simulator.scheduler import Task, put_on, take_off
 from d2lps.simulator.within import World
 from d2lps.topology import Topology
 from d2lps.trace import Recorder, Trace
+
+_set_device: Any = torch._GLOBAL_DEVICE_CONTEXT  # by torch.set_default_device, in each thread
 
 
 def simulate(
@@ -167,6 +171,8 @@ class _Simulation(World):
     def _raise_first(self) -> None:
         tasks, now = self.scheduler.tasks, f"at {self.network.now:.6g} s of virtual time"
         for task in tasks:
+            if isinstance(task.error, SystemExit):  # shall not end the caller
+                raise RankFailed(f"rank {task.rank} of {len(self.comms)} raised SystemExit: {task.error}") from task.error
             if task.error is not None:
                 task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, {now}")
                 raise task.error
@@ -187,9 +193,9 @@ class _Simulation(World):
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Random numbers, gradients, dtypes are the caller's again afterwards; no collector looks at a million objects meanwhile."""
+    """Random numbers, modes, defaults are the caller's again afterwards; no collector looks at a million objects meanwhile."""
     randomness, grad, collecting = torch.get_rng_state(), torch.is_grad_enabled(), gc.isenabled()
-    dtype = torch.get_default_dtype()
+    dtype, modes, device, last = torch.get_default_dtype(), take_off(), vars(_set_device).copy(), last_device.CURRENT_DEVICE
     gc.disable()  # a million small objects and no cycles among them: it would only look at them again
     try:
         yield
@@ -197,5 +203,9 @@ def _as_it_was() -> Iterator[None]:
         torch.set_rng_state(randomness)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
+        vars(_set_device).clear()
+        vars(_set_device).update(device)
+        last_device.CURRENT_DEVICE = last
+        put_on(modes)
         if collecting:
             gc.enable()
