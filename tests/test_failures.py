@@ -473,6 +473,20 @@ def test_a_killed_keeper_takes_its_ranks_with_it(nothing_left: Gone) -> None:
     assert nothing_left(1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a rank finds them in /proc")
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_stopped_keeper_and_a_stopped_fork_server_go_on_for_the_next_run(generation: int) -> None:
+    def work(comm: Communicator) -> int:
+        if comm.rank == 1:
+            comm.sleep(0.2)  # the keeper has told the caller by now whom it has started
+            psutil.Process().parents()[generation].suspend()
+        comm.barrier()
+        return comm.rank
+
+    with within(5):
+        assert [run(work, 2) for _ in range(2)] == [[0, 1]] * 2
+
+
 def test_a_fork_server_killed_between_runs_is_replaced() -> None:
     server = fork_server_of(os.getpid())
     server.kill()

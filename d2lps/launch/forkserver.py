@@ -51,9 +51,9 @@ _JOB_VARIABLES |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"
 
 
 def start_ranks(job: Job, program: bytes, files: Sequence[Sequence[int]], folder: str) -> tuple[Connection, list[int]]:
-    """Start one process a rank, which inherits job, program and `files[rank]`; return the line to their keeper, and their pids.
+    """Start one process a rank, which inherits job, program and `files[rank]`; return the line to their keeper, and the pids.
 
-    Closing the line ends them all, and then removes the folder, if one is named.
+    The first pid is the keeper's. Closing the line ends them all, and then removes the folder, if one is named.
     """
     try:
         directory = os.getcwd()
@@ -98,6 +98,7 @@ def _tell(names: list[str], *files: int) -> None:
     with _lock:
         try:
             _server = _server or _started()
+            _server[0].send_signal(signal.SIGCONT)  # it may have been stopped
             _server[1].send(names)
             for file in files:
                 send_handle(_server[1], file, 0)
@@ -202,7 +203,7 @@ def keep(caller: Connection) -> None:
             for rank in range(job.ranks):
                 files = [recv_handle(caller) for _ in range(count)]
                 processes[_fork_rank(caller, files, rank, job, program)] = rank
-            caller.send(list(processes))
+            caller.send([os.getpid(), *processes])
             reporter.start()  # once all are forked: a fork has one thread only
             caller.poll(None)  # the caller never writes here again: whatever comes is its end
         finally:

@@ -91,6 +91,7 @@ class Group:
         self.board_file.truncate(job.ranks * SharedBoard.SLOT)
         self.board = SharedBoard(self.board_file.fileno(), 0)
         self.keeper: Any = None  # the line to their keeper
+        self.keeper_pid = 0
         self.pids: list[int] = []
         self.pending: dict[int, Connection] = {}  # the lines to ranks that may still have something to say
         self.outcomes: dict[int, Success | Failure] = {}
@@ -106,7 +107,7 @@ class Group:
                 theirs.enter_context(control)
                 own = (control, self.output.out[rank], self.output.err[rank], self.board_file, self.stacks[rank], meeting)
                 files.append([file.fileno() for file in own])
-            self.keeper, self.pids = start_ranks(self.job, program, files, self.folder)
+            self.keeper, (self.keeper_pid, *self.pids) = start_ranks(self.job, program, files, self.folder)
 
     def meeting_place(self) -> Any:
         """The file at which the ranks meet: the memory that they will share, or the store's listening socket."""
@@ -238,6 +239,7 @@ class Group:
         """End every process that is left, and return when the last one is gone."""
         if self.keeper is not None:
             with self.keeper, suppress(EOFError, OSError):
+                os.kill(self.keeper_pid, signal.SIGCONT)  # it may have been stopped
                 self.keeper.send(None)
                 while True:
                     self.keeper.recv()  # its last reports; its end closes when all are buried
