@@ -155,7 +155,7 @@ def both(prices: Prices, two: Sequence[tuple[str, str]], sizes: Sequence[int], s
 
     def live(comm: Communicator | None) -> list[float]:
         time = Time(prices)
-        world = Clock(time) if comm is None else Groups(comm, job, prices)
+        world = Clock(time) if comm is None else Groups(comm, job, ways)
         ends: list[float] = []
 
         def program() -> None:
@@ -167,6 +167,7 @@ def both(prices: Prices, two: Sequence[tuple[str, str]], sizes: Sequence[int], s
         program() if comm is not None else time.run([program])
         return ends
 
+    ways = {asked: prices.price(*asked).way for asked in two}
     job = described(MIXED if prices.plan.ep > 1 else SMALL, prices.plan, prices.cluster, prices.plan.dp)
     if not simulated:
         return live(None)

@@ -5,6 +5,7 @@ It takes seconds for 16 ranks, and would take days for 3,072: it is what prices 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +15,7 @@ from d2lps.comm import Communicator, Event
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.mail import Mail
 from d2lps.parallel.pipeline.schedules import Action, after, needs, placed, traffic
-from d2lps.parallel.prediction.prices import Prices
+from d2lps.parallel.prediction.prices import Prices, Way
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.result import Run
 from d2lps.simulator import simulate
@@ -24,15 +25,16 @@ from d2lps.topology import Topology
 def by_messages(job: Job, cluster: Topology) -> Run:
     """Every rank's step in the simulator; its `.time` is what a prediction's should be, and its trace shows each message."""
     prices = Prices(job.plan, cluster)
+    ways = {asked: prices.price(*asked).way for asked in job.asks}
     nodes = cluster.devices[: job.plan.ranks]
-    return simulate(_live, prices.reached, job, prices, ranks=nodes, device="meta")
+    return simulate(_live, prices.reached, job, ways, ranks=nodes, device="meta")
 
 
 class Groups:
-    """A `World` of messages: each axis is a communicator. prices: they know the cheapest way of each collective."""
+    """A `World` of messages: each axis is a communicator. ways: the cheapest one of each collective along an axis."""
 
-    def __init__(self, comm: Communicator, job: Job, prices: Prices | None = None) -> None:
-        plan, self.comm, self.prices = job.plan, comm, prices
+    def __init__(self, comm: Communicator, job: Job, ways: Mapping[tuple[str, str], Way]) -> None:
+        plan, self.comm, self.ways = job.plan, comm, ways
         mesh = Mesh(comm, plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
         shards = (plan.zero_group or mesh.data.size) if plan.zero else mesh.data.size
         self.pp = mesh.pp
@@ -72,12 +74,12 @@ class Groups:
 
     def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:
         if comm.size > 1:
-            assert self.prices is not None
-            self.prices.price(axis, collective).run(comm, round(nbytes))
+            for phase in self.ways[axis, collective]:
+                phase(comm, round(nbytes))
 
 
-def _live(comm: Communicator, job: Job, prices: Prices) -> None:
-    carry_out(job, Groups(comm, job, prices))
+def _live(comm: Communicator, job: Job, ways: Mapping[tuple[str, str], Way]) -> None:
+    carry_out(job, Groups(comm, job, ways))
 
 
 def carry_out(job: Job, world: Groups) -> None:

@@ -13,7 +13,6 @@ from d2lps.parallel.pipeline.schedules import Action, Schedule, after, needs, tr
 from d2lps.parallel.prediction.clock import WITHIN, Clock, Going, Time, parts
 from d2lps.parallel.prediction.clock import Part as Parcel
 from d2lps.parallel.prediction.loads import Loads
-from d2lps.parallel.prediction.parts import Around, Message
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.parallel.training.plan import Plan
@@ -144,7 +143,7 @@ def _neighbors(place: int, count: int) -> set[tuple[int, int]]:
 
 def _alone(job: Job, loads: Loads) -> set[int]:
     """Places in the pipeline whose ranks meet nothing of other stages, nor a message, in what they ask of tp, cp and ep."""
-    plan, asked, known = job.plan, sorted(_asked(job)), loads.prices.known
+    plan, asked, known = job.plan, sorted(job.asks), loads.prices.known
     mesh = plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, bool(plan.zero), plan.zero_group
     if (key := ("alone", mesh, *asked)) not in known:
         within, seen, shared = list[set[Any]](), set[Any](), set[Any]()
@@ -159,23 +158,6 @@ def _alone(job: Job, loads: Loads) -> set[int]:
         known[key] = {place for place, links in enumerate(within) if links.isdisjoint(shared)}
     found: set[int] = known[key]
     return found
-
-
-def _asked(job: Job) -> Iterator[tuple[str, str]]:
-    """Axis and collective of all that a step may ask for."""
-    plan = job.plan
-    parts = {part.name: part for stage in job.stages for part in stage}.values()
-    steps = [step for part in parts for some in (part.forward, part.backward, part.again) for step in some]
-    yield from {step[:2] for step in steps if isinstance(step, Message)}
-    if any(isinstance(step, Around) for step in steps):
-        yield "cp", "pass_on"
-    axes = ["dp", "edp"] if any(part.experts for part in parts) else ["dp"]
-    for axis in axes:
-        yield from ((axis, name) for name in (("reduce_scatter", "all_gather") if plan.zero else ("all_reduce",)))
-    if plan.zero_group:
-        yield "replicas", "all_reduce"
-    if any(part.ends for part in parts):
-        yield "ends", "all_reduce"
 
 
 class Turn(NamedTuple):

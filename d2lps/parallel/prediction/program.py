@@ -88,6 +88,22 @@ class Job:
         spread = self.plan.cp * (self.plan.tp if self.plan.sequence_parallel else 1)
         return self.plan.micro_batch * self.model.sequence // spread * self.model.hidden * self.width
 
+    @cached_property
+    def asks(self) -> set[tuple[str, str]]:
+        """Axis and collective of all that a step may ask for."""
+        plan, parts = self.plan, {part.name: part for stage in self.stages for part in stage}.values()
+        steps = [step for part in parts for some in (part.forward, part.backward, part.again) for step in some]
+        found = {step[:2] for step in steps if isinstance(step, Message)}
+        if any(isinstance(step, Around) for step in steps):
+            found.add(("cp", "pass_on"))
+        for axis in ("dp", "edp") if any(part.experts for part in parts) else ("dp",):
+            found |= {(axis, name) for name in (("reduce_scatter", "all_gather") if plan.zero else ("all_reduce",))}
+        if plan.zero_group:
+            found.add(("replicas", "all_reduce"))
+        if any(part.ends for part in parts):
+            found.add(("ends", "all_reduce"))
+        return found
+
     def timed(self, steps: Sequence[Step], passes: int = 0) -> list[Any]:
         """Kernels in a row as their seconds, with the overhead of so many passes of a layer; messages as they are."""
         done: list[Any] = [passes * self.calibration.overhead]
