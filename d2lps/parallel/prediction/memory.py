@@ -23,6 +23,7 @@ def held(job: Job) -> dict[str, float]:
 def _by_rank(job: Job) -> Iterator[dict[str, float]]:
     plan = job.plan
     few = job.micro_batches if plan.schedule == "gpipe" else min(job.micro_batches, 2 * plan.pp)  # later ones keep no more
+    keeps = [sum(part.kept for part in parts) for parts in job.stages]
     for place, row in enumerate(ordered(plan.schedule, plan.pp, plan.interleave, few)[0]):
         parts = [part for stage in range(place, len(job.stages), plan.pp) for part in job.stages[stage]]
         weights, experts, ends = (sum(getattr(part, name) for part in parts) for name in ("weights", "experts", "ends"))
@@ -34,7 +35,7 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
             "gathered": gathered * job.width if plan.zero == 3 else 0,
             "gradients": (owned + ends + _largest(plan, parts) if plan.zero > 1 else weights) * job.gradient_width,
             "optimizer": job.owned(weights, experts) * job.state_width,
-            "activations": _kept(job, row),
+            "activations": _kept(keeps, row),
             "working": max(part.working for part in parts),
         }
 
@@ -52,12 +53,11 @@ def _largest(plan: Plan, parts: list[Part], without: float = 0, stay: bool = Fal
     return sum(largest if stay else largest[: 1 + plan.overlap])
 
 
-def _kept(job: Job, row: Sequence[Action]) -> float:
-    """Most that the row's stages keep at a time: from an F to its B, or to its W."""
-    stage_keeps = [sum(part.kept for part in parts) for parts in job.stages]
+def _kept(keeps: Sequence[float], row: Sequence[Action]) -> float:
+    """Most that the row's stages keep at a time: from an F to its B, or to its W. keeps: of a micro-batch, by stage."""
     lets_go = "W" if any(action.kind == "W" for action in row) else "B"
     now = most = 0.0
     for action in row:
-        now += stage_keeps[action.stage] * ((action.kind == "F") - (action.kind == lets_go))
+        now += keeps[action.stage] * ((action.kind == "F") - (action.kind == lets_go))
         most = max(most, now)
     return most
