@@ -11,12 +11,14 @@ import time
 from collections import Counter
 from itertools import islice
 from math import factorial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import output_of, script
 from torch.utils.data import DataLoader
 
 import d2lps
@@ -261,6 +263,32 @@ class Dying(Numbers):
 def test_a_killed_worker_is_an_error_and_no_hang() -> None:
     with pytest.raises(Exception, match="terminated abruptly"):
         list(Loader(Dying(20), 4, shuffled=False, processes=True))
+
+
+UNGUARDED = """
+from typing import NamedTuple
+import d2lps.feeding
+
+print("as any script, without a guard")
+
+class Pair(NamedTuple):
+    number: int
+    square: int
+
+class Squares:
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return Pair(i, i * i)
+
+for batch in d2lps.feeding.Loader(Squares(), 2, shuffled=False, workers=2, processes=True):
+    print(isinstance(batch, Pair), batch.square.tolist())
+"""
+
+
+def test_processes_do_not_run_the_script_again_and_know_its_classes(tmp_path: Path) -> None:
+    said = output_of(script(tmp_path / "squares.py", UNGUARDED))
+    assert said.splitlines() == ["as any script, without a guard", "True [0, 1]", "True [4, 9]"]
 
 
 KILLED = """

@@ -8,12 +8,14 @@ remembered, it is the same on every rank, and it says nothing of how many there 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -162,7 +164,22 @@ class Loader:
         if not self.processes:
             return ThreadPoolExecutor(self.workers, "loader")
         told = (cloudpickle.dumps(self.source),)  # which takes what is defined in a notebook, too
-        return ProcessPoolExecutor(self.workers, get_context("forkserver"), _become, told)
+        return ProcessPoolExecutor(self.workers, _Context(), _become, told)
+
+
+class _Process(ForkServerProcess):
+    """One that does not run the program's script anew, as multiprocessing's do: all that it needs of it, it is told."""
+
+    def start(self) -> None:
+        script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+class _Context(ForkServerContext):
+    Process = _Process
 
 
 _source: Source  # a worker process's
@@ -177,7 +194,7 @@ def _become(source: bytes) -> None:
 def _load(source: Source | None, epoch: int, samples: list[int]) -> Any:
     """A batch, or from another process its bytes: a tensor itself would come in shared memory, which may be small."""
     if source is None:
-        return pickle.dumps(_source.load(epoch, samples) if samples else None)
+        return cloudpickle.dumps(_source.load(epoch, samples) if samples else None)
     return source.load(epoch, samples) if samples else None
 
 
