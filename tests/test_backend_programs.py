@@ -57,7 +57,7 @@ def weights(model):
 BEGIN = """
 import sys, time
 import torch.distributed as dist
-import d2lps.backend
+import d2lps
 
 dist.init_process_group("d2lps")
 rank = dist.get_rank()

@@ -1,6 +1,6 @@
 """PyTorch on the book's own collectives: DDP, FSDP and DTensor train on the algorithms of `d2lps.collectives`.
 
->>> import d2lps.backend, torch.distributed as dist                     # doctest: +SKIP
+>>> import d2lps, torch.distributed as dist                             # doctest: +SKIP
 >>> dist.init_process_group("d2lps")                                    # doctest: +SKIP
 >>> d2lps.backend.use(all_reduce="ring")        # by name, or a function that you wrote     # doctest: +SKIP
 
