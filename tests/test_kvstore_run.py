@@ -504,6 +504,8 @@ def test_what_is_no_function_or_cannot_be_sent() -> None:
         kvstore.run(3, 1, 1)
     with pytest.raises(TypeError, match="cannot be sent to other processes"):
         kvstore.run(lambda kv, lock: None, 1, 1, threading.Lock())
+    with pytest.raises(TypeError, match="rank 0 returned a lock, which cannot be sent back to the caller"):
+        kvstore.run(lambda kv: threading.Lock(), 1, 1)
 
 
 def test_a_standstill_is_explained() -> None:

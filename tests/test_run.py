@@ -23,7 +23,7 @@ from launching import Kernel, fork_server_of, kernel, kill_fork_server, nothing_
 from oracles import TORCH
 
 import d2lps
-from d2lps import Communicator, Deadlock, Mismatch, RankHung, ReduceOp
+from d2lps import Communicator, Deadlock, Mismatch, RankFailed, RankHung, ReduceOp
 from d2lps.collectives import all_gather, all_reduce, broadcast
 
 Runner = Callable[..., d2lps.Run]
@@ -313,6 +313,34 @@ def test_a_result_that_cannot_be_sent_back(run: Runner) -> None:
         "rank 1 returned a lock, which cannot be sent back to the caller (cannot pickle '_thread.lock' object); "
         "return numbers, strings, tensors, or containers of them"
     )
+
+
+class Unfit:
+    """What can be written, and not be read."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return int, ("twelve",)
+
+
+def test_a_result_that_cannot_be_read_is_told_with_its_rank(run: Runner) -> None:
+    with pytest.raises(TypeError, match=r"^what rank 1 returned cannot be read by the caller \(invalid literal .*; return numb"):
+        run(lambda comm: Unfit() if comm.rank == 1 else 0, 2)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+    def __reduce__(self) -> str:
+        raise TypeError
+
+
+def test_an_exception_that_cannot_tell_its_message_is_told_all_the_same(run: Runner) -> None:
+    def work(comm: Communicator) -> None:
+        raise Speechless
+
+    with pytest.raises(RankFailed, match=r"^rank 0 of 1 raised Speechless: <exception str\(\) failed>$"):
+        run(work, 1)
 
 
 # ---- what surrounds a rank ------------------------------------------------------------------------------------------

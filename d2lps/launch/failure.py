@@ -41,7 +41,8 @@ def pack(error: BaseException) -> Failure:
             pickled = b""
     frames = [(f.filename, f.lineno or 0, f.name, None) for f in traceback.extract_tb(error.__traceback__)]
     readers = [frame for frame in frames if not frame[0].startswith(os.path.dirname(__file__))]  # the launcher's say nothing
-    return Failure(when, pickled, f"{type(error).__name__}: {error}", readers or frames)
+    said = traceback.TracebackException(type(error), error, None)  # whose text is there even if the error's own fails
+    return Failure(when, pickled, f"{type(error).__name__}: {said}", readers or frames)
 
 
 def raise_in_caller(failure: Failure, where: str) -> NoReturn:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -30,6 +30,8 @@ from d2lps.trace import Recorder, Trace
 # What torch imports when it is first needed (by a backward pass that is given gradients, an optimizer, DDP, a DTensor): a second
 # of work, in every rank of every run.
 _LATE = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+
+_INSTEAD = "return numbers, strings, tensors, or containers of them"
 
 START = 30.0  # seconds that ranks may take to begin besides the timeout: one may still import what its function needs
 
@@ -58,6 +60,19 @@ class Success:
     node: str = ""
     logs: Sequence[Recorder] = ()  # none where nothing was recorded
     imported: Sequence[str] = ()  # what the fork server had better import for the ranks to come
+
+    def returned(self, rank: int) -> Any:
+        try:
+            return cloudpickle.loads(self.result)
+        except Exception as error:
+            raise TypeError(f"what rank {rank} returned cannot be read by the caller ({error}); {_INSTEAD}") from error
+
+
+class Timed(NamedTuple):
+    """What a function returned that had more to do then, and when."""
+
+    result: Any
+    ended: float
 
 
 def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, board: int, stack: int, meeting: int) -> None:
@@ -104,8 +119,9 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     try:
         packed = cloudpickle.dumps(result)
     except Exception as error:
-        returned = f"rank {comm.rank} returned a {type(result).__name__}, which cannot be sent back to the caller ({error})"
-        raise TypeError(f"{returned}; return numbers, strings, tensors, or containers of them") from None
+        kind = type(result.result if isinstance(result, Timed) else result).__name__
+        told = f"rank {comm.rank} returned a {kind}, which cannot be sent back to the caller ({error})"
+        raise TypeError(f"{told}; {_INSTEAD}") from None
     return Success(packed, started, ended, str(comm.node), logs, [name for name in _LATE if name in sys.modules])
 
 
@@ -116,7 +132,7 @@ def run_of(outcomes: Sequence[Success], trace: bool | str) -> Run:
         nodes.setdefault(outcome.node, []).append(outcome)
     seconds = max(max(each.ended for each in here) - min(each.started for each in here) for here in nodes.values())
     logs = [log for outcome in outcomes for log in outcome.logs]
-    results = [cloudpickle.loads(outcome.result) for outcome in outcomes]
+    results = [outcome.returned(rank) for rank, outcome in enumerate(outcomes)]
     return Run(results, seconds, Trace(logs, len(outcomes)) if trace else None)
 
 

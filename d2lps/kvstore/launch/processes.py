@@ -119,7 +119,7 @@ class ProcessesRun(StoreRun):
         trace: Trace | None,
     ) -> None:
         started = min(outcome.started for outcome in outcomes)
-        ended = [cloudpickle.loads(outcome.result) for outcome in outcomes]
+        ended = [outcome.returned(rank) for rank, outcome in enumerate(outcomes)]
         results = [(result, max(0.0, end - started)) for result, end in ended]
         super().__init__(Run([*results, *reports], 0.0, trace), len(outcomes))
         self.history, self.lost = history, lost  # lost: {worker: how it died}

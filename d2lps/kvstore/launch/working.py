@@ -13,6 +13,7 @@ from d2lps.kvstore.core.worker import KVWorker
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.transport import SocketTransport
+from d2lps.launch.rank import Timed
 
 
 def work(
@@ -22,7 +23,7 @@ def work(
     endpoints: dict[int, str],
     args: tuple[Any, ...],
     patience: float | None = None,
-) -> tuple[Any, float]:
+) -> Timed:
     """Call `worker(kv, *args)`: its result, and when it had it.
 
     endpoints: where each server listens. patience: seconds that it may wait for an answer; None, as long as whoever has
@@ -38,7 +39,7 @@ def work(
         result, ended = worker(kv, *args), comm.now()
         with suppress(RankHung):  # nobody is there any more
             kv.finish()
-        return result, ended
+        return Timed(result, ended)
     finally:
         transport.close()
 
