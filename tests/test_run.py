@@ -343,6 +343,27 @@ def test_an_exception_that_cannot_tell_its_message_is_told_all_the_same(run: Run
         run(work, 1)
 
 
+SWEEP = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+import d2lps
+
+def experiment(comm):
+    return comm.rank
+
+def measure(ranks):
+    return d2lps.run(experiment, ranks).results
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        print(*pool.map(measure, [1, 2]))
+"""
+
+
+def test_a_child_of_multiprocessing_runs_functions_of_its_script(tmp_path: Path) -> None:
+    assert output_of(script(tmp_path / "sweep.py", SWEEP)) == "[0] [0, 1]\n"
+
+
 # ---- what surrounds a rank ------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -102,6 +103,8 @@ def resolve(backend: str, ranks: int, missing: str = "") -> tuple[str, str]:
 
 def packed(function: Callable[..., Any], *args: Any) -> bytes:
     """A function and its arguments, as they go to another process."""
+    if "__mp_main__" in sys.modules:  # in a child of multiprocessing: its script's name, which no other process knows
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     try:
         return cloudpickle.dumps((function, args))
     except Exception as error:
