@@ -1,6 +1,6 @@
 """What a run gives back, in whichever world it ran."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from d2lps.trace import Trace
 
@@ -29,6 +29,12 @@ class Run(list[Any]):
         if self._trace is None:
             raise ValueError("this run left no trace: start it with trace=True")
         return self._trace
+
+    if not TYPE_CHECKING:  # for which any name would be one then
+
+        def __getattr__(self, name: str) -> Any:
+            here = f": its trace has, run.trace.{name}" if hasattr(Trace, name) else ""
+            raise AttributeError(f"a Run has no {name!r}{here}")
 
     def __repr__(self) -> str:
         return f"Run({super().__repr__()})"

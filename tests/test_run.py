@@ -343,6 +343,14 @@ def test_an_exception_that_cannot_tell_its_message_is_told_all_the_same(run: Run
         run(work, 1)
 
 
+def test_who_asks_a_run_for_what_its_trace_has_is_told_so() -> None:
+    run = d2lps.simulate(lambda comm: None, d2lps.topology.star(1, 1e9))
+    with pytest.raises(AttributeError, match=r"^a Run has no 'timeline': its trace has, run.trace.timeline$"):
+        run.timeline()
+    with pytest.raises(AttributeError, match=r"^a Run has no 'nonsense'$"):
+        run.nonsense  # noqa: B018
+
+
 SWEEP = """
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
