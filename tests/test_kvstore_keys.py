@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from d2lps import kvstore
-from d2lps.kvstore import Refused
+from d2lps.kvstore import KVWorker, Refused
 from d2lps.topology import star
 
 OTHERS = [
@@ -19,6 +21,12 @@ OTHERS = [
     (torch.zeros(100, 2, dtype=torch.int32), "int32[100, 2]"),
     (torch.zeros(100, 2, dtype=torch.float64), "float64[100, 2]"),
 ]
+
+
+def test_the_page_of_calls_has_what_workers_call_and_nothing_else() -> None:
+    own = {name for name, call in vars(KVWorker).items() if name[0] != "_" and inspect.getdoc(call)}
+    page = (Path(__file__).parents[1] / "book/back/calls.md").read_text()
+    assert {*re.findall(r"^d2lps\.kvstore\.KVWorker\.(\S+)$", page, re.MULTILINE)} == own - {"finish"}  # the launcher's
 
 
 def world(real: bool, worker: Any, workers: int, servers: int, *args: Any, **options: Any) -> Any:
