@@ -268,6 +268,8 @@ def test_a_wrong_shape_is_found_before_anything_is_sent() -> None:
         simulate(worker, star(2, 1e9), 1, 1, 5)
     with pytest.raises(TypeError, match="a key is a string or a number"):
         simulate(lambda kv: kv.init(1.5, torch.zeros(1)), star(2, 1e9), 1, 1)
+    with pytest.raises(TypeError, match=r"a key is a string or a number, .* not bool with Tensor"):
+        simulate(lambda kv: kv.init(True, torch.zeros(1)), star(2, 1e9), 1, 1)
     with pytest.raises(TypeError, match="both are lists: not 'w' with NoneType"):  # a parameter that has no gradient
         simulate(lambda kv: kv.push("w", torch.zeros(1).grad), star(2, 1e9), 1, 1)
     state = torch.nn.Linear(9, 9).state_dict()

@@ -68,8 +68,9 @@ class Asking:
 
     def parts(self, key: Key, *tensors: torch.Tensor) -> list[Part]:
         """Where the parts of a key are, which these tensors fit; of one without `init` here, where it is if it is whole."""
-        if not isinstance(key, str | int) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            name = repr(key) if isinstance(key, str | int) else type(key).__name__
+        named = isinstance(key, str | int) and not isinstance(key, bool)
+        if not named or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            name = repr(key) if named else type(key).__name__
             given = ", ".join(type(tensor).__name__ for tensor in tensors)
             raise TypeError(f"a key is a string or a number, with a torch.Tensor, or both are lists: not {name} with {given}")
         check_dense(key, *tensors)
