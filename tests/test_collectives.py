@@ -250,6 +250,7 @@ integers, mixed = torch.ones(2, dtype=torch.int64), [torch.ones(2), torch.ones(2
 # What a call is answered with, on one of 3 ranks or on all.
 MISTAKES = {
     "TypeError: tensor must be a torch.Tensor, not list: [1.0]": lambda comm: collectives.broadcast(comm, [1.0]),
+    "TypeError: broadcast(comm, ...) begins with a communicator, not with a Tensor": lambda comm: collectives.broadcast(x, comm),
     "ValueError: src=3 is not a rank of this group of 3 (0 to 2)": lambda comm: collectives.broadcast(comm, x, 3),
     "ValueError: src=-1 is not a rank of this group of 3 (0 to 2)": lambda comm: collectives.broadcast(comm, x, -1),
     "ValueError: src=True is not a rank of this group of 3 (0 to 2)": lambda comm: collectives.broadcast(comm, x, True),

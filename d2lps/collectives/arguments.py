@@ -24,6 +24,8 @@ def collective(*alike: str) -> Callable[[Collective], Collective]:
 
         @functools.wraps(function)
         def call(comm: Communicator, *args: Any, **options: Any) -> None:
+            if not isinstance(comm, Communicator):
+                raise TypeError(f"{function.__name__}(comm, ...) begins with a communicator, not with a {type(comm).__name__}")
             with comm.inside(function.__name__) as outermost:
                 if comm.debug and outermost:
                     bound = signature.bind(comm, *args, **options)
