@@ -42,6 +42,11 @@ def test_what_was_never_measured_is_not_fitted(seconds: Any) -> None:
         calibrate([(SMALL, Plan(), 8, seconds)], dgx_a100())
 
 
+def test_a_ranking_is_one_line_however_long() -> None:
+    found = search(SMALL, dgx_a100(), 64)
+    assert repr(found) == f"<Ranking: {len(found.found)} plans fit, 0 do not; the best is {found.best}>"
+
+
 def test_a_search_without_a_result_says_why() -> None:
     with pytest.raises(ValueError, match="no plan fits 16 ranks: ep=2 shares out experts, and the model has none"):
         search(SMALL, dgx_a100_pod(2), 64, like=Plan(ep=2))

@@ -25,6 +25,9 @@ class Ranking:
     lost: list[tuple[Plan, dict[str, float]]]
     limit: float
 
+    def __repr__(self) -> str:
+        return f"<Ranking: {len(self.found)} plans fit, {len(self.lost)} do not; the best is {self.best}>"
+
     @property
     def best(self) -> Prediction:
         return self.found[0]
