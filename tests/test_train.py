@@ -300,6 +300,11 @@ class Strange(Uneven):
         return self.change(*super().batch(first, count))
 
 
+def test_data_are_something_that_gives_batches() -> None:
+    with pytest.raises(TypeError, match=r"^data must have batch\(first, count\), as text\(\) and .*: list has not"):
+        d2lps.simulate(lambda comm: train(comm, FLAT, Plan(), [], 1, 4, torch.optim.SGD), star(1, 1e9))
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -58,6 +58,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: a gradient is clipped to a norm above 0; None clips nothing")
+        if not callable(getattr(data, "batch", None)):
+            raise TypeError(f"data must have batch(first, count), as text() and feeding.Stream do: {type(data).__name__} has not")
         comm.agree(f"Trainer({transformer}, {plan!r}, {batch=}, {max_norm=}, {seed=})")
         plan.check(transformer, batch, comm.size)
         self.comm, self.plan, self.data, self.batch, self.max_norm = comm, plan, data, batch, max_norm
