@@ -768,6 +768,31 @@ def test_an_exception_names_its_rank_and_its_virtual_time() -> None:
     assert caught.value.__notes__ == ["raised by rank 2 of 3, at 0.125 s of virtual time"]
 
 
+def test_an_error_in_a_lane_of_a_lane_is_why_nothing_happens_any_more() -> None:
+    def inner(comm: Communicator) -> None:
+        raise LookupError("the cause")
+
+    def outer(comm: Communicator) -> None:
+        comm.start(inner)
+        comm.recv(torch.ones(1), 1 - comm.rank)
+
+    with pytest.raises(LookupError, match="the cause"):
+        simulate(lambda comm: comm.start(outer).wait(), star(2, 1e9))
+
+
+def test_of_an_exchange_that_is_refused_nothing_is_left() -> None:
+    def work(comm: Communicator) -> list[float]:
+        room, column = torch.zeros(2), torch.zeros(2, 2)[:, 0]
+        with pytest.raises(ValueError, match="src=7 is not a rank"):
+            comm.exchange([], [(column, 1 - comm.rank), (room, 7)])
+        column.fill_(5.0)
+        comm.sendrecv(torch.ones(2), 1 - comm.rank, room, 1 - comm.rank)
+        return column.tolist()
+
+    for run in (simulate(work, star(2, 1e9)), d2lps.run(work, 2, trace=True)):
+        assert run == [[5.0, 5.0]] * 2 and run.trace.unmatched == 0
+
+
 def test_a_message_that_does_not_fit_is_named() -> None:
     def work(comm: Communicator, into: torch.Tensor) -> None:
         comm.send(torch.zeros(3), 1, tag=5) if comm.rank == 0 else comm.recv(into, 0, tag=5)

@@ -54,6 +54,7 @@ class SimulatedCommunicator(SimulatedRank):
             with self._uncounted():
                 return self.exchange(sends, receives, tag)
         ends, last = [], self._ends.get
+        self._contents.clear()  # of an exchange that was refused
         for tensor, src in receives:
             known = last((False, src, tag))  # round a ring, the same as before but for some
             ends.append(known[1] if known is not None and known[0] is tensor else self._end(False, tensor, src, tag))

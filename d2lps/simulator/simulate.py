@@ -177,7 +177,7 @@ class _Simulation(World):
                 task.error.add_note(f"raised by rank {task.rank} of {len(self.comms)}, {now}")
                 raise task.error
         if any(task.ended is None for task in tasks):
-            for started in [started for comm in self.comms for started in comm.started.values() if started.done()]:
+            for started in [started for comm in self.comms for started in _started(comm) if started.done()]:
                 if (error := started.exception()) is not None:  # of which the rank would have heard
                     raise error
             cut = [str(link) for number, link in enumerate(self.topology.links) if not self.network.bandwidth[number]]
@@ -189,6 +189,13 @@ class _Simulation(World):
             trace = Trace([log for comm in self.comms if comm.recorder is not None for log in comm.recorder.logs()], len(tasks))
             trace.topology, trace.nodes = self.topology, list(self.nodes)
         return Run([task.result for task in tasks], max(task.ended or 0.0 for task in tasks), trace)
+
+
+def _started(comm: Any) -> Iterator[Any]:
+    """What a lane has started, and what that has."""
+    for beside, started in comm.started.items():
+        yield started
+        yield from _started(beside)
 
 
 @contextmanager

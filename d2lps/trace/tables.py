@@ -146,7 +146,7 @@ class Tables:
     @property
     def unmatched(self) -> int:
         """Messages of which only one side was ever posted."""
-        return len(self._table("ends")["seq"]) - 2 * len(self)
+        return int(np.count_nonzero(~np.isnan(self._table("ends")["posted"]))) - 2 * len(self)
 
     def __len__(self) -> int:
         """How many messages."""
