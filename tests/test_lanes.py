@@ -302,6 +302,40 @@ def test_a_send_is_complete_at_the_time_at_which_it_is_delivered() -> None:
     assert run.trace.messages["end"].tolist() == pytest.approx([1e-3])
 
 
+@pytest.mark.parametrize("asked", ["tested", "looked at the clock"])
+def test_who_only_looks_hangs_by_name(asked: str) -> None:
+    def work(comm: Communicator) -> None:
+        started = comm.start(lambda beside: beside.sleep(1.0))
+        while comm.now() < 1.0 if asked == "looked at the clock" else not started.test():
+            pass
+
+    with pytest.raises(RankHung, match=f"rank 0 has {asked} 10*,000(,000)? times at 0 s"):
+        simulate(work, star(1, 1e9))
+
+
+def test_who_waits_for_a_message_of_another_lane_is_refused_and_wakes_nobody() -> None:
+    def work(comm: Communicator) -> float:
+        tensor = torch.ones(1)
+        if comm.rank == 1:
+            comm.start(lambda beside: None)
+            comm.sleep(0.5)
+            comm.send(tensor, 0)
+            return comm.now()
+        coming = comm.irecv(tensor, 1)
+
+        def lane(beside: Communicator) -> None:
+            for mistake in (coming.wait, lambda: comm.sleep(0.25)):
+                with pytest.raises(RuntimeError, match="rank 0: this communicator belongs to another of its rank's lanes"):
+                    mistake()
+
+        started = comm.start(lane)
+        comm.sleep(10.0)
+        assert started.test()
+        return comm.now()
+
+    assert simulate(work, star(2, 1e9))[0] == 10.0
+
+
 # ---- spans ------------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from oracles import Call, perform, rooms_for
 
 import d2lps
-from d2lps import Communicator, Mismatch, ReduceOp
+from d2lps import Communicator, Mismatch, RankDied, ReduceOp
 from d2lps.collectives import all_gather, all_reduce, broadcast
 from d2lps.simulator import Cut, Kill, Model, Narrow, simulate
 from d2lps.topology import Device, dgx1, fat_tree, pcie_tree, ring, star
@@ -1015,14 +1015,35 @@ def test_a_node_that_comes_back_holds_nothing() -> None:
     assert (spans["start"][held].tolist()[0], spans["end"][held].tolist()[0]) == (0, 0.5)
 
 
-def test_two_kills_at_once_are_one_death() -> None:
+def test_two_kills_at_once_are_one_death(capsys: pytest.CaptureFixture[str]) -> None:
     def work(comm: Communicator) -> list[float]:
         start = comm.now()
+        print("begun")
         comm.sleep(1.0)
         return [start, torch.rand(1, generator=comm.generator).item()]
 
-    run = simulate(work, star(1, 1e9), faults=[Kill("gpu0", 0.5, 3.0), Kill("gpu0", 1.0, 2.0)])
-    assert run[0] == [3.0, simulate(work, star(1, 1e9))[0][1]] and run.time == 4.0
+    alive = simulate(work, star(1, 1e9))[0][1]
+    for faults in ([Kill("gpu0", 0.5, 3.0), Kill("gpu0", 1.0, 2.0)], [Kill("gpu0", 0.5, 1.0), Kill("gpu0", 1.0, 3.0)]):
+        capsys.readouterr()
+        run = simulate(work, star(1, 1e9), faults=faults)
+        assert run[0] == [3.0, alive] and run.time == 4.0
+        assert capsys.readouterr().out == 2 * "begun\n"  # not where one death ends as the next begins
+
+
+def test_a_message_is_lost_with_whom_it_was_for_even_if_that_one_is_back() -> None:
+    def work(comm: Communicator) -> str:
+        tensor = torch.ones(2)
+        if comm.rank == 0:
+            coming = comm.irecv(tensor, 1)
+            comm.sleep(1.0)
+            with pytest.raises(RankDied, match="rank 1 has died: 'gpu1' was killed"):
+                while not coming.test():
+                    comm.sleep(0.5)
+            return "told"
+        comm.sleep(2.0)
+        return "back"
+
+    assert simulate(work, star(2, 1e9), faults=[Kill("gpu1", 0.25, 0.5)]) == ["told", "back"]
 
 
 def test_who_had_returned_does_not_begin_anew() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from d2lps.comm import ReduceOp, Work
+from d2lps.comm import RankDied, ReduceOp, Work
 from d2lps.comm.communicator import Addressed
 from d2lps.comm.staging import stage, unstage
 from d2lps.simulator.mailbox import End, Stream
@@ -24,9 +24,14 @@ from d2lps.trace.recorder import WAITED
 class InLane(Future[Any]):
     """What a rank has started, as a task beside its own: whoever waits for it gives the thread to other tasks."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, starter: Task) -> None:
         super().__init__()
-        self.scheduler = scheduler
+        self.scheduler, self.starter = scheduler, starter
+
+    def done(self) -> bool:
+        if not super().done():
+            self.scheduler.looked(self.starter)
+        return super().done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self.scheduler.until(self, "join")
@@ -113,14 +118,16 @@ class SimulatedCommunicator(SimulatedRank):
         def is_done() -> bool:
             self.catch_up()
             self.world.scheduler.looked(self.task)
-            return message.done or mailbox.is_buffered(end)
+            return message.done or message in mailbox.gone or mailbox.is_buffered(end)
 
         def finish() -> None:
             start = self.now()
             if not is_done():
-                mailbox.check_alive(end[0].key[1:3])
+                self.world.scheduler.check_runs(self.task)
                 message.wait(self.task)
                 self.world.scheduler.block(self.task, (end,))
+            elif message in mailbox.gone and not mailbox.is_buffered(end):
+                raise RankDied(mailbox.gone[message])
             if not sends and end[1] is not None:
                 unstage(end[1], tensor)
             if self.recorder is not None:
@@ -191,7 +198,7 @@ class SimulatedCommunicator(SimulatedRank):
     def _start(self, beside: SimulatedCommunicator, function: Callable[[], None]) -> InLane:  # type: ignore[override]
         self.catch_up()
         scheduler, task = self.world.scheduler, Task(self.task.rank, self.task.device, random=self.task.random)
-        beside.task, started = task, InLane(scheduler)
+        beside.task, started = task, InLane(scheduler, self.task)
         beside.connect()
 
         def ended() -> None:

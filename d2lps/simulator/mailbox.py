@@ -86,6 +86,7 @@ class Mailbox:
         self.streams: dict[Key, Stream] = {}
         self.meetings: dict[tuple[str, str], dict[Task, Any]] = {}  # (call, group) -> who has come, and what it said
         self.dead: dict[int, str] = {}  # rank -> how it died
+        self.gone: dict[Message, str] = {}  # with whom, and how
         self.ends: dict[int, Any] = {}  # by rank: who takes what arrives on lines (see lines.py)
 
     def post(self, end: End) -> Message:
@@ -154,6 +155,7 @@ class Mailbox:
             stream = message.first[0]
             if rank in stream.key[1:3]:
                 self.network.cancel(message)
+                self.gone[message] = how
                 stream.queue = []
                 for *_, cells, row in filter(None, (message.first, message.second)):
                     if cells is not None:

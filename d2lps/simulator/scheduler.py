@@ -107,9 +107,7 @@ class Scheduler:
 
     def block(self, task: Task, waiting_for: Any = None) -> None:
         """Called by a task: go on when `happened` has been called for it (as often as `task.wanted` says, if that is given)."""
-        if task.backward is None and getcurrent() is not task.greenlet:
-            told = f"rank {task.rank}: this communicator belongs to another of its rank's lanes"
-            raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
+        self.check_runs(task)
         if task.killed:
             raise GreenletExit
         if waiting_for is not None:
@@ -119,9 +117,14 @@ class Scheduler:
             error, task.error = task.error, None
             raise error
 
+    def check_runs(self, task: Task) -> None:
+        if task.backward is None and getcurrent() is not task.greenlet:
+            told = f"rank {task.rank}: this communicator belongs to another of its rank's lanes"
+            raise RuntimeError(f"{told}: what is started has its own, the first argument of its function")
+
     def until(self, future: Future[Any], waiting_for: str) -> None:
         """Called by a task: go on when the future is done, which another one sees to."""
-        if not future.done():
+        if not Future.done(future):
             waiter = self.current()
             future.add_done_callback(lambda _: self.happened(waiter))
             self.block(waiter, waiting_for)
@@ -143,12 +146,12 @@ class Scheduler:
             task.error, task.wanted, task.go_on = error, 0, task.greenlet.switch
             self.ready.append(task)
 
-    def looked(self, task: Task) -> None:
+    def looked(self, task: Task, did: str = "tested", most: int = _MOST_LOOKS) -> None:
         """A task asks whether something has happened; if it does nothing else, nothing ever will."""
         now = self.network.now
         task.looks = (now, task.looks[1] + 1 if task.looks[0] == now else 1)
-        if task.looks[1] > _MOST_LOOKS:
-            told = f"rank {task.rank} has tested {_MOST_LOOKS:,} times at {now:.6g} s of virtual time"
+        if task.looks[1] > most:
+            told = f"rank {task.rank} has {did} {most:,} times at {now:.6g} s of virtual time"
             raise RankHung(f"{told}, which goes on only while it waits, sleeps or computes")
 
     def busy(self, task: Task, seconds: float) -> None:
@@ -163,7 +166,7 @@ class Scheduler:
 
     def end(self, task: Task) -> None:
         """End a task where it stands."""
-        task.killed, task.wanted = True, -1  # whatever happens to it now comes too late,
+        task.killed, task.wanted, task.go_on = True, -1, lambda: None  # whatever happens to it now comes too late,
         if task.ended is None:
             task.error = None  # and so does what it was to hear, such as that another has died with it
         if task.flow is not None:

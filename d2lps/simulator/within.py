@@ -23,6 +23,8 @@ from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.topology import Topology
 from d2lps.trace.recorder import Vocabulary
 
+_MOST_NOWS = 1_000_000  # at one moment: barriers, which take no time, ask for the time, too
+
 
 class World:
     """What all ranks of a simulation have in common."""
@@ -173,12 +175,14 @@ class SimulatedRank(Communicator):
 
     def now(self) -> float:
         self.catch_up()
+        self.world.scheduler.looked(self.task, "looked at the clock", _MOST_NOWS)
         return self.world.network.now
 
     def sleep(self, seconds: float, label: str = "") -> None:
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds={seconds!r} is not a number from 0 up")
         start, scheduler, task = self.now(), self.world.scheduler, self.task
+        scheduler.check_runs(task)
         self.world.network.call_at(start + seconds, lambda: scheduler.happened(task))
         scheduler.block(task, "sleep")
         if self.recorder is not None:
