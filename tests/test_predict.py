@@ -19,7 +19,7 @@ from d2lps.parallel.prediction.messages import Groups, by_messages
 from d2lps.parallel.prediction.predict import described
 from d2lps.parallel.prediction.priced import play
 from d2lps.parallel.prediction.prices import Price, Prices, axis_groups
-from d2lps.topology import A100, Device, Topology, dgx_a100, dgx_a100_pod, multi_node, spine_leaf, star
+from d2lps.topology import A100, Device, Topology, dgx_a100, dgx_a100_pod, fat_tree, multi_node, spine_leaf, star
 
 POD, NARROW = dgx_a100_pod(2), spine_leaf(4, 4, spines=2, bandwidth=25e9, oversubscription=4, device=A100)
 ONE_PORT = multi_node(dgx_a100(), 2, ports="node")
@@ -68,6 +68,14 @@ def test_groups_that_share_links_slow_one_another_down(name: str, times: float) 
     price = prices.price("dp", "all_reduce")
     alone = together(prices, price, groups[:1], 1 << 30)
     assert price(1 << 30) / alone == pytest.approx(times, rel=0.01)
+
+
+def test_neighbors_below_other_switches_are_other_neighbors() -> None:
+    """Of four stages in a fat tree's pods of four devices, the second and the third are in two pods: two links farther."""
+    prices = Prices(Plan(tp=2, pp=4), fat_tree(4, 25e9, 3e-6, A100))
+    for place in range(3):
+        price, pairs = prices.between(place, place + 1), [(2 * place + rank, 2 * place + 2 + rank) for rank in (0, 1)]
+        assert price(48_000) == EQUAL(together(prices, price, pairs, 48_000)), place
 
 
 @pytest.mark.parametrize("cluster", [star(128, 10e9, 5e-6), dgx_a100_pod(16)], ids=lambda cluster: cluster.name)

@@ -34,10 +34,7 @@ def predict_on_pods(
 
 
 class SharedPrices(Prices):
-    """Prices that know of links from pods to the core. Of a group of more than 64, some ranks of each of its pods are simulated.
-
-    Alike are groups whose ranks lie alike in machines and in pods.
-    """
+    """Prices that know of links from pods to the core. Of more than 64 ranks, some of each of their pods are simulated."""
 
     def __init__(self, plan: Plan, cluster: Topology) -> None:
         super().__init__(plan, cluster)
@@ -52,11 +49,6 @@ class SharedPrices(Prices):
             self.known["pods"] = [next((to for to in graph.adj[node] if to in ups), None) for node in self.cluster.devices]
         pods: list[Hashable] = self.known["pods"]
         return pods
-
-    def _placed(self, group: Group) -> Hashable:
-        where = [self.pods[rank] for rank in group]
-        order = {pod: number for number, pod in enumerate(dict.fromkeys(where))}
-        return super()._placed(group), tuple(order[pod] for pod in where)
 
     def _fitted(self, way: Way, group: Group, groups: Sequence[Group], count: int) -> Price:
         """As Prices does it, with the links to the core as narrow as all groups leave them."""
@@ -89,7 +81,7 @@ class SharedPrices(Prices):
                     yield self.pods[here], "core"
 
 
-def _edges(way: Way, group: Group, places: Sequence[tuple[Hashable, Hashable]]) -> Iterator[tuple[int, int]]:
+def _edges(way: Way, group: Group, places: Sequence[tuple[Hashable, ...]]) -> Iterator[tuple[int, int]]:
     """Who sends to whom, in one step of a collective: around a ring, or from machine to machine all that have the same place."""
     machines: dict[Hashable, list[int]] = {}
     for rank in group:

@@ -6,7 +6,7 @@ that share a link with it. What a collective takes is a time and a time for each
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ class Prices:
         if "reached" not in self.known:
             self.known["reached"], self.known["places"] = cluster.reached(), list(_places(cluster))
         self.reached: Topology = self.known["reached"]
-        self.places: list[tuple[Hashable, Hashable]] = self.known["places"]
+        self.places: list[tuple[Hashable, Hashable, Hashable]] = self.known["places"]
         self.continued: set[str] = set()
         self._prices: dict[tuple[str, str], Price] = {}
         self._groups: dict[str, list[Group]] = {}
@@ -124,10 +124,9 @@ class Prices:
         return max(found, key=lambda price: price(LARGE))
 
     def _placed(self, group: Group) -> Hashable:
-        """How a group lies: which members are at one place, and where in it. Groups that lie alike cost the same."""
-        where = [self.places[rank] for rank in group]
-        order = {place: number for number, place in enumerate(dict.fromkeys(place for place, _ in where))}
-        return tuple((order[place], within) for place, within in where)
+        """How a group lies: who are at one place, or below one switch, and where in it. Groups that lie alike cost the same."""
+        where, order = [self.places[rank] for rank in group], dict[Hashable, int]()
+        return tuple((order.setdefault(at, len(order)), within, order.setdefault(up, len(order))) for at, within, up in where)
 
     def _priced(
         self, group: Group, kind: Hashable, groups: Sequence[Group], collective: str, ways: Sequence[Way]
@@ -202,19 +201,25 @@ def axis_groups(plan: Plan, axis: str) -> list[Group]:
     return [tuple(range(rank, rank + stride * count, stride)) for rank in first]
 
 
-def _places(cluster: Topology) -> Iterator[tuple[Hashable, Hashable]]:
-    """Of each device its machine, or switch, and where it is there; devices with other links around them are somewhere else."""
+def _places(cluster: Topology) -> Iterator[tuple[Hashable, Hashable, Hashable]]:
+    """Of each device its machine, or switch, where it is there, and the switches above; devices with other links around them are
+    somewhere else."""
     counted: Counter[Hashable] = Counter()
     graph = cluster.graph
     alike: dict[Hashable, int] = dict.fromkeys(graph, 0)
     for _ in range(AROUND):
         links = {node: sorted((alike[to], *map(data.get, MADE_OF)) for to, data in graph.adj[node].items()) for node in graph}
         alike = {node: hash((alike[node], *links[node])) for node in graph}
+    above = defaultdict[Hashable, set[Hashable]](set)  # of a machine, or a switch: switches beside it
+    machines = dict(graph.nodes(data="machine"))
+    for here, there in graph.edges:
+        if graph.nodes[there]["kind"] == "switch" and (machines[here] is None or machines[here] != machines[there]):
+            above[machines[here] or here].add(there)
     for device in cluster.devices:
-        machine = graph.nodes[device].get("machine")
-        inside = [other for other in graph.successors(device) if graph.nodes[other].get("machine") == machine]
+        machine = machines[device]
+        inside = [other for other in graph.successors(device) if machines[other] == machine]
         place = machine or (inside[0] if len(inside) == 1 else cluster.name)
-        yield place, (alike[device], counted[place] if len(inside) > 1 else 0)
+        yield place, (alike[device], counted[place] if len(inside) > 1 else 0), frozenset(above[place])
         counted[place] += 1
 
 
