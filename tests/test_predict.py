@@ -290,6 +290,8 @@ def test_calibrating_finds_what_made_the_steps() -> None:
     assert (found.efficiency, found.overhead) == pytest.approx((0.61, 3e-4), rel=1e-4)
     one = calibrate([(*rows[0][:3], 2 * rows[0][3])], POD)
     assert one.efficiency < 0.61 and one.overhead == Calibration().overhead
+    again = calibrate([(*rows[0][:3], factor * rows[0][3]) for factor in (1.99, 2.01)], POD)  # still one step
+    assert (again.efficiency, again.overhead) == pytest.approx((one.efficiency, one.overhead), rel=1e-3)
 
 
 # ---- what can't be --------------------------------------------------------------------------------------------------------
@@ -309,6 +311,19 @@ def test_calibrating_finds_what_made_the_steps() -> None:
 def test_what_cant_be_is_told_with_the_numbers(plan: Plan, cluster: Topology, batch: int, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         predict(SMALL, plan, cluster, batch)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((Plan(), SMALL, POD, 1), "Plan.* is no Transformer"),
+        ((SMALL, Plan(), "pod", 1), "'pod' is no Topology"),
+        ((SMALL, Plan(), POD, 1, 0), "0 is no Calibration"),
+    ],
+)
+def test_what_is_something_else_is_named(given: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        predict(*given)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])

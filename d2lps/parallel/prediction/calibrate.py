@@ -24,7 +24,7 @@ def calibrate(rows: Sequence[Row], cluster: Topology, start: Calibration | None 
     >>> calibrate(measured, dgx_a100_pod(64))                                                           # doctest: +SKIP
     Calibration(efficiency=0.71, overhead=0.0001)
 
-    rows: of (transformer, plan, batch, seconds), all by one software on devices of `cluster`; one gives the efficiency alone, two
+    rows: of (transformer, plan, batch, seconds), all by one software on devices of `cluster`; one step gives the efficiency, two
     or more the overhead too. start: what stays as it is of it: memory, fused_attention, wide_gradients. Rows that are fitted say
     nothing about how good a prediction is: leave them out of a comparison. ValueError for rows without a time.
     """
@@ -35,7 +35,7 @@ def calibrate(rows: Sequence[Row], cluster: Topology, start: Calibration | None 
             raise ValueError(f"a step of seconds={seconds!r} was never measured")
     start = start or Calibration()
     found = np.array([1 / start.efficiency, start.overhead])
-    free = min(len(rows), 2)
+    free = min(len({row[:3] for row in map(tuple, rows)}), 2)  # a step that was measured twice is still one
 
     def errors(numbers: np.ndarray) -> np.ndarray:
         calibration = made(numbers)

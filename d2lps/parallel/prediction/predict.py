@@ -124,10 +124,14 @@ def check_memory(job: Job, cluster: Topology) -> None:
 
 def described(transformer: Transformer, plan: Plan, cluster: Topology, batch: int, calibration: Calibration | None = None) -> Job:
     """The job, once everything fits together but memory."""
+    calibration = Calibration() if calibration is None else calibration
+    for given, kind in zip((transformer, plan, cluster, calibration), (Transformer, Plan, Topology, Calibration), strict=True):
+        if not isinstance(given, kind):
+            raise TypeError(f"{given!r} is no {kind.__name__}")
     if plan.ranks > len(cluster.devices):
         raise ValueError(f"a plan of {plan.ranks} ranks, and {cluster.name} has {len(cluster.devices)} devices")
     plan.check(transformer, batch)
-    return Job(transformer, plan, batch, _device(cluster), calibration or Calibration())
+    return Job(transformer, plan, batch, _device(cluster), calibration)
 
 
 @lru_cache(maxsize=16)
