@@ -408,8 +408,30 @@ def test_only_the_last_ones_stay_and_one_that_went_back_is_the_newest(tmp_path):
     assert is_whole(tmp_path) == 20 and is_whole(tmp_path, 100) == 100 and len(list(tmp_path.iterdir())) == 2
     with pytest.raises(CheckpointMissing, match=r"no checkpoint of step 5 in .*: it has steps \[100, 20\]"):
         look(tmp_path, 5)
-    with pytest.raises(ValueError, match="keep=0"):
-        Checkpoints(None, tmp_path, keep=0)
+    for keep in (0, 1.5):
+        with pytest.raises(ValueError, match=f"keep={keep}"):
+            Checkpoints(None, tmp_path, keep=keep)
+
+
+def test_what_else_lies_in_the_folder_stays_and_is_in_nobodys_way(tmp_path):
+    def saves(step):
+        d2lps.simulate(lambda comm: save(comm, tmp_path, step, numbers(comm, step)), star(2, 1e9, 1e-6))
+
+    saves(1)
+    shutil.copytree(tmp_path / "step-1.0", tmp_path / "step-1.0.copy")
+    (tmp_path / "step-1.notes").mkdir()
+    (tmp_path / "step-1.notes" / "read me").write_text("the good one")
+    (tmp_path / "step-1.txt").write_text("likewise")
+    saves(2)
+    assert is_whole(tmp_path) == 2 and is_whole(tmp_path, 1) == 1
+    assert (tmp_path / "step-1.notes" / "read me").exists() and (tmp_path / "step-1.txt").exists()
+
+
+@pytest.mark.parametrize("step", [1.5, True, "12", None, -1])
+def test_a_step_that_could_not_be_found_again_is_refused(step, tmp_path):
+    with pytest.raises(ValueError, match=f"step={step!r} is not a whole number from 0 up"):
+        d2lps.simulate(lambda comm: save(comm, tmp_path, step, {}), star(2, 1e9, 1e-6))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("step", "extra"), [(lambda rank: rank, None), (lambda rank: 1, "rank")])

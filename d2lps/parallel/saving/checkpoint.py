@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d2lps.collectives import all_gather, all_reduce
 from d2lps.comm import Communicator, RankDied, RankHung, Work
+from d2lps.cost.numbers import whole
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
 from d2lps.launch import run
 from d2lps.parallel.saving import saved
@@ -39,9 +40,7 @@ class Checkpoints:
     """
 
     def __init__(self, comm: Communicator, directory: str | Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"at least the newest checkpoint is kept: keep={keep}")
-        self.comm, self.directory, self.keep = comm, Path(directory), keep
+        self.comm, self.directory, self.keep = comm, Path(directory), whole("keep", keep)
         self.stall, self.written = 0.0, 0
         self._table: list[Any] | None = None  # of the last save: this rank's pieces,
         self._tensors: dict[str, dict[str, Any]] = {}  # all ranks', each with the rank that writes it,
@@ -57,6 +56,8 @@ class Checkpoints:
         do not make up whole tensors; Mismatch for another step or extra on another rank.
         """
         began = self.comm.now()
+        if type(step) is not int or step < 0:  # its folder could not be found again
+            raise ValueError(f"step={step!r} is not a whole number from 0 up")
         self.wait()
         said = json.dumps(extra, sort_keys=True)  # now: it may change while the rest is written
         self.comm.agree(f"save(step={step}, extra={said})")

@@ -12,6 +12,7 @@ rename, after all the rest is on the disk.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -110,7 +111,7 @@ def fill(manifest: Manifest, pieces: Mapping[str, Piece]) -> None:
 def begin(directory: Path, step: int) -> Path:
     """Sweep away what was never finished, and make a folder for what comes after all that there is."""
     directory.mkdir(parents=True, exist_ok=True)
-    for path in directory.glob("step-*.*"):
+    for path in _folders(directory).values():
         if not (path / _NAME).exists():
             shutil.rmtree(path)
     folder = directory / f"step-{step}.{max(_whole(directory), default=-1) + 1}"
@@ -146,7 +147,13 @@ def finish(manifest: Manifest, keep: int) -> None:
 
 def _whole(directory: Path) -> dict[int, Path]:
     """The checkpoints, in the order in which they were saved, by their numbers in it."""
-    return dict(sorted((int(path.suffix[1:]), path) for path in directory.glob("step-*.*") if (path / _NAME).exists()))
+    return {number: path for number, path in _folders(directory).items() if (path / _NAME).exists()}
+
+
+def _folders(directory: Path) -> dict[int, Path]:
+    """Those that `begin` has made, whole or not; what else lies there is somebody else's."""
+    named = ((re.fullmatch(r"step-\d+\.(\d+)", path.name), path) for path in directory.glob("step-*.*"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
 def _file(folder: Path, rank: int) -> Path:
