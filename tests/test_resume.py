@@ -12,6 +12,7 @@ from launching import start_fork_server, started, until
 import d2lps
 from d2lps.disk import CheckpointMissing
 from d2lps.parallel import Checkpoints, Piece, Plan, Trainer, Transformer, keep_going, text
+from d2lps.parallel.saving.checkpoint import save
 from d2lps.parallel.saving.saved import fill, look
 from d2lps.parallel.training.resume import resume, save_run
 from d2lps.topology import star
@@ -108,6 +109,9 @@ def test_another_run_is_refused_before_anything_changes(tmp_path):
     simulated(partial(refused, seed=1), plan, FLAT, "seed was 0, and is 1 here")
     narrow = partial(refused, plan=replace(plan, precision="fp32"))
     simulated(narrow, plan, FLAT, r"is float64\[96, 16\] in it, and float32\[96, 16\]")
+    for extra in (None, {"seen": 384}):  # a checkpoint, but not of a run
+        simulated(lambda comm, extra: save(comm, tmp_path, 9, {}, extra), plan, extra)
+        simulated(refused, plan, FLAT, "step-9.* is not what save_run saves: it does not say model, optimizer, batch, seed")
 
 
 TWO = partial(Plan, precision="fp32", micro_batch=2)

@@ -36,9 +36,12 @@ def resume(trainer: Trainer, directory: str | Path, step: int | None = None) -> 
     """
 
     def pieces(manifest: Manifest) -> dict[str, Piece]:
-        for name, ours in _about(trainer).items():
-            if name != "options" and manifest.extra[name] != ours:
-                raise ValueError(f"{manifest.folder}: {name} was {manifest.extra[name]}, and is {ours} here")
+        about, extra = _about(trainer), manifest.extra
+        if not isinstance(extra, dict) or about.keys() - extra.keys():
+            raise ValueError(f"{manifest.folder} is not what save_run saves: it does not say {', '.join(about)}")
+        for name, ours in about.items():
+            if name != "options" and extra[name] != ours:
+                raise ValueError(f"{manifest.folder}: {name} was {extra[name]}, and is {ours} here")
         return _pieces(trainer, manifest)
 
     manifest = load(trainer.comm, directory, pieces, step)
