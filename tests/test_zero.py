@@ -413,6 +413,62 @@ def test_what_a_backward_pass_leaves_out_is_named(stage: int) -> None:
         simulated(work, 2)
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass fails where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.fails:
+            raise MemoryError
+        return gradient, None
+
+
+def survives(comm: Communicator, stage: int, overlap: bool, batches: str) -> Tensor:
+    """Steps on good batches; of a bad one the backward pass fails in its midst, and it is left out."""
+    model = Chain()
+    zero = Zero(comm, model, SGD, stage, overlap=overlap)
+    for batch in batches:
+        out = model[2](Fails.apply(model[1](model[0](X)), batch == "-"))
+        if batch == "-":
+            with pytest.raises(MemoryError):
+                out.square().mean().backward()
+            with pytest.raises(RuntimeError, match=r"a backward pass has failed, .* drop\(\)"):
+                zero.step()
+            zero.drop()
+        else:
+            out.square().mean().backward()
+            zero.step()
+    with zero.gathered():
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_failed_backward_pass_has_left_is_in_no_step(stage: int, overlap: bool) -> None:
+    with_it, without = (simulated(survives, 2, stage, overlap, batches) for batches in ("+-+", "++"))
+    assert all(torch.equal(weights, without[0]) for weights in with_it)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_loaded_over_copies_of_masters_are_not_lost_without_a_word(stage: int) -> None:
+    def work(comm: Communicator, dtype: torch.dtype | None) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        zero = Zero(comm, model, partial(torch.optim.SGD, lr=0.0), stage, param_dtype=dtype)
+        model.load_state_dict({"weight": torch.tensor([[7.0, 8.0]])})
+        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        zero.step()
+        return model.weight.flatten().tolist()
+
+    assert simulated(work, 2, None) == [[7.0, 8.0]] * 2  # where the shards are the weights, they are what was loaded
+    with pytest.raises(RuntimeError, match="somebody has written into weight, which the step would undo"):
+        simulated(work, 2, torch.bfloat16)
+
+
 class Lists(nn.Module):
     """Weights in lists and dicts, which have no forward pass of their own; a child hands on what it is told to."""
 

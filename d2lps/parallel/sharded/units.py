@@ -60,6 +60,7 @@ class Unit:
         self._views = self.cut(self.weights)
         for p in self.parameters:
             p.lent = self.weights  # type: ignore[attr-defined]
+        self._versions = [p._version for p in self.parameters]
         self._show()
         if not keeps:
             self.free()
@@ -132,10 +133,17 @@ class Unit:
         self._gathering = None
         self._release("gathered")
 
+    def overwritten(self) -> list[str]:
+        """Names of parameters that somebody has written into, and that are copies of masters which know nothing of it."""
+        if self.mine.dtype == self.shard.dtype:
+            return []
+        rows = zip(self.names, self.parameters, self._versions, strict=True)
+        return [name for name, p, version in rows if p._version != version]
+
     def stepped(self) -> None:
         """The shard has changed: so do the weights, on all ranks. Its gradient has been used, and goes."""
-        self.shard.grad, self.never = None, set(range(len(self.sizes)))
-        self._release("grad")
+        self.drop()
+        self._versions = [p._version for p in self.parameters]
         if self.mine.data_ptr() != self.shard.data_ptr() or self.mine.dtype != self.shard.dtype:
             self.mine.copy_(self.shard.detach())  # rounded to the nearest
         self.free()
@@ -209,6 +217,14 @@ class Unit:
             self.shard.grad = mean if self.shard.grad is None else self.shard.grad.add_(mean)
             self._release("mean")
             self._hold("grad", mean.nbytes, "gradients")
+
+    def drop(self) -> None:
+        """Let go of all gradients since the last step."""
+        self.settle()
+        self.gradient = self.reduced = self.shard.grad = None
+        self.missing, self.never = set(range(len(self.sizes))), set(range(len(self.sizes)))
+        for what in ("whole", "mean", "grad"):
+            self._release(what)
 
     # ---- glue -----------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
@@ -52,7 +53,8 @@ class Zero:
     unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
     are not alike; RuntimeError with the names of parameters that a backward pass has left out, or comes to unannounced, since
-    their module was not called, or returned something else than tensors, lists, tuples and dicts (or torch's own, if it notices).
+    their module was not called, or returned something else than tensors, lists, tuples and dicts (or torch's own, if it notices);
+    also of those that are copies of masters and that somebody has written into, and after a backward pass that has failed.
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
     Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
     """
@@ -98,6 +100,7 @@ class Zero:
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
+        self._passing = False  # whether a backward pass goes on, or has failed
         for place, (unit, keys) in enumerate(zip(self.units, shared, strict=True)):
             for number, p in enumerate(unit.parameters):
                 when_ready(p, self._add, place, number)
@@ -145,6 +148,9 @@ class Zero:
 
     def _add(self, place: int, number: int, parameter: nn.Parameter) -> None:
         """In the midst of the backward pass: a parameter's gradient is complete."""
+        if not self._passing:
+            self._passing, engine = True, cast(Any, Variable._execution_engine)
+            engine.queue_callback(self._passed)
         unit, gradient, parameter.grad = self.units[place], parameter.grad, None
         assert gradient is not None
         if self.stage == 3 and unit not in self._in_backward and not self._kept:  # it may have used what was not there
@@ -157,6 +163,10 @@ class Zero:
             if self.stage > 1 and self.synchronize:
                 self._reduce(unit)
             self._free(unit)
+
+    def _passed(self) -> None:
+        """A backward pass has come to its end."""
+        self._passing = False
 
     def _reduce(self, unit: Unit) -> None:
         self._turn = unit.reduce(self.replicas, self._turn)
@@ -181,6 +191,12 @@ class Zero:
 
     def reduce(self) -> None:
         """The backward passes are over: the shards have the mean gradients."""
+        if self._passing:
+            told = "a backward pass has failed, and left a part of its gradients"
+            raise RuntimeError(f"rank {self.comm.rank}: {told}: drop() lets go of all since the last step")
+        if names := ", ".join(name for unit in self.units for name in unit.overwritten()):
+            told = f"somebody has written into {names}, which the step would undo: they are copies of the masters in the shards"
+            raise RuntimeError(f"rank {self.comm.rank}: {told}; load weights before Zero is made, or into its pieces()")
         if left := ", ".join(name for unit in self.units for name in unit.left_out(self.stage == 1)):
             raise RuntimeError(f"rank {self.comm.rank}: a backward pass has left out {left}: the loss must depend on them")
         for unit in self.units:
@@ -191,6 +207,13 @@ class Zero:
             unit.settle()
             unit.hand_over()
         self._turn, self._reducing = None, []
+
+    def drop(self) -> None:
+        """Let go of all gradients since the last step, on all ranks: those of a batch that is not to count, or has failed."""
+        for unit in self.units:
+            unit.drop()
+            self._free(unit)
+        self._turn, self._reducing, self._passing = None, [], False
 
     def step(self) -> None:
         """Reduce if that is still to be done, step on the shards, and give all ranks the new weights; gradients are gone then."""
