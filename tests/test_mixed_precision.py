@@ -266,6 +266,9 @@ def test_what_cannot_be_is_refused_before_anything_is_changed():
             MixedPrecision(comm, model, adam, torch.bfloat16, torch.int8)
         with pytest.raises(TypeError, match=r"0\.weight.*float16"):
             MixedPrecision(comm, half, adam)
+        for max_norm in (-1.0, 0.0, float("nan")):  # a negative one would turn the gradient round
+            with pytest.raises(ValueError, match=f"max_norm={max_norm}"):
+                MixedPrecision(comm, model, adam, max_norm=max_norm)
         return model[0].weight.dtype
 
     assert d2lps.simulate(wrong, star(1, 1e9, 1e-6)) == [torch.float32]
@@ -280,6 +283,18 @@ def test_frozen_weights_and_buffers_are_rank_0s_too():
         return model[0].weight[0, 0].item(), model[1].running_mean[0].item()
 
     assert list(d2lps.simulate(work, star(3, 1e9))) == [(3.0, 4.0)] * 3
+
+
+def test_weights_loaded_over_copies_of_masters_are_not_lost_without_a_word():
+    def work(comm):
+        model = small()
+        trainer = MixedPrecision(comm, model, adam)
+        trainer.step()
+        model.load_state_dict(model.state_dict())
+        trainer.step()
+
+    with pytest.raises(RuntimeError, match="somebody has written into the model's weights, which the step would undo"):
+        d2lps.simulate(work, star(2, 1e9))
 
 
 def test_a_model_without_gradients_is_refused():

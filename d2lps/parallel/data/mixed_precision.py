@@ -67,7 +67,8 @@ class MixedPrecision:
     without one nothing is scaled and no step skipped. max_norm: clip the mean gradient to this norm, once the scale is out.
     Bytes a parameter with Adam: 2 + 2 + 4 + 4 + 4. A step is one all-reduce of all gradients: 2(p - 1)/p n bytes a rank; n has a
     number for each weight, too, of how many ranks have a gradient of it: a weight of which none has one stays what it is.
-    TypeError for weights that are not FP32, ValueError for a dtype that is none of FP16, BF16 and FP32.
+    TypeError for weights that are not FP32, ValueError for a dtype that is none of FP16, BF16 and FP32; RuntimeError in a step,
+    if somebody has written into the weights.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class MixedPrecision:
         main_grads: bool = False, scaler: LossScaler | None = None, max_norm: float | None = None,
     ) -> None:  # fmt: skip
         self.reduce_dtype = reduce_dtype or param_dtype
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r}: a gradient is clipped to a norm above 0; None clips nothing")
         if unknown := {param_dtype, self.reduce_dtype} - _DTYPES:
             raise ValueError(f"{unknown} is none of float16, bfloat16 and float32")
         if short := {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype != torch.float32}:
@@ -95,6 +98,7 @@ class MixedPrecision:
         self.masters = [weight.data for weight in self.weights]
         for weight in model.parameters():
             weight.data = weight.data.to(param_dtype)
+        self._versions = [weight._version for weight in self.weights]
         self.holders = self.masters if main_grads else self.weights  # of the gradients, between backward and step
         self.optimizer = optimizer(self.masters)
 
@@ -111,6 +115,9 @@ class MixedPrecision:
 
         What overflows on one rank is inf or nan in the sum, and all ranks have the same sum, to the bit: nobody needs to ask.
         """
+        if [weight._version for weight in self.weights] != self._versions:
+            told = "somebody has written into the model's weights, which the step would undo: they are copies of the masters"
+            raise RuntimeError(f"rank {self.comm.rank}: {told}; load weights before MixedPrecision is made, or into its masters")
         parts = [torch.zeros_like(holder) if holder.grad is None else holder.grad for holder in self.holders]
         there = parts[0].new_tensor([holder.grad is not None for holder in self.holders])
         total = torch.cat([part.flatten().to(self.reduce_dtype) for part in (*parts, there)])
