@@ -242,6 +242,18 @@ def test_replicas_stay_alike_with_a_codec_and_their_gradients_are_near(world: Ru
         assert (mine - whole).norm() < 0.5 * whole.norm()
 
 
+@pytest.mark.parametrize("algorithm", ["two_stage", "all_gather"])
+def test_a_codec_may_take_an_algorithm_of_its_own(algorithm: str) -> None:
+    def work(comm: Communicator) -> Tensor:
+        model = DataParallel(comm, nn.Linear(40, 1, bias=False), codec=compress.one_bit(), algorithm=algorithm)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 40), comm.rank + 1.0)).sum().backward()
+        return model.module.weight.grad
+
+    assert all(torch.equal(found, torch.full((1, 40), 1.5)) for found in simulated(work, 2))
+
+
 def test_a_codec_without_feedback_draws_anew_each_turn() -> None:
     def work(comm: Communicator) -> list[Tensor]:
         model, found = DataParallel(comm, nn.Linear(40, 1, bias=False), codec=compress.random_k(0.1)), []

@@ -33,8 +33,9 @@ class DataParallel(nn.Module):
     gradients got ready, and buckets go by that. `zero_grad(set_to_none=False)` keeps the views, and spares a copy a step.
     Buffers, a batch norm's statistics for one, are rank 0's at the start and each rank's own from there.
 
-    algorithm: of `collectives.all_reduce`. codec: sent is what it makes of a bucket, by `compress.all_reduce`, but for the first
-    backward pass; what it leaves unsent is lost, unless it is an ErrorFeedback. order, piece, credit: see `Scheduler`.
+    algorithm: of `collectives.all_reduce`. codec: sent is what it makes of a bucket, by `compress.all_reduce` and an algorithm of
+    that, but for the first backward pass; what it leaves unsent is lost, unless it is an ErrorFeedback. order, piece, credit:
+    see `Scheduler`.
     optimizer: a function that makes one of parameters, such as `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not
     wait, and leaves no gradients: a parameter takes its step when the next forward pass comes to the module that has it, or at
     `synchronize`. So communication goes on beside the forward pass too; that is where priorities pay.
@@ -122,7 +123,7 @@ class DataParallel(nn.Module):
     def _average(self, comm: Communicator, piece: Tensor, index: int) -> None:
         """In a lane: of a bucket, or of a piece of one."""
         if self.codec is None or self._seen is not None:
-            all_reduce(comm, piece, ReduceOp.AVG, self.algorithm or "ring")
+            all_reduce(comm, piece, ReduceOp.AVG, (None if self.codec else self.algorithm) or "ring")
             return
         sent = self._views[index] if piece.numel() == self._flat[index].numel() else piece
         compress.all_reduce(comm, sent, self.codec, f"bucket {index} from {piece.storage_offset()}", algorithm=self.algorithm)
