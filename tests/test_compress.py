@@ -269,6 +269,23 @@ def test_others_say_that_they_cannot_be_added_up() -> None:
         d2lps.simulate(several, star(2, 1e9), made("one_bit"), "tree")
 
 
+@pytest.mark.parametrize("algorithm", ["two_stage", "all_gather", None])
+def test_options_that_nobody_takes_are_refused(algorithm: str | None) -> None:
+    def work(comm: Communicator) -> None:
+        compress.all_reduce(comm, torch.ones(4), compress.one_bit(), algorithm=algorithm, chunk=4)
+
+    with pytest.raises(TypeError, match="options chunk are of no algorithm that takes codes in stages"):
+        d2lps.simulate(work, star(2, 1e9))
+
+
+def test_power_sgd_leaves_a_matrix_of_integers_as_it_is() -> None:
+    def work(comm: Communicator) -> list[list[int]]:
+        compress.all_reduce(comm, data := torch.arange(24).view(4, 6) + comm.rank, compress.power_sgd(1))
+        return data.tolist()
+
+    assert d2lps.simulate(work, star(2, 1e9)) == [(2 * torch.arange(24).view(4, 6) + 1).tolist()] * 2
+
+
 def test_sums_of_half_stay_finite() -> None:
     def work(comm: Communicator) -> Tensor:
         compress.all_reduce(comm, data := torch.tensor([6e4, -6e4, 1.0]), compress.half())

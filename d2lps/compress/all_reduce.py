@@ -46,6 +46,8 @@ def all_reduce(
     staged = {"two_stage": job.two_stage, "all_gather": job.all_gather, None: None if linear else job.two_stage}.get(algorithm)
     if staged is None and not linear:
         raise ValueError(f"algorithm={algorithm!r} adds up codes, which {memory.codec} forbids: take 'two_stage' or 'all_gather'")
+    if staged and options:
+        raise TypeError(f"options {', '.join(options)} are of no algorithm that takes codes in stages")
     wanted = memory.owed(memory.left, name, flat(tensors))
     total = staged(wanted) if staged else job.ride(wanted, [each.shape for each in tensors], algorithm or "ring", **options)
     for each, part in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):

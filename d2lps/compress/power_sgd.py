@@ -21,7 +21,7 @@ def power_sgd(rank: int = 2, seed: int = 0) -> Codec:
 
     Linear, in two rounds: P = M Q for a Q that all have, summed and made orthonormal; then Q = M^T P, summed. The last Q is a
     good first one for the next step, and `ErrorFeedback` keeps it. A tensor of more dimensions is a matrix of its first by the
-    others; one of fewer, or so small that its factors have no fewer elements, is sent as it is.
+    others; one of fewer, or of integers, or so small that its factors have no fewer elements, is sent as it is.
     Source: Vogels, Karimireddy, Jaggi 2019 (PowerSGD).
     """
     whole("rank", rank)
@@ -43,7 +43,7 @@ class PowerSGD(Codec):
         rows = like.shape[0] if like.dim() and like.numel() else max(1, like.numel())
         columns = like.numel() // rows
         rank = min(rows, columns, self.rank)
-        return rows, columns, rank if rank * (rows + columns) < rows * columns else 0
+        return rows, columns, rank if rank * (rows + columns) < rows * columns and like.is_floating_point() else 0
 
     def first_q(self, like: Tensor, turn: int = 0) -> Tensor:
         """What all ranks begin with, m x r: drawn by chance, the same on all of them."""
