@@ -328,6 +328,15 @@ def test_no_number_is_told_before_anything_is_summed() -> None:
         d2lps.simulate(work, star(3))
 
 
+def test_a_sum_that_is_too_large_for_its_dtype_may_be_nobodys_fault() -> None:
+    def work(comm: Communicator, size: float) -> None:
+        checked_all_reduce(comm, torch.full((9,), size, dtype=torch.float16))
+
+    d2lps.simulate(work, star(3), 2e4)
+    with pytest.raises(Mismatch, match=r"chunk 0 is wrong .*; or its sum is beyond 65504, torch\.float16's largest"):
+        d2lps.simulate(work, star(3), 3e4)
+
+
 def witnessed(comm: Communicator, way: str, turn: int) -> list[int]:
     def gradient(rank: int) -> torch.Tensor:
         return torch.arange(4.0) * (rank + 1) + 1e-6 * (way == "always" and comm.rank == 2)
