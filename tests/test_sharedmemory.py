@@ -630,6 +630,18 @@ def test_a_started_sum_leaves_no_memory_behind() -> None:
     assert max(run(work, 3)) < 20e6  # three copies of 4 MB, and where the groups met
 
 
+def test_messages_that_have_met_leave_nothing_in_the_mailbox() -> None:
+    """Whatever is started beside the rest has a group, and so places in the mailbox, of its own."""
+
+    def work(comm: Communicator) -> int:
+        for _ in range(20):
+            comm.start(all_reduce, torch.ones(4)).wait()
+        comm.barrier()
+        return len(comm.mailbox._expected) + len(comm.mailbox._arrived)
+
+    assert run(work, 3) == [0] * 3
+
+
 def test_a_shared_tensor_goes_back_with_its_last_view() -> None:
     def work(comm: Communicator) -> list[int]:
         def taken() -> int:

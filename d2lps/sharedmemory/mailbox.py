@@ -93,6 +93,10 @@ class Mailbox:
                 self.waiting.wake([message.peer])
             if message.moves():
                 self._moving.append(message)
+        if not expected:  # each start of a collective beside others has keys of its own, and they would add up
+            del self._expected[key]
+        if not arrived:
+            del self._arrived[key]
 
     # ---- what ranks tell one another -------------------------------------------------------------------------------
 
