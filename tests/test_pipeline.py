@@ -464,6 +464,9 @@ def test_layers_do_not_move_without_all_that_their_optimizer_knows() -> None:
         sgd.state[next(layers[old[comm.rank][-1]].parameters())]["count"] = 3
         with pytest.raises(ValueError, match="SGD keeps count=3"):
             move(comm, layers, old, new, layer, sgd)
+        groups = [{"params": list(one.parameters())} for one in layers.values()]
+        with pytest.raises(ValueError, match="the optimizer has 2 groups of parameters: layers move within one"):
+            move(comm, layers, old, new, layer, torch.optim.SGD(groups, lr=0.01))
         return len(layers)
 
     assert d2lps.simulate(work, star(2, 1e9))[:] == [2, 2]

@@ -131,8 +131,10 @@ def move(
     layers: the modules that this rank has, by their number, changed in place. make: gives a module like a layer, into which
     the weights are then written. optimizer: of all these layers' parameters, in one group, changed in place too; gradients stay.
     Cost: for each layer its bytes (weights, and what the optimizer holds), and one message that says how many.
-    ValueError, before anything is sent, for an optimizer that keeps something else than tensors.
+    ValueError, before anything is sent, for an optimizer that has several groups, or keeps something else than tensors.
     """
+    if len(optimizer.param_groups) > 1:
+        raise ValueError(f"the optimizer has {len(optimizer.param_groups)} groups of parameters: layers move within one")
     home = {layer: stage for stage, part in enumerate(old) for layer in part}
     for parameter in (p for layer in layers.values() for p in layer.parameters()):
         state_tensors(optimizer, optimizer.state.get(parameter, {}))  # before anything is sent
