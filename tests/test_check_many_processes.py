@@ -69,10 +69,10 @@ def test_everybody_knows(function: Function, words: str) -> None:
 def test_two_points() -> None:
     right = [51.6e-6, 0.398e-9, 129.5e3, 0.52, 4.04e-3]
     assert check.two_points(*right)
-    refused(check.two_points(51.6, *right[1:]), "alpha: right digits, wrong power of ten; give it in seconds")
-    refused(check.two_points(52e-6, 0.45e-9, *right[2:]), "beta is not 4.5e-10")
-    refused(check.two_points(50e-6, *right[1:]), "alpha is not 5e-05")
-    refused(check.two_points(*right[:3], 4.04e-3, 0.52), "how often is alpha paid")
+    refused(check.two_points(51.6, *right[1:]), "alpha, in seconds: not 51.6, which is a million times too large")
+    refused(check.two_points(52e-6, 0.45e-9, *right[2:]), "beta, in seconds per byte: not 4.5e-10")
+    refused(check.two_points(50e-6, *right[1:]), "alpha, in seconds: not 5e-05")
+    refused(check.two_points(*right[:3], 4.04e-3, 0.52), "How often is alpha paid")
     refused(check.two_points(*right[:4], ...), "not all is filled in")
 
 

@@ -16,30 +16,30 @@ Function = Callable[..., Any]
 
 def test_flop() -> None:
     assert check.flop(1546, 65_536)
-    refused(check.flop(1536, 65_536), "which of a layer's are added")
+    refused(check.flop(1536, 65_536), "Which of a layer's are added")
     refused(check.flop(1546, 10_240), "which layer's input is no other layer's output")
-    refused(check.flop(1546, 32_768), "two operations for each weight")
+    refused(check.flop(1546, 32_768), "Two operations for each weight")
 
 
 def test_llama() -> None:
     assert check.llama(81, 41, 2.43, 972)
     refused(check.llama(80, 41, 2.43, 972), "16 bytes a parameter")
-    refused(check.llama(81, 81, 2.43, 972), "what is kept")
-    refused(check.llama(81, 41, 3.24, 1296), "which of the 16 bytes")
-    refused(check.llama(81, 41, 2.43, 16.2), "one disk, in seconds, is not 16.2: the bytes that went to the file system")
+    refused(check.llama(81, 81, 2.43, 972), "What is kept")
+    refused(check.llama(81, 41, 3.24, 1296), "Which of the 16 bytes")
+    refused(check.llama(81, 41, 2.43, 16.2), "seconds to one disk: not 16.2. The bytes that went to the file system")
 
 
 def test_tokens() -> None:
     assert check.tokens(10_549)
     refused(check.tokens(26_373), "gradients have 4 bytes")
     refused(check.tokens(10_549 / 2), "set them equal")
-    refused(check.tokens(175e9), "t is not")
+    refused(check.tokens(175e9), "t: not 175000000000.0. Write both")
 
 
 def test_van() -> None:
     assert check.van(0.89e15, 2.5)
     refused(check.van(0.864e15, 2.5), "the van has a beta, too")
-    refused(check.van(10e15, 2.5), "when are alpha + n beta of both equal")
+    refused(check.van(10e15, 2.5), "When are alpha + n beta of both equal")
     refused(check.van(0.89e15, 9000), "then seconds to hours")
 
 

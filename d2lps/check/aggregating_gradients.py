@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercise import Function, Wrong, among, answered, judged, plural
 from d2lps.check.exercises import all_reduce
 from d2lps.check.tools import number, own, played, refuse, right
-from d2lps.simulator import simulate
-from d2lps.topology import pcie_tree, star
+from d2lps.topology import pcie_tree
 
 __all__ = ["all_reduce", "by_hand", "by_owner", "cable", "pipelined", "statistics"]
 
@@ -59,7 +58,7 @@ def by_owner(function: Function) -> str:
     for many in (1, 5):
         right(all_reduce, lambda comm, tensor, many=many: function(comm, tensor.tensor_split(many)))
     for p in (2, 4, 5):
-        trace = simulate(lambda comm, p=p: function(comm, [torch.ones(30) for _ in range(2 * p)]), star(p, 1e9, 1e-6)).trace
+        trace = among(p, lambda comm, p=p: function(comm, [torch.ones(30) for _ in range(2 * p)])).trace
         case, sent = f"with {p} ranks and {2 * p} equal tensors", trace.bytes_sent()
         parts, many = [int(m) for m in trace.messages["nbytes"] if m % 120][:1], sent.sum() / 120
         unequal = f"rank {sent.argmax()} sends {sent.max() / sent.mean():.1f} times as much as the ranks do on average"
@@ -80,9 +79,9 @@ def statistics(function: Function) -> str:
         for rows in (3, 60):
             generator = torch.Generator().manual_seed(p)
             parts = [torch.rand(rows + 2 * r, 4, generator=generator, dtype=torch.float64) * (1 + r) - r for r in range(p)]
-            run = simulate(lambda comm, parts=parts: function(comm, parts[comm.rank].clone()), star(p, 1e9, 1e-6))
+            run = among(p, lambda comm, parts=parts: function(comm, parts[comm.rank].clone()))
             for rank, got in enumerate(run):
-                _statistics(got, torch.cat(parts), f"with {p} rank{'s' * (p > 1)}, rank {rank}")
+                _statistics(got, torch.cat(parts), f"with {plural(p, 'rank')}, rank {rank}")
             sent.append(int(run.trace.bytes_sent().sum()))
         more = f"with {p} ranks, more data make {sent[1] / max(sent[0], 1):.0f} times the bytes: send what sums the data up"
         refuse((sent[1] > sent[0], more))

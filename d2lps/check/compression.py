@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
-from d2lps.check.tools import number, ranks, refuse, without
+from d2lps.check.exercise import Function, Wrong, among, answered, judged, plural
+from d2lps.check.tools import number, refuse, without
 from d2lps.collectives import all_reduce
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 _RANKS = 1, 2, 3, 5, 8
 
@@ -26,7 +24,7 @@ def _summed(function: Function, tensors: list[Tensor], *args: Any) -> tuple[list
         function(comm, mine := tensors[comm.rank].clone(), *args)
         return mine
 
-    run = simulate(work, star(len(tensors), 1e9, 1e-6))
+    run = among(len(tensors), work)
     return run.results, int(run.trace.bytes_sent().sum())
 
 
@@ -89,7 +87,7 @@ def same_places(function: Function) -> str:
     """Check `random_k(comm, gradient, k, step)`: the sum at k places, the same on all ranks, others in the next step."""
     without(function, "compress", "random_k")
     for p, (n, k) in product(_RANKS, ((40, 5), (7, 7))):
-        seen, case = set(), f"{ranks(p)}, {k} of {n} numbers"
+        seen, case = set(), f"{plural(p, 'rank')}, {k} of {n} numbers"
         whole = torch.stack(tensors := [_dice(rank, n) for rank in range(p)]).sum(0)
         for step in range(3):
             results, moved = _summed(function, tensors, k, step)
@@ -116,7 +114,7 @@ def add_int8(function: Function) -> str:
         tensors = [_dice(rank, n).float() * (100.0 if kind[:3] == "one" and rank == 0 else 1.0) for rank in range(p)]
         tensors = [torch.full((n,), float(kind == "all alike"))] * p if kind[:3] == "all" else tensors
         (results, moved), step = _summed(function, tensors), max(float(x.abs().max()) for x in tensors) / (127 // p)
-        off, case = max(float((got - torch.stack(tensors).sum(0)).abs().max()) for got in results), f"{ranks(p)}, {kind}"
+        off, case = max(float((got - torch.stack(tensors).sum(0)).abs().max()) for got in results), f"{plural(p, 'rank')}, {kind}"
         same = all(torch.equal(got, mine) for got, mine in zip(results, tensors, strict=True))
         refuse((p > 1 and same and kind != "all zero", f"{case}: gradients are what they were; do you change them in place?"),
                (not off <= 0.51 * step * p, f"{case}: off by {off:.3g}, and half a step for each rank is"
@@ -131,7 +129,7 @@ def power_round(function: Function) -> str:
     without(function, "compress", "power_sgd")
     for p, (rows, columns, rank) in product(_RANKS, ((12, 8, 2), (5, 9, 1), (6, 6, 6))):
         tensors, q = [_dice(r, rows, columns) for r in range(p)], _dice(99, columns, rank)
-        case = f"{ranks(p)}, {rows} x {columns}"
+        case = f"{plural(p, 'rank')}, {rows} x {columns}"
 
         def rounds(comm: Any, tensor: Tensor, q: Tensor, count: int) -> None:
             mine = tensor.clone()

@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercise import Function, Wrong, answered, judged, plural
 from d2lps.check.tools import refuse
 from d2lps.kvstore import simulate
 from d2lps.topology import star
-
-
-def _many(number: float, what: str) -> str:
-    return f"{number:g} {what}{'' if number == 1 else 's'}"
 
 
 @judged
@@ -66,7 +62,7 @@ def largest_rate(function: Function) -> str:
             step = factor * said / (workers if mean else 1)
             if _converges(step, workers - 1) != converges:
                 how = "does not converge" if converges else "still converges"
-                case = f"{_many(workers, 'worker')}, {'mean' if mean else 'sum'}: you say {said:.3g}"
+                case = f"{plural(workers, 'worker')}, {'mean' if mean else 'sum'}: you say {said:.3g}"
                 raise Wrong(f"{case}, but {factor * said:.3g} {how} when each push, of {step:.3g} times the gradient, is late by"
                             f" {workers - 1}")
     return "1 to 16 workers, mean and sum: 5% less converges, 5% more does not"
@@ -87,7 +83,7 @@ def used(function: Function) -> str:
         slow = sum(math.comb(workers, i) * q**i * (1 - q) ** (workers - i) for i in range(k + 1, workers + 1))
         said, right = function(k, workers, q, f), (workers - k) / (1 + (f - 1) * slow)
         if not math.isclose(said, right, rel_tol=0.005):
-            case = f"k = {k} of {_many(workers, 'worker')}, q = {q}, f = {f}"
+            case = f"k = {k} of {plural(workers, 'worker')}, q = {q}, f = {f}"
             raise Wrong(f"{case}: {said:.4g} is too {'much' if said > right else 'little'}; an iteration takes {f} with"
                         f" probability {slow:.3g}, else 1, and some gradients are dropped")
     return f"{len(cases)} cases, 3 to 100 workers"
@@ -133,7 +129,7 @@ def _overlapped(function: Function, workers: int, seconds: float) -> float:
     _each_once(run[0][1], run.values["w"], workers)
     each, messages = max(each for each, _ in run), 2 * workers * 4 * _FLOATS / _BANDWIDTH
     if each > (longest := 1.12 * max(seconds, messages)):
-        raise Wrong(f"with {_many(workers, 'worker')} an iteration takes {1e3 * each:.0f} ms; computing takes"
+        raise Wrong(f"with {plural(workers, 'worker')} an iteration takes {1e3 * each:.0f} ms; computing takes"
                     f" {1e3 * seconds:.0f} ms and the messages {1e3 * messages:.0f} ms: side by side, at most"
                     f" {1e3 * longest:.0f} ms")
     return each
@@ -145,12 +141,12 @@ def _each_once(found: list[float], values: torch.Tensor, workers: int) -> None:
             raise Wrong(f"gradient {k + 1} is computed from a tensor that is still being pulled: wait for the pull, or let it"
                         " fill another tensor")
         if k - rounds > 1:
-            lacks = _many(k - rounds, "round")
+            lacks = plural(k - rounds, "round")
             raise Wrong(f"gradient {k + 1} is computed from weights without {lacks}; one may be missing, not more")
-    refuse((len(found) != _STEPS, f"in {_STEPS} steps worker 0 computed {_many(len(found), 'gradient')}"))
+    refuse((len(found) != _STEPS, f"in {_STEPS} steps worker 0 computed {plural(len(found), 'gradient')}"))
     counts = values[1 : 1 + workers * _STEPS].view(workers, _STEPS)
     for rank, step in (counts != 1).nonzero().tolist():
-        times = _many(int(counts[rank, step]), "time") if counts[rank, step] else "not at all"
+        times = plural(int(counts[rank, step]), "time") if counts[rank, step] else "not at all"
         raise Wrong(f"at the end, gradient {step + 1} of worker {rank}'s {_STEPS} is {times} in the weights")
 
 
@@ -175,8 +171,8 @@ def aware(make: Callable[..., Any]) -> str:
                 raise Wrong("weights that a worker had pulled changed under its hands when somebody pushed: hand out a copy")
             read[rank] = (*_pulled(server), pushes + 1)
             if not torch.allclose(read[rank][0], right):
-                moved, others = (old - read[rank][0])[0] / gradient[0], _many(pushes - then, "other gradient")
-                raise Wrong(f"push {pushes + 1}, with {_many(workers, 'worker')} and a rate of {rate:g}: {others} came"
+                moved, others = (old - read[rank][0])[0] / gradient[0], plural(pushes - then, "other gradient")
+                raise Wrong(f"push {pushes + 1}, with {plural(workers, 'worker')} and a rate of {rate:g}: {others} came"
                             f" between the read and the push, and the weights moved by {moved:.3g} times the gradient")
     return "90 pushes of 1 to 5 workers"
 
@@ -242,7 +238,7 @@ def server(make: Callable[[int], Any]) -> str:
         found = _pushed(make, 5, [gradient] * pushes).value
         if found != 5 + pushes:
             how = ": two additions ran at the same time" if gradient.met else ": somebody came between a read and its write"
-            raise Wrong(f"{_many(pushes, 'thread')} pushed 1 each to a value of 5, and it became {found}{how}")
+            raise Wrong(f"{plural(pushes, 'thread')} pushed 1 each to a value of 5, and it became {found}{how}")
     if _pushed(make, 5, [Failing(2), Meeting(2)]).value != 6:
         raise Wrong("after a push whose addition failed, the next one is not in the value")
     return "up to 3 threads, and one push that fails"

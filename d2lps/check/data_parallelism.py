@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.exercise import Function, among, answered, judged, plural
 from d2lps.check.tools import near, parts, refuse, without
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 RANKS = 1, 2, 3, 5, 8
 
@@ -19,10 +17,10 @@ def token_loss(function: Function) -> str:
     for ranks in 1, 3, 2, 5, 8:  # of 2, one has all the tokens, and its own mean is half of what is wanted, as 1/p of it is
         counts = [7 * rank % 13 for rank in range(ranks - 1)] + [4]  # rank 0 has none
         slopes = [float(rank**2) for rank in range(1, ranks + 1)]
-        run = simulate(_tokens, star(ranks, 1e9, 1e-6), function, counts, slopes)
+        run = among(ranks, _tokens, function, counts, slopes)
         wanted = sum(count * slope for count, slope in zip(counts, slopes, strict=True)) / sum(counts)
         got, sent = sum(run) / ranks, int(run.trace.bytes_sent().max(initial=0))
-        told = f"{ranks} rank{'s' * (ranks > 1)} with {counts} tokens: the mean gradient is"
+        told = f"{plural(ranks, 'rank')} with {counts} tokens: the mean gradient is"
         why = f", {ranks} times as large: who divides by the ranks?" * (ranks > 1 and abs(got * ranks - wanted) <= 1e-6)
         refuse((not abs(got - wanted) <= 1e-6, f"{told} {got:.4g}, and of all tokens alike it would be {wanted:.4g}{why}"),
                (sent > 8 * ranks, f"with {ranks} ranks a rank sends {sent} bytes: more than one number"))  # fmt: skip
@@ -64,8 +62,8 @@ def statistics(function: Function) -> str:
     """Check `statistics(comm, x)`: mean and variance of each column over the rows of all ranks, which have unequally many."""
     without(function, "all_gather", "gather")
     for ranks in RANKS:
-        run = simulate(_columns, star(ranks, 1e9, 1e-6), function)
-        sent, told = int(run.trace.bytes_sent().max(initial=0)), f"with {ranks} rank{'s' * (ranks > 1)}"
+        run = among(ranks, _columns, function)
+        sent, told = int(run.trace.bytes_sent().max(initial=0)), f"with {plural(ranks, 'rank')}"
         refuse(*((found, f"{told}, rank {rank}: {found}") for rank, found in enumerate(run)),
                (sent > 224 * ranks, f"{told} a rank sends {sent} bytes: more than a few numbers a column"))  # fmt: skip
     return "1 to 8 ranks with 20 to 55 rows each"
@@ -89,7 +87,7 @@ def odd_ranks(function: Function) -> str:
     for marks in "A", "AA", "AB", "AABA", "BAAAA", "ABAB", "ABC", "ABACAAAD", "AAABBBBB", "AAAABBBB":
         majority = max(set(marks), key=marks.count)
         wanted = [rank for rank, mark in enumerate(marks) if mark != majority] if 2 * marks.count(majority) > len(marks) else None
-        run = simulate(_vote, star(len(marks), 1e9, 1e-6), function, marks)
+        run = among(len(marks), _vote, function, marks)
         sent, told = int(run.trace.bytes_sent().max(initial=0)), f"ranks with tensors {', '.join(marks)}"
         refuse(*((said != wanted, f"{told}: rank {rank} says {said}, not {wanted}") for rank, said in enumerate(run)),
                (sent > 64 * (len(marks) - 1), f"{told}: a rank sends {sent:,} bytes; fingerprints are enough"))  # fmt: skip

@@ -6,12 +6,10 @@ import torch
 import torch.distributed as dist
 
 from d2lps import collectives
-from d2lps.check.exercise import Function, Wrong, answered, judged, unfinished
+from d2lps.check.exercise import Function, Wrong, among, answered, judged, plural, unfinished
 from d2lps.check.exercises import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
-from d2lps.check.films import GROUPS, NETWORK, PART, film, films, in_steps, to_the_right, with_bytes
+from d2lps.check.films import GROUPS, PART, film, films, in_steps, to_the_right, with_bytes
 from d2lps.check.tools import own, refuse
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 EIGHT = (broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all)
 _SINCE = {"all_to_all": (2, 10), "reduce_scatter": (2, 7)}  # which PyTorch's Gloo has them
@@ -144,9 +142,9 @@ def transpose(function: Function) -> str:
         def work(comm: Any, whole: torch.Tensor = whole) -> torch.Tensor:
             return torch.as_tensor(function(comm, whole.chunk(comm.size)[comm.rank].clone()))
 
-        run = simulate(work, star(p, *NETWORK))
+        run = among(p, work)
         for rank, (mine, right) in enumerate(zip(run, whole.T.chunk(p), strict=True)):
-            _compare(mine, right, f"{side} x {side} on {p} rank{'s' * (p > 1)}, rank {rank}")
+            _compare(mine, right, f"{side} x {side} on {plural(p, 'rank')}, rank {rank}")
         if run.trace.bytes_sent().max(initial=0) > (p - 1) * height**2 * torch.int64.itemsize:
             raise Wrong(f"right, but with {p} ranks some rank sends more than it has for others: a block for each is enough")
     return "matrices of 2 to 16 rows on 1 to 5 ranks, and no byte too many"
@@ -170,7 +168,7 @@ def chain_broadcast(function: Function) -> str:
 
 
 def _chain(function: Function, p: int, chunks: int, size: int) -> None:
-    where, src = f"with {p} rank{'s' * (p > 1)}, rank {p // 2} the root and {chunks} chunk{'s' * (chunks > 1)}", p // 2
+    where, src = f"with {plural(p, 'rank')}, rank {p // 2} the root and {plural(chunks, 'chunk')}", p // 2
     sent = torch.randint(10**9, (size,), generator=torch.Generator().manual_seed(p))
 
     def work(comm: Any) -> list[int]:
@@ -178,7 +176,7 @@ def _chain(function: Function, p: int, chunks: int, size: int) -> None:
         function(comm, tensor, src, chunks=chunks)
         return [int(number) for number in tensor]
 
-    run = simulate(work, star(p, *NETWORK))
+    run = among(p, work)
     for rank, got in enumerate(run):
         refuse((got != sent.tolist(), f"{where}: rank {rank} does not end with the root's tensor"))
     refuse((late := unfinished(run.trace), f"{where}: {late}"))

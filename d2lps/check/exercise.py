@@ -17,7 +17,6 @@ from d2lps.trace import Trace
 
 RANKS = (1, 2, 3, 4, 5, 8)
 SIZES = (8, 7, 1, 0)  # elements: divisible by few, by none, fewer than ranks, none at all
-_BANDWIDTH, _LATENCY = 1e9, 0.5e-6  # of each link of the star; two links make a path: 1 microsecond
 _TIMED = 100_000  # elements of the run whose time is shown
 _SMALL, _SMALLER = 1_000, 100  # the same where a tensor is cut into pieces of a fixed size: there would be too many
 
@@ -43,6 +42,11 @@ class Verdict(NamedTuple):
 
     def __repr__(self) -> str:
         return f"{'passed' if self.passed else 'not yet'}: {self.text}"
+
+
+def plural(count: float, what: str) -> str:
+    """`plural(1, "rank"), plural(2, "rank") == ("1 rank", "2 ranks")`"""
+    return f"{count:g} {what}{'s' * (count != 1)}"
 
 
 class Wrong(Exception):
@@ -128,6 +132,11 @@ def raised(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
 
 
+def among(p: int, work: Function, *args: Any, **how: Any) -> Run:
+    """`work(comm, *args)` on so many ranks around a switch; links of 1 GB/s, of which two make a way of a microsecond."""
+    return simulate(work, star(p, 1e9, 0.5e-6), *args, **how)
+
+
 Case = tuple[list[Any], list[Left]]  # what one rank gets, after comm, and the tensors of it to look at afterwards
 Cases = Callable[[int, int, int], Case]  # the case of (rank, ranks, size)
 
@@ -143,7 +152,7 @@ def exercise(least: float) -> Callable[[Cases], Callable[[Function], Verdict]]:
             for p in RANKS:
                 for size in SIZES:
                     if trouble := _trouble(case, function, p, size):
-                        raise Wrong(f"with {p} rank{'s' if p > 1 else ''} and {size} elements, {trouble}")
+                        raise Wrong(f"with {plural(p, 'rank')} and {size} elements, {trouble}")
             return _praise(case, function, least)
 
         check.__name__, check.__qualname__, check.__doc__ = case.__name__, case.__name__, case.__doc__
@@ -160,7 +169,7 @@ def _run(case: Cases, function: Function, p: int, size: int) -> Run:
         function(comm, *arguments)
         return left
 
-    return simulate(work, star(p, _BANDWIDTH, _LATENCY))
+    return among(p, work)
 
 
 def _trouble(case: Cases, function: Function, p: int, size: int) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from d2lps import collectives
 from d2lps.check.diagnose import Left
-from d2lps.check.exercise import Case, Function, Verdict, exercise
+from d2lps.check.exercise import Case, Function, Verdict, exercise, plural
 from d2lps.check.values import BLANK, countable
 from d2lps.simulator import simulate
 from d2lps.topology import Topology
@@ -108,7 +108,7 @@ def contest(function: Function, topology: Topology, nbytes: int = 160_000_000) -
     verdict = all_reduce(function)
     if not verdict:
         return verdict
-    ranks = f"{len(topology.devices)} rank{'s' if len(topology.devices) > 1 else ''} of {topology.name}"
+    ranks = f"{plural(len(topology.devices), 'rank')} of {topology.name}"
     if trouble := _wrong_sum(function, topology):
         return Verdict(False, f"with {ranks}, {trouble}")
     mine, ring = _time(function, topology, nbytes), _time(collectives.all_reduce, topology, nbytes)

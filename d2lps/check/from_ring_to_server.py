@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from d2lps import kvstore, simulator, topology
-from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps import kvstore, topology
+from d2lps.check.exercise import Function, Wrong, among, answered, judged, plural
 from d2lps.check.tools import near, parts, refuse
 from d2lps.comm import RankHung
 
@@ -70,7 +70,7 @@ def _by_pieces(function: Function, workers: int, numel: int, pieces: int, rounds
 
 def _sums_in_pieces(function: Function, workers: int, numel: int, pieces: int) -> None:
     run = _by_pieces(function, workers, numel, pieces, rounds=2)
-    where = f"{workers} worker{'s' * (workers > 1)}, {numel} elements, {pieces} piece{'s' * (pieces > 1)}"
+    where = f"{plural(workers, 'worker')}, {numel} elements, {plural(pieces, 'piece')}"
     asked = run.servers[0].requests
     refuse((asked["init"] > workers * pieces, f"{where}: init is called in every iteration, and the keys are there already"))
     pushed = (asked["push"] + asked["pushpull"]) / workers / 2
@@ -101,7 +101,7 @@ def blocks(function: Function) -> str:
     """Check `function(kv, devices, X, Y, rate)`: all devices get what one process gets, with as few bytes, as soon as can be."""
     for machines, devices, rate in (2, 1, 0.5), (3, 2, 0.5), (2, 4, 0.25):
         X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(devices)), torch.arange(16.0)
-        where = f"{machines} machines of {devices} device{'s' * (devices > 1)}"
+        where = f"{machines} machines of {plural(devices, 'device')}"
         try:
             run = _trained(function, machines, devices, X, Y, rate, log=True)
         except RankHung as error:
@@ -187,7 +187,7 @@ def sum_or_mean(rate: Any, factor: Any) -> str:
 def median(function: Function) -> str:
     """Check `function(comm, tensor)`: every rank's tensor ends as the median of all, with the ring's bytes."""
     for ranks, numel in (1, 4), (3, 6), (3, 7), (5, 20), (5, 3), (7, 25):
-        run = simulator.simulate(_median_job, topology.star(ranks, _BANDWIDTH), function, numel)
+        run = among(ranks, _median_job, function, numel)
         given = torch.stack([_numbers(rank, numel) for rank in range(ranks)])
         for rank, got in enumerate(run):
             off = (got != (wanted := given.median(0).values)).nonzero()
@@ -196,7 +196,7 @@ def median(function: Function) -> str:
                 raise Wrong(f"{ranks} ranks, {numel} elements: rank {rank}, element {k} is {got[k]:g}; the median of "
                             f"{given[:, k].tolist()} is {wanted[k]:g}{idle}")  # fmt: skip
     for ranks in 5, 7:
-        run = simulator.simulate(_median_job, topology.star(ranks, _BANDWIDTH), function, 35_000)
+        run = among(ranks, _median_job, function, 35_000)
         through = max(run.trace.bytes_sent().max(), run.trace.bytes_received().max()) / 140_000
         if through > _SLACK * (least := 2 * (ranks - 1) / ranks):
             raise Wrong(f"{ranks} ranks: right, but {through:.2f} gradients go through some rank's port, and the ring needs "

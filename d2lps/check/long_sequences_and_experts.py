@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.exercise import Function, among, answered, judged, plural
 from d2lps.check.tools import own, parts, refuse, without
 from d2lps.parallel import Mesh
 from d2lps.simulator import simulate
@@ -59,8 +59,8 @@ def ring_causal(function: Function) -> str:
         torch.manual_seed(p)
         given = torch.randn(3, 2, 2, p * n, n + 1).double() * torch.tensor([9.0, 1, 1]).view(3, 1, 1, 1, 1)
         right = scaled_dot_product_attention(given[0], given[1], given[2], is_causal=True)
-        run = simulate(lambda comm, given=given, n=n: own(function)(comm, *given.split(n, -2)[comm.rank]), star(p, 1e9, 1e-6))
-        case, block = f"{p} rank{'s' * (p > 1)}, {n} tokens each: ", 2 * 2 * 2 * n * (n + 1) * 8
+        run = among(p, lambda comm, given=given, n=n: own(function)(comm, *given.split(n, -2)[comm.rank]))
+        case, block = f"{plural(p, 'rank')}, {n} tokens each: ", 2 * 2 * 2 * n * (n + 1) * 8
         for rank, (got, wanted) in enumerate(zip(run, right.split(n, -2), strict=True)):
             wrong = not isinstance(got, torch.Tensor) or got.shape != wanted.shape or not torch.allclose(got, wanted)
             refuse((wrong, f"{case}the output of rank {rank} is not that of attention to the whole sequence; "
@@ -121,10 +121,10 @@ def dispatch(function: Function) -> str:
         torch.manual_seed(p)
         owners = [torch.randint(p, (int(n),)) for n in torch.randint(9, (p,))]
         tokens = [torch.randn(len(owner), p + 1) + 10 * rank for rank, owner in enumerate(owners)]
-        run = simulate(lambda comm, t=tokens, o=owners: function(comm, t[comm.rank].clone(), o[comm.rank].clone()), star(p, 1e9))
+        run = among(p, lambda comm, t=tokens, o=owners: function(comm, t[comm.rank].clone(), o[comm.rank].clone()))
         for rank, sent in enumerate(run.trace.bytes_sent()):
             right = torch.cat([some[owner == rank] for some, owner in zip(tokens, owners, strict=True)])
-            got, case = run[rank], f"{p} rank{'s' * (p > 1)}, rank {rank}: "
+            got, case = run[rank], f"{plural(p, 'rank')}, rank {rank}: "
             shape = list(got.shape) if isinstance(got, torch.Tensor) else got
             refuse((shape != list(right.shape), f"{case}{shape} received, and {list(right.shape)} were sent to it"))
             most = 4 * (p + 1) * int((owners[rank] != rank).sum()) + 8 * (p - 1)
@@ -137,7 +137,7 @@ def dispatch(function: Function) -> str:
 def average(function: Function) -> str:
     """Check `function(mesh, shared, experts)`: gradients of the mean of all ranks' losses, in place."""
     for dp, ep in ((1, 1), (2, 1), (2, 2), (4, 2), (8, 4), (6, 3)):
-        run = simulate(lambda comm, dp=dp, ep=ep: _averaged(Mesh(comm, dp=dp, ep=ep), function), star(dp, 1e9, 1e-6))
+        run = among(dp, lambda comm, dp=dp, ep=ep: _averaged(Mesh(comm, dp=dp, ep=ep), function))
         given = torch.stack([before for before, *_ in run])
         for rank, (_, shared, experts) in enumerate(run):
             same = given[rank % ep :: ep, 1].sum(0) / dp

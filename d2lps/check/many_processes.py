@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
-from d2lps.check.films import NETWORK, to_the_right
-from d2lps.check.tools import own, refuse
+from d2lps.check.exercise import Function, Wrong, among, answered, judged, plural
+from d2lps.check.films import to_the_right
+from d2lps.check.tools import near, own, refuse
 from d2lps.result import Run
-from d2lps.simulator import simulate
-from d2lps.topology import star
 from d2lps.trace import Trace
 
 
@@ -21,7 +19,7 @@ def everybody_knows(function: Function) -> str:
     function = own(function)
     for p in (2, 3, 5, 8, 11):
         numbers = torch.randint(10**6, (p,), generator=torch.Generator().manual_seed(p)).tolist()
-        run = simulate(lambda comm, numbers=numbers: float(function(comm, float(numbers[comm.rank]))), star(p, *NETWORK))
+        run = among(p, lambda comm, numbers=numbers: float(function(comm, float(numbers[comm.rank]))))
         for rank, result in enumerate(run):
             if result != sum(numbers):
                 raise Wrong(f"with {p} ranks, which bring {numbers}, rank {rank} returns {result:.0f}, not {sum(numbers)}")
@@ -32,23 +30,19 @@ def everybody_knows(function: Function) -> str:
     return "every rank knows the sum after at most 2(p - 1) rounds, among 2 to 11 ranks"
 
 
-def _near(what: str, mine: float, right: float, unit: str, hint: str) -> None:
-    for factor in (1e3, 1e6, 1e9):
-        if abs(mine / right / factor - 1) < 0.01 or abs(mine / right * factor - 1) < 0.01:
-            raise Wrong(f"{what}: right digits, wrong power of ten; give it in {unit}")
-    refuse((abs(mine / right - 1) > 0.01, f"{what} is not {mine:g} {unit}: {hint}"))
-
-
 @answered
 def two_points(alpha: float, beta: float, n_half: float, one_by_one: float, packed: float) -> str:
     """Check alpha (s), beta (s per byte), n_half (bytes) and the times of 10,000 messages of 1 kB and of one of 10 MB (s)."""
     slope = (450e-6 - 52e-6) / (1e6 - 1e3)
     start = 52e-6 - 1e3 * slope
-    _near("beta", beta, slope, "seconds per byte", "by how much does the time grow, and by how many bytes the message?")
-    _near("alpha", alpha, start, "seconds", "what is left of the 52 µs when its 1,000 bytes are paid?")
-    _near("n_half", n_half, start / slope, "bytes", "for how many bytes is n beta as large as alpha?")
-    _near("one by one", one_by_one, 1e4 * (start + 1e3 * slope), "seconds", "how often is alpha paid?")
-    _near("packed", packed, start + 1e7 * slope, "seconds", "how often is alpha paid, and for how many bytes beta?")
+    for what, given, right, hint in (
+        ("beta, in seconds per byte", beta, slope, "By how much does the time grow, and by how many bytes the message?"),
+        ("alpha, in seconds", alpha, start, "What is left of the 52 µs when its 1,000 bytes are paid?"),
+        ("n_half, in bytes", n_half, start / slope, "For how many bytes is n beta as large as alpha?"),
+        ("one by one, in seconds", one_by_one, 1e4 * (start + 1e3 * slope), "How often is alpha paid?"),
+        ("packed, in seconds", packed, start + 1e7 * slope, "How often is alpha paid, and for how many bytes beta?"),
+    ):
+        near(what, given, right, hint, within=0.01)
     return "all five"
 
 
@@ -72,7 +66,7 @@ def ways(*mine: Any) -> str:
         if number == 1:
             refuse((not locked, "way 1: who is the first that can send?"))
             continue
-        right = tuple(simulate(_shift, star(p, *NETWORK), first).trace.rounds for p in (6, 5))
+        right = tuple(among(p, _shift, first).trace.rounds for p in (6, 5))
         refuse((locked, f"way {number} is no deadlock: find one rank whose first message goes through; what does that set free?"))
         if not isinstance(answer, tuple | list) or len(answer) != 2:
             raise Wrong(f'way {number}: say "deadlock", or a pair, the rounds of 6 ranks and of 5')
@@ -94,7 +88,7 @@ def _delivered(function: Function, count: int, size: int = 250) -> Trace:
             parcel.fill_(-2)  # from now on rank 0 may use them for something else
         return left
 
-    run: Run = simulate(work, star(2, *NETWORK))
+    run: Run = among(2, work)
     wrong = (run[1] != sent).any(dim=1).nonzero().flatten().tolist()
     if wrong:
         found = {-1.0: "never arrives", -2.0: "is overwritten before it has left: rank 0 does not wait for its sends"}
@@ -139,7 +133,7 @@ def byte_table(function: Function) -> str:
     for p in (2, 4, 5):
         dice = np.random.default_rng(p)
         drawn = [(*dice.choice(p, 2, replace=False).tolist(), int(dice.integers(1, 99))) for _ in range(3 * p)]
-        trace = simulate(_traffic, star(p, *NETWORK), drawn).trace
+        trace = among(p, _traffic, drawn).trace
         table, right = np.asarray(function(trace)), np.zeros((p, p))
         for src, dst, size in drawn:
             right[src, dst] += 4 * size
@@ -147,6 +141,6 @@ def byte_table(function: Function) -> str:
         if not np.array_equal(table, right):
             row, column = np.argwhere(table != right)[0]
             count = sum((src, dst) == (row, column) for src, dst, _ in drawn)
-            messages = f"{count} message{'s' * (count != 1)} with {right[row, column]:g} bytes"
+            messages = f"{plural(count, 'message')} with {right[row, column]:g} bytes"
             raise Wrong(f"rank {row} sent rank {column} {messages}, and the table has {table[row, column]:g}")
     return "tables of 2, 4 and 5 ranks, several messages between the same two among them"

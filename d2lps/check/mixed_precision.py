@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2lps.check.exercise import Function, answered, judged
-from d2lps.check.tools import parts, ranks, refuse
+from d2lps.check.exercise import Function, among, answered, judged, plural
+from d2lps.check.tools import parts, refuse
 from d2lps.result import Run
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 __all__ = ["all_finite", "by_chance", "bytes_of_seven_billion", "gradient_of_step", "stands_still", "to_e4m3"]
 
@@ -57,7 +55,7 @@ def _one_is_bad(function: Function, p: int, who: int | None, bad: float, dtype: 
             shard = torch.cat([shard, torch.tensor([bad, 1.0], dtype=dtype)])
         return function(comm, shard)
 
-    run, case = simulate(work, star(p, 1e9, 1e-6)), f"{ranks(p)}, {'all finite' if who is None else f'{bad} on rank {who}'}"
+    run, case = among(p, work), f"{plural(p, 'rank')}, {'all finite' if who is None else f'{bad} on rank {who}'}"
     hint = f"; all numbers are at most {large:g}, which is finite" if who is None else "; has it heard of the others?"
     for rank, got in enumerate(run):
         refuse((not isinstance(got, bool), f"{case}: rank {rank} returns {got!r}, and a bool is wanted"),
@@ -76,7 +74,7 @@ def gradient_of_step(function: Function) -> str:
             given = [[_micro_batch(rank, k, many) * scale for k in range(many)] for rank in range(p)]
             mean = torch.stack([micro.double() for mine in given for micro in mine]).sum(0) / scale / p
             mean = mean * min(1.0, max_norm / mean.norm().item())
-            case = f"{ranks(p)}, {many} micro-batch{'es' * (many > 1)}, scale {scale:g}, max_norm {max_norm:g}"
+            case = f"{plural(p, 'rank')}, {many} micro-batch{'es' * (many > 1)}, scale {scale:g}, max_norm {max_norm:g}"
             run = _stepped(function, given, scale, max_norm)
             sent, most = int(run.trace.bytes_sent().sum()), 2 * (p - 1) * 4 * 50
             for rank, got in enumerate(run):
@@ -102,7 +100,7 @@ def _micro_batch(rank: int, k: int, many: int) -> Tensor:
 
 
 def _stepped(function: Function, given: list[list[Tensor]], *how: float) -> Run:
-    return simulate(lambda comm: function(comm, [micro.clone() for micro in given[comm.rank]], *how), star(len(given), 1e9, 1e-6))
+    return among(len(given), lambda comm: function(comm, [micro.clone() for micro in given[comm.rank]], *how))
 
 
 @judged

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from d2lps.check.exercise import Function, answered, judged
-from d2lps.check.tools import parts, ranks, refuse
+from d2lps.check.exercise import Function, among, answered, judged, plural
+from d2lps.check.tools import parts, refuse
 from d2lps.collectives import all_reduce
 from d2lps.simulator import simulate
 from d2lps.topology import star
@@ -54,7 +54,7 @@ def overlapped(function: Function) -> str:
     wide, narrow = 1e9, 3e8  # bytes/s; over the narrow link a bucket gets full while the one before it is still on its way
     for p, cut, link in ((1, [2, 2], wide), (2, [4], wide), (2, [1, 2, 1], wide), (2, [2, 1, 1], narrow), (3, [2, 2], wide),
                          (5, [1, 1, 1, 1], wide)):  # fmt: skip
-        case, cluster = f"{ranks(p)}, buckets of {cut} layers, two calls: ", star(p, link, 1e-6)
+        case, cluster = f"{plural(p, 'rank')}, buckets of {cut} layers, two calls: ", star(p, link, 1e-6)
         run, few, ready, end = simulate(_called, cluster, function, cut), 0, 0.0, 0.0
         for layers in cut:
             alone = simulate(lambda comm, n=layers * _WIDTH**2: all_reduce(comm, torch.zeros(n).double()), cluster)
@@ -99,10 +99,10 @@ def _called(comm: Any, function: Function, cut: list[int]) -> tuple[torch.Tensor
 def accumulate(function: Function) -> str:
     """Check `function(model, loss_of, batches)`: gradients of the mean loss over batches and ranks, added up once."""
     for p, count in ((1, 3), (2, 4), (3, 1), (5, 2)):
-        case = f"{ranks(p)}, {count} batch{'es' * (count > 1)}: "
+        case = f"{plural(p, 'rank')}, {count} batch{'es' * (count > 1)}: "
         batches, weight = torch.arange(1.0, 1 + p * count * 6).double().reshape(p, count, 2, 3), torch.ones(3, 1).double()
         wanted = 2 * batches.reshape(-1, 3).T @ (batches.reshape(-1, 3) @ weight) / (p * count * 2)
-        models = simulate(_accumulated, star(p, 1e9, 1e-6), function, batches)
+        models = among(p, _accumulated, function, batches)
         refuse((any(sums == 0 for sums, *_ in models), f"{case}the ranks never add up, so replicas drift apart: who averages?"))
         for rank, (sums, passes, got) in enumerate(models):
             refuse((passes != count, f"{case}{passes} backward pass{'es' * (passes != 1)}; room is for one batch at a time"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
+from d2lps.check.exercise import Function, Wrong, answered, judged, plural
 from d2lps.check.tools import parts, refuse, without
 from d2lps.parallel.pipeline.balance import cut
 from d2lps.parallel.pipeline.schedules import Action, Schedule, gpipe, one_f_one_b, picture, replay
@@ -35,7 +35,7 @@ def one_each(function: Function) -> str:
     """Check `one_each(ranks, micro_batches)`: 1F1B as lists of pairs, by rank."""
     without(function, "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "arranged")
     for p, m in CASES:
-        case, rows = f"{p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}: ", function(p, m)
+        case, rows = f"{plural(p, 'rank')}, {m} micro-batch{'es' * (m > 1)}: ", function(p, m)
         refuse(
             (not isinstance(rows, list | tuple) or len(rows) != p, f"{case}a list for each of {p} ranks is wanted, not {rows!r}")
         )
@@ -78,7 +78,7 @@ def carry(function: Function) -> str:
     """Check `carry(comm, schedule, work)`: any schedule, without a deadlock, and in the time of the replay."""
     for p, m in ((1, 2), (2, 4), (3, 5), (4, 8), (8, 3)):
         for name, schedule in (("GPipe", gpipe(p, m)), ("1F1B", one_f_one_b(p, m))):
-            case, told = f"{name}, {p} rank{'s' * (p > 1)}, {m} micro-batches: ", replay(schedule, 1, 2).time
+            case, told = f"{name}, {plural(p, 'rank')}, {m} micro-batches: ", replay(schedule, 1, 2).time
             run = simulate(_carried, star(p, 1e12), function, rows := _pairs(schedule))
             for rank, (done, got, left, changed) in enumerate(run):
                 ranks = {"F": range(rank + 1), "B": range(rank, p)}
@@ -130,7 +130,7 @@ def best_cut(function: Function) -> str:
     for costs, stages in (([1] * 6, 3), ([1] * 12 + [3], 4), ([5, 1, 1, 1, 1, 5], 3), ([9, 1, 1, 1], 4), ([2, 3, 4, 5, 6], 2),
                           ([0.5, 0.25, 1.5, 0.75], 2),
                           ([4], 1), ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 4), ([1, 1, 1, 9], 2), (MANY, 8)):  # fmt: skip
-        got, case = function(list(costs), stages), f"{costs} in {stages} stage{'s' * (stages > 1)}: "
+        got, case = function(list(costs), stages), f"{costs} in {plural(stages, 'stage')}: "
         fits = isinstance(got, list | tuple) and len(got) == stages and all(isinstance(n, int) for n in got)
         refuse(
             (not fits, f"{case}{stages} numbers of layers are wanted, not {got!r}"),

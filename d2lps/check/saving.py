@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from d2lps.check.exercise import Function, judged, unwritten
+from d2lps.check.exercise import Function, among, judged, plural, unwritten
 from d2lps.check.tools import refuse
 from d2lps.collectives import all_reduce
 from d2lps.comm import ReduceOp
 from d2lps.parallel import Zero
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 __all__ = ["batches", "dice", "moments"]
 
@@ -30,7 +28,7 @@ def _both(save: Function, resume: Function, work: Function, ranks: tuple[int, in
     """What `work` returns on the ranks that go on after `save`, and on those that go on after `resume`."""
     refuse((unwritten(resume), "the function that resumes is still empty"))
     with TemporaryDirectory() as folder:
-        return [list(simulate(work, star(p, 1e9, 1e-6), partial(call, folder=Path(folder)), call is resume))
+        return [list(among(p, work, partial(call, folder=Path(folder)), call is resume))
                 for call, p in zip((save, resume), ranks, strict=True)]  # fmt: skip
 
 
@@ -38,7 +36,7 @@ def _both(save: Function, resume: Function, work: Function, ranks: tuple[int, in
 def moments(save: Function, resume: Function) -> str:
     """Check `save(comm, folder, step, zero)` and `resume(comm, folder, zero)`: training goes on as if nothing had been."""
     for stage, p, q in ((1, 1, 1), (2, 2, 2), (3, 4, 4), (2, 4, 2), (1, 1, 3), (3, 2, 4)):
-        said = f"stage {stage}, saved by {p} and resumed by {q} rank{'s' * (q > 1)}: "
+        said = f"stage {stage}, saved by {p} and resumed by {plural(q, 'rank')}: "
         [(right, _), *_], after = _both(save, resume, partial(_trained, stage), (p, q))
         for rank, (losses, step) in enumerate(after):
             begin = 2 + stage
@@ -80,10 +78,10 @@ def batches(function: Function) -> str:
             right += torch.randperm(size, generator=dice)[: size // batch * batch].split(batch)
         for begin in (0, 1, 3, size // batch, 2 * size // batch + 1):
             read = partial(lambda first, comm, *how: list(islice(function(comm, *how, first), 4)), begin)
-            run = simulate(read, star(p, 1e9, 1e-6), size, batch, p)
+            run = among(p, read, size, batch, p)
             for k, got in enumerate(zip(*run, strict=True), begin):
                 have = torch.cat([torch.as_tensor(part) for part in got])
-                said = f"{size} examples, begun at step {begin}, {p} rank{'s' * (p > 1)}: in step {k} "
+                said = f"{size} examples, begun at step {begin}, {plural(p, 'rank')}: in step {k} "
                 other = next((n for n, want in enumerate(right) if torch.equal(have.sort()[0], want.sort()[0])), None)
                 known = "examples of no step" if other is None else f"those of step {other}"
                 refuse((not torch.equal(have, right[k]) and other != k, f"{said}it reads {known} of the uninterrupted run"),
@@ -97,7 +95,7 @@ def dice(save: Function, resume: Function) -> str:
     for p in (1, 2, 3, 5):
         before, after = _both(save, resume, _thrown, (p, p))
         for rank, (want, got) in enumerate(zip(before, after, strict=True)):
-            whose, case = next((r for r, other in enumerate(before) if other == got), None), f"with {p} rank{'s' * (p > 1)}"
+            whose, case = next((r for r, other in enumerate(before) if other == got), None), f"with {plural(p, 'rank')}"
             told = "has numbers of its own" if whose is None else f"goes on with the numbers of rank {whose}"
             refuse((want != got, f"{case}, rank {rank} {told}" + " anew, not the next ones" * (whose is None)))
     return "1, 2, 3 and 5 ranks: each goes on with its own numbers"

@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from d2lps.check.exercise import Function, judged
+from d2lps.check.exercise import Function, among, judged, plural
 from d2lps.check.tools import refuse, without
 from d2lps.parallel import DiLoCo
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 
 @judged
@@ -32,7 +30,7 @@ def outer(function: Function) -> str:
     """Check `outer(comm, shared, mine, momentum, rate, mu)`: three rounds, as torch's SGD with nesterov=True makes them."""
     without(function, "optim", "SGD")
     for ranks, rate, mu in ((1, 0.7, 0.9), (2, 1.0, 0.5), (3, 0.7, 0.9), (5, 0.4, 0.0), (8, 0.3, 0.8)):
-        run = simulate(_three_rounds, star(ranks, 1e9, 1e-6), function, rate, mu)
+        run = among(ranks, _three_rounds, function, rate, mu)
         case, most = f"workers: {ranks}, rate {rate}, momentum {mu}", run.trace.bytes_sent().max() / 3
         refuse(*((found, f"{case}: worker {rank}, {found}") for rank, found in enumerate(run)),
                (most > 2 * 96, f"{case}: a worker sends {most} bytes a round; an all-reduce of 96 is enough"))  # fmt: skip
@@ -65,9 +63,9 @@ def repaired(function: Function) -> str:
     """Check `repaired(comm, model, make, gradient, rounds, H)`: DiLoCo, with an inner optimizer that is made once."""
     without(function, "DiLoCo")
     for ranks, rounds, H in ((1, 2, 3), (2, 3, 4), (3, 3, 1), (5, 2, 5)):
-        (wanted, *_), *_ = simulate(_trained, star(ranks, 1e9, 1e-6), _right, rounds, H)
-        apart = simulate(_trained, star(ranks, 1e9, 1e-6), _right, 1, rounds * H, False)  # what comes of deltas that are zero
-        for rank, (end, made, steps) in enumerate(simulate(_trained, star(ranks, 1e9, 1e-6), function, rounds, H)):
+        (wanted, *_), *_ = among(ranks, _trained, _right, rounds, H)
+        apart = among(ranks, _trained, _right, 1, rounds * H, False)  # what comes of deltas that are zero
+        for rank, (end, made, steps) in enumerate(among(ranks, _trained, function, rounds, H)):
             case = f"workers: {ranks}, {rounds} rounds of {H} steps, worker {rank}"
             ask = "are deltas zero?" if torch.allclose(end, apart[rank][0]) else "where does a round begin, which mean ends it?"
             refuse((steps != rounds * H, f"{case}: {steps} gradients were computed, and {rounds * H} should be"),
@@ -141,7 +139,7 @@ def due(function: Function) -> str:
     """Check `due(step, H, fragments)`: the fragment that is sent after this step, or None."""
     for H, fragments in ((4, 1), (4, 2), (4, 4), (12, 3), (20, 5), (1, 1)):
         sent = {step: said for step in range(1, 3 * H + 1) if (said := function(step, H, fragments)) is not None}
-        case, steps = f"H = {H}, {fragments} fragment{'s' * (fragments > 1)}", [*range(H // fragments, 3 * H + 1, H // fragments)]
+        case, steps = f"H = {H}, {plural(fragments, 'fragment')}", [*range(H // fragments, 3 * H + 1, H // fragments)]
         refuse(([*sent] != steps, f"{case}: something is sent after {[*sent][:8]}...; equal gaps would be {steps[:8]}..."),
                ([*sent.values()] != [*range(fragments)] * 3, f"{case}: {[*sent.values()]}; they take turns, from 0"))  # fmt: skip
     return "6 plans of three rounds"

@@ -6,11 +6,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.exercise import Function, among, answered, judged, plural
 from d2lps.check.saving import batches, dice, moments
 from d2lps.check.tools import parts, refuse
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 __all__ = ["accumulation", "batches", "clip", "dice", "lend", "memory", "moments", "sharded_step"]
 
@@ -30,10 +28,10 @@ def memory(answer: Any) -> str:
 def sharded_step(function: Function) -> str:
     """Check `function(comm, weights, gradient, velocity, rate, momentum)`: two steps of ZeRO 1, against one process."""
     for p, n in ((1, 5), (2, 8), (3, 8), (4, 6), (5, 3), (8, 40)):
-        case, length = f"{p} rank{'s' * (p > 1)}, {n} weights: ", -(-n // p)
+        case, length = f"{plural(p, 'rank')}, {n} weights: ", -(-n // p)
         start, gradients = torch.arange(1.0, n + 1).double(), torch.arange(2.0 * p * n).double().view(2, p, n).sin()
         rate, momentum = 1 / (p + 1), 0.9 - p / 20
-        run = simulate(_stepped, star(p, 1e9, 1e-6), function, start, gradients, length, rate, momentum)
+        run = among(p, _stepped, function, start, gradients, length, rate, momentum)
         velocity, weights = torch.zeros(length * p).double(), start.clone()
         for gradient in gradients.mean(1):
             velocity[:n] = momentum * velocity[:n] + gradient
@@ -75,8 +73,8 @@ def clip(function: Function) -> str:
     """Check `function(comm, shard, max_norm)`: scale a shard so that the norm of all shards is at most max_norm; return it."""
     for p, most in ((1, 1.0), (2, 1.0), (3, 2.0), (5, 100.0), (8, 0.5)):
         whole = torch.arange(1.0, 4 * p + 1).double().sin() * torch.arange(1.0, 4 * p + 1).double() / 2
-        norm, case = whole.norm().item(), f"{p} rank{'s' * (p > 1)}, shards of 4, max_norm {most}: "
-        run = simulate(_clipped, star(p, 1e9, 1e-6), function, whole, most)
+        norm, case = whole.norm().item(), f"{plural(p, 'rank')}, shards of 4, max_norm {most}: "
+        run = among(p, _clipped, function, whole, most)
         after = torch.cat([shard for _, shard in run])
         local = torch.cat([s * min(1, most / s.norm().item()) for s in whole.chunk(p)])
         alike = p > 1 and most < norm and torch.allclose(after, local, rtol=1e-4)
@@ -104,8 +102,8 @@ def _clipped(comm: Any, function: Function, whole: torch.Tensor, most: float) ->
 def lend(function: Function) -> str:
     """Check `function(comm, layer)`: the layer's weight is whole while it is needed, and takes no memory else."""
     for p in (1, 2, 3, 4):
-        case = f"{p} rank{'s' * (p > 1)}: "
-        run = simulate(_lent, star(p, 1e9, 1e-6), function)
+        case = f"{plural(p, 'rank')}: "
+        run = among(p, _lent, function)
         for rank, (held, right) in enumerate(run):
             for moment, layers in held.items():
                 most = int(moment.startswith("in"))

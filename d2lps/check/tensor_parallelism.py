@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from d2lps.check.exercise import Function, answered, judged
+from d2lps.check.exercise import Function, among, answered, judged, plural
 from d2lps.check.tools import parts, refuse, without
 from d2lps.collectives import all_reduce
 from d2lps.parallel import Mesh
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 __all__ = ["cost", "cross_entropy", "generator", "gradients", "missing", "row"]
 
@@ -23,30 +21,25 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-def _said(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks > 1)}: "
-
-
 def _sent(work: Callable[..., Any], ranks: int) -> int:
-    return int(simulate(work, star(ranks, 1e9, 1e-6)).trace.bytes_sent().max())
+    return int(among(ranks, work).trace.bytes_sent().max())
 
 
 @judged
 def row(function: Function) -> str:
     """Check `function(comm, x, weight, bias)`: all of y on every rank, from pieces of x, by one all-reduce."""
     for p in (1, 2, 3, 5, 8):
-        x, weight, bias = _random(4, 120), _random(120, 7), _random(7) + 3
-        run = simulate(lambda comm, x=x, w=weight, b=bias: function(comm, x.chunk(comm.size, 1)[comm.rank].clone(), w, b.clone()),
-                       star(p, 1e9, 1e-6))  # fmt: skip
+        case, x, weight, bias = plural(p, "rank"), _random(4, 120), _random(120, 7), _random(7) + 3
+        run = among(p, lambda comm, x=x, w=weight, b=bias: function(comm, x.chunk(comm.size, 1)[comm.rank].clone(), w, b.clone()))
         few, wanted = _sent(lambda comm: all_reduce(comm, torch.zeros(28).double()), p), x @ weight + bias
         for rank, y in enumerate(run):
-            refuse((not isinstance(y, Tensor) or y.shape != (4, 7), f"{_said(p)}rank {rank} gives no tensor of shape [4, 7]"))
-            refuse((p > 1 and _near(y, wanted + (p - 1) * bias), f"{_said(p)}the bias is in y {p} times: what is summed up?"),
-                   (_near(y, wanted - bias), f"{_said(p)}the bias is missing"),
-                   (not _near(y, wanted), f"{_said(p)}rank {rank} is off by {(y - wanted).abs().max():.3g}: which rows of the "
+            refuse((not isinstance(y, Tensor) or y.shape != (4, 7), f"{case}: rank {rank} gives no tensor of shape [4, 7]"))
+            refuse((p > 1 and _near(y, wanted + (p - 1) * bias), f"{case}: the bias is in y {p} times: what is summed up?"),
+                   (_near(y, wanted - bias), f"{case}: the bias is missing"),
+                   (not _near(y, wanted), f"{case}: rank {rank} is off by {(y - wanted).abs().max():.3g}: which rows of the "
                     "weight belong to its piece of x, and are the products added up?"))  # fmt: skip
         sent = int(run.trace.bytes_sent().max())
-        refuse((sent > few, f"{_said(p)}a rank sends {sent} bytes, and one all-reduce of y takes {few}"))
+        refuse((sent > few, f"{case}: a rank sends {sent} bytes, and one all-reduce of y takes {few}"))
     return "one sum of the products, and the bias once after it"
 
 
@@ -60,7 +53,7 @@ def cross_entropy(function: Function) -> str:
     without(function, "vocab_cross_entropy")
     for (p, wide, count), (scale, shift) in itertools.product(((1, 4, 6), (2, 3, 5), (3, 4, 6), (5, 2, 7)),
                                                               ((1, 0), (1000, 0), (1000, -9000))):  # fmt: skip
-        logits = scale * _random(count, wide * p) + shift
+        case, logits = plural(p, "rank"), scale * _random(count, wide * p) + shift
         targets = torch.randint(wide * p, (count,), generator=torch.Generator().manual_seed(p))
         wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         slope = logits.softmax(-1) - torch.nn.functional.one_hot(targets, wide * p)
@@ -73,9 +66,9 @@ def cross_entropy(function: Function) -> str:
             loss.backward()
             return loss.item(), mine.grad
 
-        run = simulate(work, star(p, 1e9, 1e-6))
+        run = among(p, work)
         for rank, (loss, got) in enumerate(run):
-            said = f"{_said(p)}{count} targets, logits of about {scale + shift}, rank {rank}: "
+            said = f"{case}: {count} targets, logits of about {scale + shift}, rank {rank}: "
             refuse((not math.isfinite(loss), f"{said}the loss is {loss}; an exponential overflows, or all of them vanish: which "
                     "maximum is to be taken off the logits?"),
                    (abs(loss - wanted / count) < 1e-8 * abs(wanted), f"{said}the loss is the mean over the targets, and their "
@@ -88,7 +81,7 @@ def cross_entropy(function: Function) -> str:
                     "minus one for the target: does each sum pass it back as g does?"))  # fmt: skip
         few = _sent(lambda comm, n=count: [all_reduce(comm, torch.zeros(n).double()) for _ in range(3)], p)
         sent = int(run.trace.bytes_sent().max())
-        refuse((sent > few, f"{_said(p)}a rank sends {sent} bytes; three numbers a target take {few}"))
+        refuse((sent > few, f"{case}: a rank sends {sent} bytes; three numbers a target take {few}"))
     return "a maximum, a sum and a target's own logit: three numbers for each target"
 
 
@@ -112,7 +105,7 @@ def gradients(function: Function) -> str:
             for group, count in ((mesh.tp, 30 // dp), (mesh.tp, 30 // dp), (mesh.dp, 240 // tp), (mesh.dp, 240 // tp)):
                 all_reduce(group, torch.zeros(count).double())
 
-        run = simulate(work, star(dp * tp, 1e9, 1e-6))
+        run = among(dp * tp, work)
         for rank, found in enumerate(run):
             for name, one, number, times, (dim, pieces, place) in found:
                 mine = times * whole[number].chunk(pieces, dim)[place]  # x's is of the mean of this rank's own examples

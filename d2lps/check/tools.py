@@ -84,15 +84,6 @@ def _codes(function: Any) -> list[CodeType]:
     return codes
 
 
-def ranks(p: int) -> str:
-    """How many ranks.
-
-    >>> ranks(1), ranks(2)
-    ('1 rank', '2 ranks')
-    """
-    return f"{p} rank{'s' * (p != 1)}"
-
-
 def played(function: Function, topology: Topology, nbytes: int, *args: Any, **how: Any) -> Run:
     """The run of `function(comm, tensor, *args)` on a described cluster: its time, and its trace."""
     blank = torch.empty(nbytes // 4, device="meta")
@@ -101,15 +92,10 @@ def played(function: Function, topology: Topology, nbytes: int, *args: Any, **ho
 
 def number(given: Any, wanted: float, unit: str, hint: str, within: float = 0.01) -> None:
     """An answer that is a number, right to one percent; else the hint."""
-    if math.isnan(answer := _number(given)):
-        raise Wrong(f"{given!r} is no number; it is asked in {unit}")
-    given = answer
-    for factor, times in ((1e3, "a thousand"), (1e6, "a million"), (1e9, "a billion")):
-        for other, said in ((wanted * factor, "large"), (wanted / factor, "small")):
-            if abs(given - other) <= within * abs(other):
-                raise Wrong(f"{given:g} is {times} times too {said}: it is asked in {unit}")
-    if not abs(given - wanted) <= within * abs(wanted):
-        raise Wrong(f"{given:g} {unit} is not it: {hint}")
+    answer = _number(given)
+    refuse((math.isnan(answer), f"{given!r} is no number; it is asked in {unit}"),
+           (slip := _slip(answer, wanted, within), f"{answer:g} is {slip}: it is asked in {unit}"),
+           (not abs(answer - wanted) <= within * abs(wanted), f"{answer:g} {unit} is not it: {hint}"))  # fmt: skip
 
 
 def near(what: str, given: Any, wanted: float, hint: str, within: float = 0.006) -> None:
@@ -120,13 +106,19 @@ def near(what: str, given: Any, wanted: float, hint: str, within: float = 0.006)
     d2lps.check.exercise.Wrong: a message, ms: not 2, which is a thousand times too small: in which unit is it asked?
     """
     if not abs((answer := _number(given)) - wanted) <= within * abs(wanted):
-        said = given.item() if isinstance(given, np.generic) else given
-        for factor, times in ((1e3, "a thousand"), (1e6, "a million"), (1e9, "a billion")):
-            for other, how in ((wanted * factor, "large"), (wanted / factor, "small")):
-                if wanted and abs(answer - other) <= within * abs(other):
-                    raise Wrong(f"{what}: not {said!r}, which is {times} times too {how}: in which unit is it asked?")
+        said, slip = given.item() if isinstance(given, np.generic) else given, _slip(answer, wanted, within)
+        refuse((slip, f"{what}: not {said!r}, which is {slip}: in which unit is it asked?"))
         rounded = math.isfinite(answer) and answer == float(f"{wanted:.2g}") != wanted
         raise Wrong(f"{what}: not {said!r}{', unless you have rounded it: give one digit more' * rounded}. {hint}")
+
+
+def _slip(answer: float, wanted: float, within: float) -> str:
+    """`_slip(3.0, 3000.0, 0.01) == "a thousand times too small"`: an answer in another unit; empty for any other."""
+    for factor, times in ((1e3, "a thousand"), (1e6, "a million"), (1e9, "a billion")):
+        for other, how in ((wanted * factor, "large"), (wanted / factor, "small")):
+            if wanted and abs(answer - other) <= within * abs(other):
+                return f"{times} times too {how}"
+    return ""
 
 
 def _number(given: Any) -> float:

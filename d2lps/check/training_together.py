@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from d2lps.check.exercise import Function, judged
+from d2lps.check.exercise import Function, among, judged
 from d2lps.check.tools import refuse
 from d2lps.collectives import all_reduce
 from d2lps.result import Run
-from d2lps.simulator import simulate
-from d2lps.topology import star
 
 __all__ = ["accuracy", "backward", "shares", "weighted_mean"]
 
@@ -27,7 +25,7 @@ def weighted_mean(function: Function) -> str:
     for counts in ([4], [5, 0], [3, 3, 3], [0, 9, 1], [40, 8, 8, 8], [5, 0, 1, 0, 2], [0, 0, 0, 0, 0, 0, 0, 7]):
         images = torch.rand(sum(counts), _LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         run, case = _shared(function, images, counts), f"shards of {counts}"
-        usual = simulate(lambda comm: all_reduce(comm, torch.ones(_LENGTH + 1).double()), star(len(counts), 1e9, 1e-6)).trace
+        usual = among(len(counts), lambda comm: all_reduce(comm, torch.ones(_LENGTH + 1).double())).trace
         why = "does every image count as much as every other?"
         if all(torch.equal(before, got) for before, got in run):
             why = ("no rank's `gradient` has changed: write into it, as gradient.copy_(...) does; `gradient = ...` only gives "
@@ -53,7 +51,7 @@ def _shared(function: Function, images: torch.Tensor, counts: list[int]) -> Run:
                 "is to become the mean, in place"))  # fmt: skip
         return before, gradient
 
-    return simulate(work, star(len(counts), 1e9, 1e-6))
+    return among(len(counts), work)
 
 
 @judged
@@ -87,7 +85,7 @@ def accuracy(function: Function) -> str:
     """Check `function(comm, correct, seen)`: the share of correct answers among all ranks' images, on every rank."""
     large = 2**24
     for pairs in ([(3, 4)], [(9, 10), (0, 1)], [(52, 52), (0, 51), (13, 51)], [(0, 0), (1, 3)], [(large, large)] + [(1, 2)] * 4):
-        run = simulate(lambda comm, pairs=pairs: function(comm, *pairs[comm.rank]), star(len(pairs), 1e9, 1e-6))
+        run = among(len(pairs), lambda comm, pairs=pairs: function(comm, *pairs[comm.rank]))
         correct, seen = (sum(column) for column in zip(*pairs, strict=True))
         for rank, got in enumerate(run):
             case = f"(correct, seen) = {pairs}: rank {rank}"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
-from d2lps.check.exercise import Function, Wrong, answered, judged, raised
+from d2lps.check.exercise import Function, Wrong, answered, judged, plural, raised
 from d2lps.check.tools import refuse
 
 _M = 24 * 54 / 419 * 16_384 / 100_000  # hours between failures, of 100,000 GPUs like those of Llama 3
@@ -80,7 +80,7 @@ def _lived(make: Callable[[Any], Any], clients: int, victim: int, moment: str) -
             disk.stop, server = "", make(disk)
             for again in range(max(1, number - clients + 1), number + 1):
                 _handled(server, names[again - 1], _amount(again))
-        who = f"{clients} client{'s' * (clients > 1)}"
+        who = f"{plural(clients, 'client')}"
         case = f"{who}, push {victim} stopped {_MOMENTS[moment]}, every client repeats its last push"
         for what, value in (("", server.value), (", after one more new life,", make(disk).value)):
             if value != expected:

@@ -4,23 +4,17 @@ import math
 import random
 from typing import Any
 
-from d2lps.check.exercise import Function, Wrong, answered, judged
-from d2lps.check.tools import refuse
-from d2lps.simulator import simulate
-from d2lps.topology import star
-
-
-def _near(what: str, mine: float, right: float, hint: str, within: float = 0.01) -> None:
-    refuse((abs(mine / right - 1) > within, f"{what} is not {mine:g}: {hint}"))
+from d2lps.check.exercise import Function, Wrong, among, answered, judged
+from d2lps.check.tools import near, refuse
 
 
 @answered
 def flop(outside_products: int, never_computed: float) -> str:
     """Check how many parameters take part in no matrix product, and the FLOP an image of the product that nobody needs."""
-    _near("the number of parameters outside of products", outside_products, 3 * 512 + 10, "which of a layer's are added?", 0)
+    near("parameters outside of products", outside_products, 3 * 512 + 10, "Which of a layer's are added?", 0)
     if never_computed == 2 * 10 * 512:
         raise Wrong("the last layer's three products are all needed; which layer's input is no other layer's output?")
-    _near("the product never computed (FLOP an image)", never_computed, 2 * 64 * 512, "two operations for each weight", 0)
+    near("FLOP an image of the product never computed", never_computed, 2 * 64 * 512, "Two operations for each weight", 0)
     return "every FLOP is accounted for"
 
 
@@ -38,18 +32,18 @@ def devices(function: Function) -> str:
 @answered
 def llama(adam: int, plain: int, file_system: float, disk: float) -> str:
     """Check the devices for Llama 3's state in two ways, and the seconds of a checkpoint in two places."""
-    _near("the number with Adam", adam, 81, "16 bytes a parameter", 0)
-    _near("the number with plain descent", plain, 41, "what is kept: a parameter and a gradient, 4 bytes each", 0)
-    which = "which of the 16 bytes can be computed from the others, or are not needed to go on?"
-    _near("the time to the file system, in seconds,", file_system, 405e9 * 12 / 2e12, which)
-    _near("the time to one disk, in seconds,", disk, 405e9 * 12 / 5e9, "the bytes that went to the file system, now at 5 GB/s")
+    near("devices with Adam", adam, 81, "16 bytes a parameter", 0)
+    near("devices with plain descent", plain, 41, "What is kept: a parameter and a gradient, 4 bytes each", 0)
+    which = "Which of the 16 bytes can be computed from the others, or are not needed to go on?"
+    near("seconds to the file system", file_system, 405e9 * 12 / 2e12, which, 0.01)
+    near("seconds to one disk", disk, 405e9 * 12 / 5e9, "The bytes that went to the file system, now at 5 GB/s", 0.01)
     return "seconds to a large file system, a quarter of an hour to a disk"
 
 
 @answered
 def tokens(t: float) -> str:
     """Check for how many tokens computing takes as long as the ring's sum."""
-    _near("t", t, 4 / 3 * 0.4 * 989e12 / 50e9, "write both times with N, set them equal; gradients have 4 bytes, and pass twice")
+    near("t", t, 4 / 3 * 0.4 * 989e12 / 50e9, "Write both times with N, set them equal; gradients have 4 bytes, and pass twice")
     return "whatever the model's size"
 
 
@@ -59,8 +53,8 @@ def van(break_even: float, hours_by_link: float) -> str:
     link, load = 1 / 10e9, 60 / 20e12
     if abs(break_even * link / 86_400 - 1) < 0.01:
         raise Wrong("the disks have to be loaded and unloaded as well: the van has a beta, too")
-    _near("the break-even, in bytes,", break_even, 86_400 / (link - load), "when are alpha + n beta of both equal?")
-    _near("the time of 90 TB by the link, in hours,", hours_by_link, 2.5, "bytes by bytes a second, then seconds to hours")
+    near("break-even, in bytes", break_even, 86_400 / (link - load), "When are alpha + n beta of both equal?", 0.01)
+    near("hours of 90 TB by the link", hours_by_link, 2.5, "Bytes by bytes a second, then seconds to hours", 0.01)
     return "nearly a petabyte, and 90 TB go by the link"
 
 
@@ -131,7 +125,7 @@ def steps_together(function: Function) -> str:
     dice = random.Random(3)
     for ranks in (1, 2, 3, 4, 5, 8, 11):
         for batches in ([dice.randint(5, 99) for _ in range(ranks)], [7] * ranks, [dice.randint(0, 2) for _ in range(ranks)]):
-            run = simulate(lambda comm, batches=batches: function(comm, batches[comm.rank]), star(ranks, 1e9))
+            run = among(ranks, lambda comm, batches=batches: function(comm, batches[comm.rank]))
             for rank, steps in enumerate(run):
                 refuse((steps != min(batches), f"batches {batches}: rank {rank} would take {steps!r} steps; who runs out first?"))
     return "everyone stops when the first one runs out, among 1 to 11 ranks"
