@@ -154,11 +154,10 @@ def train(comm: Communicator, make: Callable[[], nn.Module], pieces: int, dtype:
 WAYS: dict[str, dict[str, Any]] = {
     "one bucket": {},
     "small buckets": {"bucket_cap": 1000},
-    "each alone": {"bucket_cap": 1, "algorithm": "tree"},
+    "each alone": {"bucket_cap": 1},
     "in pieces": {"bucket_cap": 2000, "piece": 240},
     "priority": {"bucket_cap": 400, "piece": 240, "order": "priority"},
-    "several at a time": {"bucket_cap": 400, "piece": 240, "order": "priority", "credit": 3},
-    "steps as needed": {"bucket_cap": 400, "order": "priority", "credit": 2, "optimizer": Momentum},
+    "steps as needed": {"bucket_cap": 400, "order": "priority", "optimizer": Momentum},
 }
 
 
@@ -178,7 +177,7 @@ def test_training_equals_that_of_one_process(world: Runner, ranks: int) -> None:
 
 
 def test_so_it_does_in_single_precision_on_gloo() -> None:
-    for found in d2lps.run(train, 3, plain, 1, torch.float32, WAYS["several at a time"], backend="gloo"):
+    for found in d2lps.run(train, 3, plain, 1, torch.float32, WAYS["priority"], backend="gloo"):
         torch.testing.assert_close(found, alone(plain, torch.float32), rtol=1e-6, atol=1e-6)
 
 
@@ -224,80 +223,16 @@ def test_gradients_are_views_of_the_buckets(world: Runner) -> None:
     assert world(work, 2) == [[False, True, True]] * 2
 
 
-def test_replicas_stay_alike_with_a_codec_and_their_gradients_are_near(world: Runner) -> None:
-    def gradients(comm: Communicator, codec: Any) -> Tensor:
-        model = DataParallel(comm, net(plain, torch.float32), bucket_cap=2000, codec=codec)
-        for step in range(3):
-            model.zero_grad()
-            model(batch(step, torch.float32).chunk(comm.size)[comm.rank]).square().mean().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    def work(comm: Communicator) -> list[Tensor]:
-        remembering = [compress.ErrorFeedback(codec) for codec in (compress.top_k(0.5), compress.power_sgd(2))]
-        return [gradients(comm, codec) for codec in (None, compress.half(), *remembering)]
-
-    (whole, *one), (_, *two) = world(work, 2)
-    for mine, others in zip(one, two, strict=True):
-        assert torch.equal(mine, others) and not torch.equal(mine, whole)
-        assert (mine - whole).norm() < 0.5 * whole.norm()
-
-
-@pytest.mark.parametrize("algorithm", ["two_stage", "all_gather"])
-def test_a_codec_may_take_an_algorithm_of_its_own(algorithm: str) -> None:
-    def work(comm: Communicator) -> Tensor:
-        model = DataParallel(comm, nn.Linear(40, 1, bias=False), codec=compress.one_bit(), algorithm=algorithm)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.full((1, 40), comm.rank + 1.0)).sum().backward()
-        return model.module.weight.grad
-
-    assert all(torch.equal(found, torch.full((1, 40), 1.5)) for found in simulated(work, 2))
-
-
-def test_a_codec_without_feedback_draws_anew_each_turn() -> None:
-    def work(comm: Communicator) -> list[Tensor]:
-        model, found = DataParallel(comm, nn.Linear(40, 1, bias=False), codec=compress.random_k(0.1)), []
-        for _ in range(5):
-            model.zero_grad()
-            model(torch.ones(2, 40)).sum().backward()
-            found.append(model.module.weight.grad.flatten() != 0)
-        return found[1:]  # in the first pass all is sent
-
-    for rank in simulated(work, 2):
-        assert [int(sent.sum()) for sent in rank] == [4] * 4 and torch.stack(rank).any(0).sum() > 8
-
-
-class Own(compress.Codec):
-    def encode(self, tensor: Tensor, turn: int = 0) -> Tensor:
-        return tensor.flatten().clone()
-
-    def decode(self, sent: Tensor, like: Tensor, turn: int = 0) -> Tensor:
-        return sent.view(like.shape)
-
-
 @pytest.mark.parametrize("what", ["a larger layer", "a layer more", "another cap"])
 def test_ranks_whose_models_differ_are_told_at_once(world: Runner, what: str) -> None:
     def work(comm: Communicator) -> None:
         other = comm.rank == 1
         layers = [nn.Linear(3, 4 if other and what == "a larger layer" else 3)] * (2 if other and what == "a layer more" else 1)
         layers = [nn.Linear(layer.in_features, layer.out_features) for layer in layers]
-        DataParallel(comm, nn.Sequential(*layers), 7 if other and what == "another cap" else 8, codec=Own())
+        DataParallel(comm, nn.Sequential(*layers), 7 if other and what == "another cap" else 8)
 
     with pytest.raises(d2lps.Mismatch, match=r"rank 1 calls DataParallel\(bucket_cap="):
         world(work, 3)
-
-
-def test_what_is_no_codec_is_refused_before_the_first_pass() -> None:
-    with pytest.raises(TypeError, match=r"codec=<function int8 .*> is none: one is made by a call"):
-        simulated(lambda comm: DataParallel(comm, plain(), codec=compress.int8), 2)  # type: ignore[arg-type]
-
-
-def test_a_codec_of_ones_own_is_the_same_on_all_processes() -> None:
-    def work(comm: Communicator) -> str:
-        DataParallel(comm, nn.Linear(2, 2), codec=Own())
-        return repr(compress.ErrorFeedback(Own()))
-
-    assert list(d2lps.run(work, 2)) == ["ErrorFeedback(Own())"] * 2
 
 
 def test_one_that_is_left_out_is_named_and_the_next_pass_is_as_any(world: Runner) -> None:
@@ -368,16 +303,20 @@ def test_a_step_for_which_no_forward_pass_has_asked_is_refused(world: Runner) ->
     assert world(work, 2) == [said] * 2
 
 
-@pytest.mark.parametrize("credit", [1, 3])
-def test_what_goes_wrong_in_a_lane_comes_out_of_the_backward_pass(world: Runner, credit: int) -> None:
-    def work(comm: Communicator) -> None:
-        codec = compress.ErrorFeedback(compress.top_k(0.5))  # which refuses what is not finite
-        model = DataParallel(comm, net(plain), bucket_cap=1000, codec=codec, piece=80, credit=credit)
-        for factor in (1.0, float("nan")):
-            (model(batch(0)).sum() * factor).backward()
+def test_what_goes_wrong_in_the_lane_comes_out_of_wait_and_of_finish(world: Runner) -> None:
+    def refuse(comm: Communicator, piece: Tensor, number: int) -> None:
+        if number:
+            raise ValueError(f"tensor {number} is refused")
 
-    with pytest.raises(ValueError, match=r"bucket . from .* has nan at"):
-        world(work, 2)
+    def work(comm: Communicator, finishes: bool) -> None:
+        scheduler = Scheduler(comm, [torch.ones(4), torch.ones(4), torch.ones(4)], piece=8, reduce=refuse)
+        for number in range(3):
+            scheduler.ready(number)
+        scheduler.finish() if finishes else scheduler.wait(2)  # which the lane never comes to
+
+    for finishes in (False, True):
+        with pytest.raises(ValueError, match="tensor 1 is refused"):
+            world(work, 2, finishes)
 
 
 class Failing(torch.autograd.Function):
@@ -552,7 +491,7 @@ def test_what_is_needed_first_goes_first_and_vgg16_trains_faster() -> None:
 # ---- in what order ----------------------------------------------------------------------------------------------------
 
 
-def sent(comm: Communicator, order: str, credit: int, late: float = 0.0) -> tuple[list[tuple[int, int]], list[float]]:
+def sent(comm: Communicator, order: str, late: float = 0.0) -> tuple[list[tuple[int, int]], list[float]]:
     """Three tensors of 3, 1 and 2 pieces that get ready one after another: what is sent when, and the sums."""
     turns: list[tuple[int, int]] = []
     tensors = [torch.full((length,), float(comm.rank)) for length in (6, 2, 4)]
@@ -562,7 +501,7 @@ def sent(comm: Communicator, order: str, credit: int, late: float = 0.0) -> tupl
         all_reduce(beside, piece)
         beside.sleep(0.01)
 
-    scheduler = Scheduler(comm, tensors, order, piece=8, credit=credit, reduce=reduce)
+    scheduler = Scheduler(comm, tensors, order, piece=8, reduce=reduce)
     for number in range(3):
         comm.sleep(0.005 + (late if comm.rank == comm.size - 1 else 0.0))
         scheduler.ready(number)
@@ -574,30 +513,27 @@ def sent(comm: Communicator, order: str, credit: int, late: float = 0.0) -> tupl
 
 def test_of_what_is_ready_the_urgent_is_sent_first() -> None:
     fifo = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
-    assert simulated(sent, 2, "fifo", 1)[0][0] == fifo
-    assert simulated(sent, 2, "priority", 1)[0][0] == [(0, 0), (2, 0), (2, 1), (1, 0), (0, 1), (0, 2)]
-    assert simulated(sent, 2, "priority", 2)[0][0] == [(0, 0), (0, 1), (2, 0), (2, 1), (1, 0), (0, 2)]
+    assert simulated(sent, 2, "fifo")[0][0] == fifo
+    assert simulated(sent, 2, "priority")[0][0] == [(0, 0), (2, 0), (2, 1), (1, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("order", ["fifo", "priority"])
 def test_all_ranks_send_in_one_order_though_one_is_late(ranks: int, order: str) -> None:
-    for credit in (1, 4):
-        turns, sums = zip(*simulated(sent, ranks, order, credit, 0.02), strict=True)
-        assert sums == ([ranks * (ranks - 1) / 2] * 3,) * ranks
-        assert credit > 1 or all(turn == turns[0] for turn in turns)
+    turns, sums = zip(*simulated(sent, ranks, order, 0.02), strict=True)
+    assert sums == ([ranks * (ranks - 1) / 2] * 3,) * ranks
+    assert all(turn == turns[0] for turn in turns)
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 def test_so_they_do_on_processes(backend: str) -> None:
-    for credit in (1, 3):
-        turns, sums = zip(*d2lps.run(sent, 3, "priority", credit, 0.01, backend=backend), strict=True)
-        assert sums == ([3.0] * 3,) * 3
-        assert sorted(turns[0]) == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
-        assert credit > 1 or turns[0] == turns[1] == turns[2]
+    turns, sums = zip(*d2lps.run(sent, 3, "priority", 0.01, backend=backend), strict=True)
+    assert sums == ([3.0] * 3,) * 3
+    assert sorted(turns[0]) == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert turns[0] == turns[1] == turns[2]
 
 
-@pytest.mark.parametrize("options", [{"piece": 0}, {"credit": 0}, {"credit": 2.0}, {"piece": True}, {"order": "lifo"}])
+@pytest.mark.parametrize("options", [{"piece": 0}, {"piece": True}, {"order": "lifo"}])
 def test_a_schedule_that_is_none_is_refused(options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}"):

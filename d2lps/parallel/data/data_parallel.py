@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from d2lps import compress
-from d2lps.collectives import all_reduce, broadcast
-from d2lps.comm import Communicator, ReduceOp
-from d2lps.compress import Codec, ErrorFeedback
-from d2lps.compress.feedback import counting
+from d2lps.collectives import broadcast
+from d2lps.comm import Communicator
 from d2lps.parallel.data.buckets import MIB, buckets, flatten
 from d2lps.parallel.data.priority import Scheduler
 from d2lps.parallel.data.replicas import Replicas
@@ -33,9 +30,7 @@ class DataParallel(nn.Module):
     gradients got ready, and buckets go by that. `zero_grad(set_to_none=False)` keeps the views, and spares a copy a step.
     Buffers, a batch norm's statistics for one, are rank 0's at the start and each rank's own from there.
 
-    algorithm: of `collectives.all_reduce`. codec: sent is what it makes of a bucket, by `compress.all_reduce` and an algorithm of
-    that, but for the first backward pass; what it leaves unsent is lost, unless it is an ErrorFeedback. order, piece, credit:
-    see `Scheduler`.
+    order, piece: see `Scheduler`.
     optimizer: a function that makes one of parameters, such as `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not
     wait, and leaves no gradients: a parameter takes its step when the next forward pass comes to the module that has it, or at
     `synchronize`. So communication goes on beside the forward pass too; that is where priorities pay.
@@ -51,20 +46,18 @@ class DataParallel(nn.Module):
     """
 
     def __init__(
-        self, comm: Communicator, module: nn.Module, bucket_cap: int | None = None, codec: Codec | ErrorFeedback | None = None,
-        algorithm: str | None = None, order: str = "fifo", piece: int | None = None, credit: int = 1,
+        self, comm: Communicator, module: nn.Module, bucket_cap: int | None = None, order: str = "fifo", piece: int | None = None,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None, check: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.comm, self.module, self.algorithm = comm, module, algorithm
-        self.codec = None if codec is None else counting(codec)
+        self.comm, self.module = comm, module
         self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self._all = list(self._names)
         if not self._all:
             raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is nothing to average")
         self._caps = (25 * MIB, MIB) if bucket_cap is None else (bucket_cap, bucket_cap)
         self._settle(list(range(len(self._all))))
-        self._schedule = partial(Scheduler, order=order, piece=piece, credit=credit, reduce=self._average)
+        self._schedule = partial(Scheduler, order=order, piece=piece)
         self._scheduler: Any = None  # of the backward pass that goes on, or of the last one
         self._missing: list[set[int]] = []  # while one goes on: of each bucket, which gradients are not ready
         self._seen: list[int] | None = []  # those that are, in turn, until the order is settled
@@ -72,7 +65,7 @@ class DataParallel(nn.Module):
         self._replicas, self._checks = Replicas(comm, module, buffers=False), check
         self._inputs: dict[str, Tensor] = {}
         shapes = [list(parameter.shape) for parameter in self._all]
-        comm.agree(f"DataParallel({bucket_cap=}, {codec=}, {order=}, {piece=}, {credit=}) of {len(shapes)} parameters, {shapes}")
+        comm.agree(f"DataParallel({bucket_cap=}, {order=}, {piece=}) of {len(shapes)} parameters, {shapes}")
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(comm, tensor)
         for number, parameter in enumerate(self._all):
@@ -119,15 +112,6 @@ class DataParallel(nn.Module):
         self._views: list[list[Tensor]] = list(views)
         places = ((number, (index, k)) for index, bucket in enumerate(self.buckets) for k, number in enumerate(bucket))
         self._place = dict(places)  # of a parameter: its bucket, and where in that
-
-    def _average(self, comm: Communicator, piece: Tensor, index: int) -> None:
-        """In a lane: of a bucket, or of a piece of one."""
-        if self.codec is None or self._seen is not None:
-            all_reduce(comm, piece, ReduceOp.AVG, (None if self.codec else self.algorithm) or "ring")
-            return
-        sent = self._views[index] if piece.numel() == self._flat[index].numel() else piece
-        compress.all_reduce(comm, sent, self.codec, f"bucket {index} from {piece.storage_offset()}", algorithm=self.algorithm)
-        piece.div_(comm.size)
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ gradient that comes late is urgent, and the large one before it can wait; if tha
 """
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -31,81 +30,69 @@ class Scheduler:
     tensors: in the order in which they get ready, on every rank the same; the last one is needed first.
     order: "fifo": first in, first out. "priority": of what is ready on all ranks, the piece that is needed first; before each
     piece the ranks agree on how much is ready everywhere, an all-reduce of one number by a tree.
-    piece: bytes, to which tensors are cut; None leaves them whole. credit: how many pieces are on their way at a time, each in
-    a lane of its own: with one, each waits for the last one's latency; with many, an urgent one shares the links with others.
-    reduce(comm', piece, number): what is done to a piece of that tensor, in place of the mean. Lanes wait until all are ready, or
-    `close` is called. Errors: what a lane raises comes out of `wait` and `finish`; ValueError for an order that is none.
-    Cost: for each piece what `reduce` costs, with "priority" 2 ceil(log2 p) latencies more; a `Communicator.start` a lane.
+    piece: bytes, to which tensors are cut; None leaves them whole. One piece is on its way at a time, in a lane of its own.
+    reduce(comm', piece, number): what is done to a piece, in place of the mean. The lane waits until all are ready,
+    or `close` is called. Errors: what the lane raises comes out of `wait` and `finish`; ValueError for an order that is none.
+    Cost: for each piece what `reduce` costs, with "priority" 2 ceil(log2 p) latencies more; a `Communicator.start`.
     Source: Jayarajan et al. 2019 (P3); Peng et al. 2019 (ByteScheduler).
     """
 
     def __init__(
-        self, comm: Communicator, tensors: Sequence[Tensor], order: str = "fifo", piece: int | None = None, credit: int = 1,
-        reduce: Callable[[Communicator, Tensor, int], None] | None = None,
+        self, comm: Communicator, tensors: Sequence[Tensor], order: str = "fifo", piece: int | None = None,
+        reduce: Callable[[Communicator, Tensor, int], None] = _mean,
     ) -> None:  # fmt: skip
-        whole("credit", credit)
         whole("piece", 1 if piece is None else piece)
         for index, tensor in enumerate(tensors):
             if not tensor.is_contiguous():
                 raise ValueError(f"tensors[{index}], {describe(tensor)}, does not lie in one run, and can't be cut into pieces")
-        self.comm, self.reduce = comm, reduce or _mean
+        self.comm, self.reduce = comm, reduce
         self._pick = named("order", order, {"fifo": lambda _, oldest: oldest, "priority": self._most_urgent})
         self.pieces = [tensor.view(-1).split(max(1, (piece or tensor.nbytes) // tensor.element_size())) for tensor in tensors]
         self._left = [len(pieces) for pieces in self.pieces]  # of each tensor, how many have not been picked
-        self._unsent, self._counting = list(self._left), Lock()  # and how many have not been sent
         self._ready, self._done = [Event() for _ in tensors], [Event() for _ in tensors]
-        self._picked = [Event() for pieces in self.pieces for _ in pieces]
         self._closed = False
-        lanes = min(credit, len(self._picked))
-        self._works = [comm.start(self._send, lane, lanes) for lane in range(lanes)]
+        self._work = comm.start(self._send)
 
     def ready(self, number: int) -> None:
         """This rank's tensor may be sent."""
         self.comm.signal(self._ready[number])
 
     def wait(self, number: int) -> None:
-        """Return when the tensor is what `reduce` makes of all ranks' tensors; raise what went wrong in a lane."""
+        """Return when the tensor is what `reduce` makes of all ranks' tensors; raise what went wrong in the lane."""
         self.comm.wait(self._done[number])
         if self._closed:
             self.finish()
 
     def finish(self) -> None:
-        """Return when all tensors have been sent; raise what went wrong in a lane."""
-        for work in self._works:
-            work.wait()
+        """Return when all tensors have been sent; raise what went wrong in the lane."""
+        self._work.wait()
 
     def close(self, comm: Communicator | None = None) -> None:
         """Send no more than what has been begun, and let nobody wait for the rest."""
         self._closed = True
-        for event in (*self._ready, *self._picked, *self._done):
+        for event in (*self._ready, *self._done):
             (comm or self.comm).signal(event)
 
-    # ---- in the lanes ---------------------------------------------------------------------------------------------
+    # ---- in the lane ----------------------------------------------------------------------------------------------
 
-    def _send(self, comm: Communicator, lane: int, lanes: int) -> None:
+    def _send(self, comm: Communicator) -> None:
         try:
-            for turn in range(lane, len(self._picked), lanes):
-                self._send_one(comm, turn)
+            while any(self._left):
+                oldest = next(number for number, left in enumerate(self._left) if left)
+                comm.wait(self._ready[oldest])
+                if self._closed:
+                    return
+                self._send_one(comm, self._pick(comm, oldest))
         except BaseException:
             self.close(comm)
             raise
 
-    def _send_one(self, comm: Communicator, turn: int) -> None:
-        """The lanes take turns: a lane picks when the one before it has picked, and all ranks' same lanes the same piece."""
-        if turn:
-            comm.wait(self._picked[turn - 1])
-        oldest = next(number for number, left in enumerate(self._left) if left)
-        comm.wait(self._ready[oldest])
-        if self._closed:
-            return
-        number = self._pick(comm, oldest)
+    def _send_one(self, comm: Communicator, number: int) -> None:
+        """The next piece of this tensor."""
         piece = self.pieces[number][-self._left[number]]
         self._left[number] -= 1
-        comm.signal(self._picked[turn])
         self.reduce(comm, piece, number)
-        with self._counting:
-            self._unsent[number] -= 1
-        if not self._unsent[number]:
+        if not self._left[number]:
             comm.signal(self._done[number])
 
     def _most_urgent(self, comm: Communicator, oldest: int) -> int:
