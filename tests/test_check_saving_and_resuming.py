@@ -8,9 +8,8 @@ import torch
 from solutions import refused
 
 from d2lps.check import sharding_the_state as check
-from d2lps.parallel import Piece, generator_pieces
+from d2lps.parallel import Piece
 from d2lps.parallel.saving.checkpoint import load, save
-from d2lps.parallel.saving.pieces import set_generators
 
 # ---- moments ------------------------------------------------------------------------------------------------------------
 
@@ -156,12 +155,3 @@ def test_dice_refuses(saves, resumes, word):
 def test_the_librarys_way_is_right():
     assert check.moments(right_save, right_resume)
     assert check.dice(saved, resumed)
-
-    def save_all(comm, folder, dice):
-        save(comm, folder, 0, generator_pieces(comm, dice=dice))
-
-    def resume_all(comm, folder, dice):
-        load(comm, folder, pieces := generator_pieces(comm, dice=dice))
-        set_generators(comm, pieces, dice=dice)
-
-    assert check.dice(save_all, resume_all)

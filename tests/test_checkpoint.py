@@ -18,10 +18,10 @@ import d2lps
 from d2lps.collectives import all_reduce
 from d2lps.comm import Event
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
-from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Zero, generator_pieces, module_pieces, optimizer_pieces
+from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Zero, module_pieces, optimizer_pieces
 from d2lps.parallel.saving import saved
 from d2lps.parallel.saving.checkpoint import keep_going, load, save, share_out
-from d2lps.parallel.saving.pieces import copy_common, flaw, overlap, set_generators
+from d2lps.parallel.saving.pieces import copy_common, flaw, overlap
 from d2lps.parallel.saving.saved import fill, look
 from d2lps.topology import star
 
@@ -282,6 +282,7 @@ class Run:
         self.comm, self.net, self.done = comm, model().half().float(), 0
         self.optimizer, self.scaler = adam(self.net.parameters()), LossScaler(2.0**10, growth_interval=2)
         self.dice = torch.Generator().manual_seed(5)
+        self.generators = {"torch": torch.default_generator, "comm": comm.generator, "dice": self.dice}
         torch.manual_seed(comm.rank)  # each rank drops others
 
     def step(self):
@@ -303,12 +304,14 @@ class Run:
         weights = module_pieces(self.net)
         held = {parameter: {name: weights[name]} for name, parameter in self.net.named_parameters()}
         state = optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
-        self.random = generator_pieces(self.comm, dice=self.dice)
+        states = {f"random/{kind}/{self.comm.rank}": dice.get_state() for kind, dice in self.generators.items()}
+        self.random = {name: Piece(state, tuple(state.shape)) for name, state in states.items()}
         return weights | state | self.random
 
     def resume(self, folder):
         manifest = load(self.comm, folder, self.pieces)
-        set_generators(self.comm, self.random, dice=self.dice)
+        for dice, piece in zip(self.generators.values(), self.random.values(), strict=True):
+            dice.set_state(piece.tensor)
         self.done, self.scaler = manifest.extra["done"], LossScaler(**manifest.extra["scaler"])
 
 

@@ -9,7 +9,7 @@ from d2lps.parallel.activations import activations
 from d2lps.parallel.context import context_parallel, ring_attention, zigzag
 from d2lps.parallel.data.buckets import buckets, flatten
 from d2lps.parallel.data.data_parallel import DataParallel
-from d2lps.parallel.data.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD, local_steps
+from d2lps.parallel.data.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD
 from d2lps.parallel.data.mixed_precision import LossScaler, MixedPrecision, wide_all_reduce
 from d2lps.parallel.data.noise import NoiseScale
 from d2lps.parallel.data.priority import Scheduler
@@ -26,7 +26,7 @@ from d2lps.parallel.prediction.measure import measured
 from d2lps.parallel.prediction.predict import Prediction, predict
 from d2lps.parallel.prediction.search import Ranking, search
 from d2lps.parallel.saving.checkpoint import Checkpoints, keep_going
-from d2lps.parallel.saving.pieces import Piece, generator_pieces, module_pieces, optimizer_pieces
+from d2lps.parallel.saving.pieces import Piece, module_pieces, optimizer_pieces
 from d2lps.parallel.sharded.clip import clip_by_global_norm
 from d2lps.parallel.sharded.zero import Zero
 from d2lps.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding, vocab_cross_entropy
@@ -41,7 +41,7 @@ __all__ = ["Action", "Calibration", "Checkpoints", "ColumnLinear", "DataParallel
 __all__ += ["LocalSGD", "LossScaler", "Mesh", "MixedPrecision", "NoiseScale", "Piece", "Plan", "Prediction", "Ranking"]
 __all__ += ["Replicas", "RowLinear", "Scheduler", "StandIn", "Trainer", "Transformer", "VocabEmbedding", "Zero"]
 __all__ += ["activations", "buckets", "calibrate", "clip_by_global_norm", "context_parallel", "cut", "execute"]
-__all__ += ["expert_parallel", "flatten", "generator_pieces", "gpipe", "interleaved", "keep_going", "local_steps"]
+__all__ += ["expert_parallel", "flatten", "gpipe", "interleaved", "keep_going"]
 __all__ += ["measured", "module_pieces", "one_f_one_b", "optimizer_pieces", "picture", "predict", "rebalance", "replay"]
 __all__ += ["resume", "ring_attention", "save_run", "search", "sum_partial", "tensor_parallel", "text", "train"]
 __all__ += ["vocab_cross_entropy", "wide_all_reduce", "zero_bubble", "zigzag"]

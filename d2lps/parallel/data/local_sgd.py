@@ -13,7 +13,6 @@ and "Streaming DiLoCo", 2025, as torchft.local_sgd has it.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from d2lps.compress import Codec, ErrorFeedback
 from d2lps.compress.codec import flat
 from d2lps.compress.feedback import counting
 from d2lps.cost.numbers import whole
+from d2lps.parallel.data.replicas import fingerprint
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's outer SGD
 
@@ -105,7 +105,7 @@ class DiLoCo:
         self.fragments, self.delay = self.shared.tensor_split(fragments), delay
         self.outer = [torch.optim.SGD([fragment], **outer) for fragment in self.fragments]
         self.pending: tuple[int, torch.Tensor, Work | None] | None = None
-        comm.agree(f"DiLoCo(every={every}, fragments={fragments}, delay={delay}) of weights {_digest(self.shared)}")
+        comm.agree(f"DiLoCo(every={every}, fragments={fragments}, delay={delay}) of weights {fingerprint(self.shared)}")
 
     def step(self) -> bool:
         """After each step of the inner optimizer; whether the shared weights, or a fragment of them, have moved."""
@@ -117,10 +117,6 @@ class DiLoCo:
             return False
         self._apply()
         return True
-
-    def adopt(self) -> None:
-        """Take the shared weights, to evaluate or to save them: what this rank has done since they moved is dropped."""
-        write(self.parameters, self.shared)
 
     def _send(self, number: int) -> None:
         """Let the mean of the deltas of a fragment be made, beside what comes next if there is a delay."""
@@ -171,7 +167,7 @@ class DiLoCoWorker:
     >>> d2lps.kvstore.run(worker, 4, 1, consistency="bsp")                      # or "asp"    # doctest: +SKIP
 
     Under bsp a round has everybody's deltas, and its mean moves the weights; under asp each delta does as it arrives, by its
-    share, 1 / workers. every: may differ from worker to worker (see `local_steps`). outer: of `optimizer`, for
+    share, 1 / workers. every: may differ from worker to worker. outer: of `optimizer`, for
     kv.set_optimizer: "sgd", or under asp "delayed_nesterov". All begin with the first worker's weights; one that ends is not
     waited for. Cost: n bytes to the servers, fewer after kv.compress, and n back, every H steps. ValueError, Refused.
     """
@@ -209,21 +205,6 @@ class DiLoCoWorker:
         self.steps = 0
 
 
-def local_steps(comm: Communicator, every: int, seconds: float) -> int:
-    """Of H steps, how many a worker whose step takes so long makes while the fastest makes H: at least 1.
-
-    >>> local_steps(kv.comm, every=50, seconds=0.4)     # another worker's step takes 0.1     # doctest: +SKIP
-    12
-
-    Every worker calls it. Source: "dynamic local updates", Liu et al., "Asynchronous local-SGD training", 2024.
-    """
-    if seconds <= 0:
-        raise ValueError(f"seconds={seconds}: a step takes longer")
-    fastest = torch.tensor([seconds], dtype=torch.float64)
-    all_reduce(comm, fastest, ReduceOp.MIN)
-    return max(1, int(every * (fastest.item() / seconds)))
-
-
 # ---- many tensors as one ----------------------------------------------------------------------------------------------
 
 
@@ -254,9 +235,3 @@ def _period(every: int, fragments: int, delay: int, weights: int) -> int:
     if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < every // fragments:
         raise ValueError(f"delay={delay!r}: from 0 up, and shorter than the {every // fragments} steps to the next fragment")
     return every // fragments
-
-
-def _digest(weights: torch.Tensor) -> str:
-    """A word for what the weights are, so that ranks can compare: of meta tensors, their number alone."""
-    known = 0 if weights.is_meta else zlib.crc32(weights.cpu().view(torch.uint8).numpy().tobytes())
-    return f"{known:08x} ({weights.numel()} of {weights.dtype})"

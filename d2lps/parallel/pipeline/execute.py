@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from d2lps.comm import Communicator
 from d2lps.parallel.activations import Kept, weights_of
-from d2lps.parallel.pipeline.mail import Mail
-from d2lps.parallel.pipeline.schedules import Action, Schedule, after, needs, placed, traffic
+from d2lps.parallel.pipeline.mail import Mail, awaited
+from d2lps.parallel.pipeline.schedules import Action, Schedule, after, placed, traffic
 
 
 def execute(
@@ -116,9 +116,9 @@ class _Execution:
         """given: on the first stage, what goes into it. end: on the last, the loss. then: what this rank does next."""
         kind, stage, k = action
         got = None
-        if (need := self._elsewhere(action)) is not None:
+        if (need := awaited(action, len(self.home))) is not None:
             got = self.mail.get(need, self.home[need.stage])
-        if then is not None and (soon := self._elsewhere(then)) is not None:
+        if then is not None and (soon := awaited(then, len(self.home))) is not None:
             self.mail.expect(soon, self.home[soon.stage])
         with self._shown(action):
             made: Any = None
@@ -134,11 +134,6 @@ class _Execution:
             self.mail.send(action, made, self.home[to])
         elif kind == "F":
             self.total = made if self.total is None else self.total + made
-
-    def _elsewhere(self, action: Action) -> Action | None:
-        """What another stage makes for this one."""
-        need = needs(action, self.last + 1)
-        return need if need is not None and need.stage != action.stage else None
 
     @contextmanager
     def _shown(self, action: Action) -> Iterator[None]:

@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 from d2lps.comm import Communicator, Work
-from d2lps.parallel.pipeline.schedules import Action
+from d2lps.parallel.pipeline.schedules import Action, needs
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NOTE = 10  # whole numbers that tell what will follow: the dtype, how many dimensions, the shape
 
 Traffic = Mapping[tuple[int, int], Sequence[tuple[Action, int]]]  # see `schedules.traffic`
+
+
+def awaited(action: Action, stages: int) -> Action | None:
+    """Of what must have been done before, that which another stage makes: `awaited(Action("B", 3, 0), 4)` is None."""
+    need = needs(action, stages)
+    return need if need is not None and need.stage != action.stage else None
 
 
 class Mail:

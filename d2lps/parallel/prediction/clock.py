@@ -17,10 +17,10 @@ from d2lps.parallel.prediction.prices import Price, Prices
 WITHIN = "tp", "cp", "ep"  # axes whose groups are ranks of one stage that do nothing meanwhile
 ALONE = (1.0,)
 LEAST = 1e-15  # seconds: rounding leaves less than that
-Part = tuple[Load | None, float]
+Parcel = tuple[Load | None, float]  # of what is on its way: what it puts on links, None for a latency, and its seconds
 
 
-def parts(price: Price, nbytes: float, load: Callable[[int], Load]) -> Iterator[Part]:
+def parcels(price: Price, nbytes: float, load: Callable[[int], Load]) -> Iterator[Parcel]:
     """Of each phase first the latencies, which nothing else makes longer, then the bytes."""
     for number, (alpha, beta) in enumerate(zip(price.alphas, price.betas, strict=True)):
         yield None, max(alpha, 0.0)
@@ -28,15 +28,15 @@ def parts(price: Price, nbytes: float, load: Callable[[int], Load]) -> Iterator[
 
 
 class Going:
-    """Something on its way, part by part: what a part puts on links, and the seconds that it takes alone.
+    """Something on its way, parcel by parcel: what one puts on links, and the seconds that it takes alone.
 
-    left: seconds of a part that are left, were nothing else on its links, as of `since`; speed: 1 is as fast as alone.
+    left: seconds of a parcel that are left, were nothing else on its links, as of `since`; speed: 1 is as fast as alone.
     """
 
-    __slots__ = ("after", "left", "on", "over", "parts", "since", "speed", "until")
+    __slots__ = ("after", "left", "on", "over", "parcels", "since", "speed", "until")
 
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self.parts = iter(parts)
+    def __init__(self, parcels: Iterable[Parcel]) -> None:
+        self.parcels = iter(parcels)
         self.after: list[Callable[[], Any]] = []  # what happens when it is over
         self.over = False
         self.on: Load | None = None
@@ -85,8 +85,8 @@ class Time:
     # ---- what is on its way ---------------------------------------------------------------------------------------
 
     def begin(self, going: Going) -> None:
-        """Its next part; after the last one it is over."""
-        for load, seconds in going.parts:
+        """Its next parcel; after the last one it is over."""
+        for load, seconds in going.parcels:
             if seconds > LEAST:
                 if load is None:
                     self.at(self.now + seconds, partial(self.begin, going))
@@ -177,7 +177,7 @@ class Clock:
         return self._begin(axis, collective, nbytes, behind)
 
     def _begin(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
-        going = Going(self._parts(axis, collective, nbytes))
+        going = Going(self._parcels(axis, collective, nbytes))
         self.going += 1
         going.after.append(self._less)
         if behind is None or behind[1].over:
@@ -193,9 +193,9 @@ class Clock:
             self.time.wait(going)
             self.spent[axis] += self.time.now - before
 
-    def _parts(self, axis: str, collective: str, nbytes: float) -> Iterator[Part]:
+    def _parcels(self, axis: str, collective: str, nbytes: float) -> Iterator[Parcel]:
         price = self.prices.price(axis, collective)
-        return parts(price, nbytes, lambda number: self.time.loads.of(self.place, axis, collective, number))
+        return parcels(price, nbytes, lambda number: self.time.loads.of(self.place, axis, collective, number))
 
     def _less(self) -> None:
         self.going -= 1
@@ -203,7 +203,7 @@ class Clock:
     def _meet(self, collective: str, nbytes: float) -> None:
         """The first and the last stage's ranks: whoever comes first waits for the other."""
         other = self.time.met.pop(collective, None)
-        going = Going(self._parts("ends", collective, nbytes)) if other is None else other
+        going = Going(self._parcels("ends", collective, nbytes)) if other is None else other
         if other is None:
             self.time.met[collective] = going
         else:

@@ -13,8 +13,8 @@ import torch
 
 from d2lps.comm import Communicator, Event
 from d2lps.parallel.mesh import Mesh
-from d2lps.parallel.pipeline.mail import Mail
-from d2lps.parallel.pipeline.schedules import Action, after, needs, placed, traffic
+from d2lps.parallel.pipeline.mail import Mail, awaited
+from d2lps.parallel.pipeline.schedules import after, placed, traffic
 from d2lps.parallel.prediction.prices import Prices, Way
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.result import Run
@@ -89,14 +89,10 @@ def carry_out(job: Job, world: Groups) -> None:
     rank, mail = Rank(job, world, pp.rank, {}), Mail(pp, traffic(rows))
     made = torch.empty(round(job.message) // 4, dtype=torch.float32, device=world.comm.device)
 
-    def elsewhere(action: Action) -> Action | None:
-        need = needs(action, len(home))
-        return need if need is not None and need.stage != action.stage else None
-
     for action, then in zip_longest(rows[pp.rank], rows[pp.rank][1:]):
-        if (need := elsewhere(action)) is not None:
+        if (need := awaited(action, len(home))) is not None:
             mail.get(need, home[need.stage])
-        if then is not None and (soon := elsewhere(then)) is not None:
+        if then is not None and (soon := awaited(then, len(home))) is not None:
             mail.expect(soon, home[soon.stage])
         rank.act(action)
         if after(action) in home:

@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from d2lps.parallel.pipeline.schedules import Action, Schedule, after, needs, traffic
-from d2lps.parallel.prediction.clock import WITHIN, Clock, Going, Time, parts
-from d2lps.parallel.prediction.clock import Part as Parcel
+from d2lps.parallel.prediction.clock import WITHIN, Clock, Going, Parcel, Time, parcels
 from d2lps.parallel.prediction.loads import Loads
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.parallel.prediction.program import Job, Rank
@@ -50,8 +49,8 @@ class Letter(Going):
 
     __slots__ = ("ready",)
 
-    def __init__(self, parts: Iterable[Parcel]) -> None:
-        super().__init__(parts)
+    def __init__(self, parcels: Iterable[Parcel]) -> None:
+        super().__init__(parcels)
         self.ready = False
 
     def get_ready(self, time: Time) -> None:
@@ -86,7 +85,7 @@ class _Play:
         if self.messages:
             low = here if (here + 1) % self.job.plan.pp == there else there
             price = self.prices.between(low, (low + 1) % self.job.plan.pp)
-            yield from parts(price, self.job.message, lambda _: self.time.loads.between(here, there))
+            yield from parcels(price, self.job.message, lambda _: self.time.loads.between(here, there))
 
     def _row(self, place: int, row: Sequence[Turn]) -> None:
         """A rank of the pipeline, as `carry_out` has it: what is sent is waited for at the end."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from d2lps.comm import Communicator
 from d2lps.comm.rank import describe
 from d2lps.parallel.shard import shard_of
 
@@ -238,20 +237,3 @@ def _like(piece: Piece, flat: Tensor, value: Tensor) -> Piece:
         return Piece(value, tuple(value.shape))
     at = piece.tensor.storage_offset() - flat.storage_offset()
     return Piece(value.view(-1)[at : at + piece.tensor.numel()], piece.shape, *piece.cut)
-
-
-def generator_pieces(comm: Communicator, **generators: torch.Generator) -> dict[str, Piece]:
-    """The state of this rank's random numbers, which no other rank has: torch's own, `comm.generator`, and those given."""
-    states = {name: generator.get_state() for name, generator in _generators(comm, generators).items()}
-    return {name: Piece(state, tuple(state.shape)) for name, state in states.items()}
-
-
-def set_generators(comm: Communicator, pieces: Mapping[str, Piece], **generators: torch.Generator) -> None:
-    """Let random numbers go on from what has been loaded into their pieces."""
-    for name, generator in _generators(comm, generators).items():
-        generator.set_state(pieces[name].tensor)
-
-
-def _generators(comm: Communicator, others: dict[str, torch.Generator]) -> dict[str, torch.Generator]:
-    every = {"torch": torch.default_generator, "comm": comm.generator} | others
-    return {f"random/{name}/{comm.rank}": generator for name, generator in every.items()}
