@@ -209,8 +209,6 @@ def test_the_adaptive_bound_grows_with_waits_and_shrinks_without() -> None:
 def test_impossible_rules_are_refused(consistency: str, staleness: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Server([0], consistency, staleness)
-    with pytest.raises(ValueError, match="on_loss='cry'"):
-        Server([0], on_loss="cry")
 
 
 @settings(max_examples=60, deadline=None)
@@ -258,16 +256,6 @@ def test_bsp_goes_on_with_those_left_and_keeps_what_was_pushed() -> None:
     replies = rig.take(rig.server.step(Lost(2)))
     assert [(reply.client, reply.value.item()) for reply in replies] == [(0, 12.0), (1, 12.0)]  # type: ignore[union-attr]
     assert rig.server.step(Lost(2)) == []
-
-
-def test_or_raises_by_choice() -> None:
-    rig = Rig(3, on_loss="raise").init(0.0)
-    rig.clock(0)
-    assert rig.ask(0, "pull") == []
-    [reply] = rig.take(rig.server.step(Lost(2)))
-    assert reply.client == 0 and reply.error == "worker 2 was lost"
-    assert rig.ask(1, "push", value=torch.ones(1))[0].error == "worker 2 was lost"
-    assert rig.ask(1, "leave")[0].error == ""
 
 
 def test_what_a_worker_still_waits_for_is_answered_when_it_leaves_or_is_given_up() -> None:

@@ -33,8 +33,7 @@ class Server(State):
     "key 'v' is unknown: init comes first"
 
     workers: the ranks of those who take part from the start, or {rank: epoch}. consistency, staleness: see `consistency`.
-    on_loss: what becomes of the others when a worker is lost: "continue", or "raise": all that they ask is refused, and says
-    why. replicate: every event goes to a backup too. store: where its tensors lie, such as `Tiers`; by default all are in memory.
+    replicate: every event goes to a backup too. store: where its tensors lie, such as `Tiers`; by default all are in memory.
 
     Each request is executed once, in the order of its client's sequence, and is in the log before it is answered. An answer
     may have to wait for other workers; the request then stays in `waiting`. Each server of a run goes by what it sees alone.
@@ -82,8 +81,6 @@ class Server(State):
         try:
             if request.op not in OPS:
                 raise Refused(f"op {request.op!r} is unknown: choose {', '.join(OPS)}")
-            if self.broken and request.op != "leave":
-                raise Refused(self.broken)
             if request.client not in self.clocks.at and request.op not in ("join", "leave"):
                 raise Refused(f"worker {request.client} is not a member: it must join first")
             if "codec" in request.options:
@@ -101,8 +98,6 @@ class Server(State):
             return []
         effects = self._logged(event)
         self.filter.end(event.worker)
-        if self.on_loss == "raise":
-            self.broken = f"worker {event.worker} was lost"
         return effects + self._go_on(self.forget(event.worker))
 
     def _membership(self, event: Membership) -> list[Effect]:
@@ -146,8 +141,6 @@ class Server(State):
         if ALL in moved:
             changed = self.consistency.round_ended(self.clocks.spread())
             moved = moved | {*self.entries} - (set() if changed else self.clocks.keys.keys())
-        if self.broken:
-            moved = moved | self.waiting.keys()
         free: list[Request] = []
         for where in [at for at in (moved if len(moved) < 2 else self.waiting) if at in moved and at in self.waiting]:
             waiting = self.waiting.pop(where)
@@ -175,7 +168,7 @@ class Server(State):
 
     def _may_go(self, request: Request) -> bool:
         worker, where = request.client, place(request)
-        if self.broken or worker not in self.clocks.at:  # it has left, or was given up: it waits for nobody
+        if worker not in self.clocks.at:  # it has left, or was given up: it waits for nobody
             return True
         if request.op == "hold":
             return self.clocks.at.keys() <= self.stops.keys()
@@ -190,9 +183,6 @@ class Server(State):
         return True
 
     def _answer(self, request: Request) -> Reply:
-        if self.broken and request.op != "leave":
-            self.filter.clients[request.client].errors[request.sequence] = self.broken
-            return self._reply(request, self.broken)
         if request.client not in self.clocks.at and (given_up := self.filter.stale(request)):
             return self._reply(request, given_up)
         if request.op == "set_optimizer":

@@ -106,7 +106,7 @@ class Filter:
 
 
 class State:
-    """The state of a `Server`, which see; what it is made with (consistency, on_loss ...) is not in `state()`."""
+    """The state of a `Server`, which see; what it is made with (consistency ...) is not in `state()`."""
 
     lends = False  # whether its answers may hold values themselves, for a driver that sees to it that nobody changes them
 
@@ -115,15 +115,12 @@ class State:
         workers: Iterable[int],
         consistency: str = "bsp",
         staleness: int = 0,
-        on_loss: str = "continue",
         replicate: bool = False,
         store: Store | None = None,
     ) -> None:
-        if on_loss not in ("continue", "raise"):
-            raise ValueError(f"on_loss={on_loss!r} is unknown: choose 'continue' or 'raise'")
         epochs = dict(workers) if isinstance(workers, dict) else dict.fromkeys(workers, 0)
         self.consistency = make_consistency(consistency, staleness)
-        self.on_loss, self.replicate = on_loss, replicate
+        self.replicate = replicate
         self.store: Store = Memory() if store is None else store
         self.entries: dict[str, Entry] = {}
         self.offers: dict[str, dict[Life, torch.Tensor]] = {}  # first values of which none has been chosen yet
@@ -136,7 +133,6 @@ class State:
         self.options: dict[str, Any] = {}  # of `set_optimizer`, from which these two are made
         self.optimizer, self.rule = made_of(self.options)
         self.view = self.number = 0  # of the membership; of the last event that was executed
-        self.broken = ""  # why nothing can be asked any more
         self.seen: Counter[int] = Counter()  # reads, by clocks behind; no part of the state: to be looked at
 
     def make(self, key: str, value: torch.Tensor, owner: Life) -> None:
@@ -191,7 +187,6 @@ class State:
         return {
             "view": self.view,
             "number": self.number,
-            "broken": self.broken,
             "values": {key: value for key, (value, _) in tensors.items()},
             "moments": {key: moments for key, (_, moments) in tensors.items()},
             "versions": {key: {"version": entry.version, "owner": entry.owner} for key, entry in entries},
@@ -219,7 +214,7 @@ class State:
     def restore(self, state: dict[str, Any]) -> None:
         """Become the server that gave this `state()`; the tensors are copied."""
         state = deepcopy(state)
-        self.view, self.number, self.broken = state["view"], state["number"], state["broken"]
+        self.view, self.number = state["view"], state["number"]
         self.store.clear()
         self.entries = {
             key: Entry(key, value, self.store, state["moments"][key], open=state["open"][key], **state["versions"][key])

@@ -74,7 +74,7 @@ class Workers(Group):
         """Without those that have died: somebody is left, and they had begun."""
         plan = self.coordinator.plan
         left = self.job.ranks - len(self.dead) - len(self.lost)
-        return plan.on_loss == "continue" and left > 0 and all(begun(plan, rank).exists() for rank in self.dead)
+        return left > 0 and all(begun(plan, rank).exists() for rank in self.dead)
 
     def _lose(self, rank: int) -> None:
         """The run goes on without it."""
@@ -152,7 +152,7 @@ def run(
     consistency, staleness: see `consistency`. durability, options: see `Deployment`. saboteur: see `Cluster`. monitor: see
     `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
-    of what.
+    of what: a worker that is killed is not waited for, and its result is None.
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind (but
     a temporary folder, if the caller is killed while it starts its servers). Cost: on one machine a byte of a big tensor is

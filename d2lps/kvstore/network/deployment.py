@@ -33,10 +33,9 @@ class Deployment:
     as they are; its workers, clocks and open rounds are gone. log_bytes: after so many comes a checkpoint.
     memory_budget: bytes of tensors, the optimizer's too, that each server keeps in memory, those used last; the others lie on
     disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.
-    on_loss: when a worker is killed, "continue" without it (its result is None), or "raise". absent: workers that begin with
-    kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or "tcp://host". secret: what workers and
-    servers prove to know before they are heard, 16 characters or more; over tcp, by default, a random one for each run.
-    limit: bytes of one part of a tensor. trace: record every message, and what servers add up.
+    absent: workers that begin with kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or
+    "tcp://host". secret: what workers and servers prove to know before they are heard, 16 characters or more; over tcp, by
+    default, a random one for each run. limit: bytes of one part of a tensor. trace: record every message, and what servers add up.
     """
 
     workers: int
@@ -44,7 +43,6 @@ class Deployment:
     consistency: str = "bsp"
     staleness: int = 0
     durability: str = "memory"
-    on_loss: str = "continue"
     absent: Sequence[int] = ()
     split: int = 1_000_000
     placement: str = "hash"
@@ -106,7 +104,7 @@ class Deployment:
     @property
     def rules(self) -> dict[str, Any]:
         """The arguments of Server."""
-        return {"consistency": self.consistency, "staleness": self.staleness, "on_loss": self.on_loss}
+        return {"consistency": self.consistency, "staleness": self.staleness}
 
     @property
     def members(self) -> list[int]:
@@ -133,7 +131,7 @@ def deploy(workers: int, servers: int, **options: Any) -> Deployment:
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"options {sorted(unknown)} are unknown: choose {', '.join(sorted(OPTIONS))}")
     plan = Deployment(workers, servers, **options)
-    for name in ("durability", "consistency", "on_loss", "placement", "address"):
+    for name in ("durability", "consistency", "placement", "address"):
         if not isinstance(given := getattr(plan, name), str):
             raise ValueError(f"{name}={given!r} is not a text")
     if not isinstance(plan.folder, str | Path):

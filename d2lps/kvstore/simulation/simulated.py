@@ -28,7 +28,6 @@ def simulate(
     *args: Any,
     consistency: str = "bsp",
     staleness: int = 0,
-    on_loss: str = "continue",
     absent: Sequence[int] = (),
     events: Sequence[tuple[float, Event]] = (),
     log: bool = False,
@@ -50,7 +49,7 @@ def simulate(
     0.04
 
     workers, servers: how many, on the first devices and on those that follow; or the nodes that they live on, each as often
-    as you like, also for both. consistency, staleness, on_loss: see `Server`. absent: workers that are no members at first,
+    as you like, also for both. consistency, staleness: see `Server`. absent: workers that are no members at first,
     and call kv.join(). events: (time, event) for all servers, such as (1.5, Lost(2)). log: keep the servers' logs. split,
     placement: see `Placement`. options: device, model and trace of d2lps.simulate; combined bytes are those that are pushed.
     Results are the workers', the time is when the last of them returned. Raises as d2lps.simulate does, Refused and, see
@@ -58,7 +57,7 @@ def simulate(
     """
     homes = _homes(topology, "workers", workers, 0)
     places = _homes(topology, "servers", servers, len(homes) if isinstance(workers, int) else 0)
-    rules: dict[str, Any] = {"consistency": consistency, "staleness": staleness, "on_loss": on_loss}
+    rules: dict[str, Any] = {"consistency": consistency, "staleness": staleness}
     setup = Setup(len(homes), len(places), rules, {"split": split, "by": placement}, absent, events, log)
     setup.placed(), Server((), **rules)  # to hear at once what is wrong with them
     return StoreRun(simulator.simulate(_life, topology, worker, setup, args, ranks=homes + places, **options), len(homes))
