@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from d2lps import compress, kvstore
-from d2lps.kvstore import Refused, Request, Server, register_codec
-from d2lps.kvstore.core.compression import CODECS, make_codec
+from d2lps.kvstore import Refused, Request, Server
+from d2lps.kvstore.core.compression import make_codec
 from d2lps.kvstore.core.events import alike
 from d2lps.topology import star
 
@@ -121,31 +121,6 @@ def test_fewer_bytes_take_less_time(codec: str | None, nbytes: int, device: str)
     assert run[0] == pytest.approx(nbytes / 1e6) and run.servers[0].received == 4000 + nbytes  # init is not compressed
 
 
-class Rounded(compress.Codec):
-    """Whole numbers of `unit`, in a byte each."""
-
-    def __init__(self, unit: float = 1.0) -> None:
-        self.unit = unit
-
-    def encode(self, tensor: torch.Tensor, turn: int = 0) -> torch.Tensor:
-        return (tensor / self.unit).round().to(torch.int8)
-
-    def decode(self, sent: torch.Tensor, like: torch.Tensor, turn: int = 0) -> torch.Tensor:
-        return sent.to(like.dtype) * self.unit
-
-
-def with_rounded(kv: Any) -> float:
-    kv.init("w", torch.zeros(3))
-    kv.compress("rounded", unit=0.5)
-    kv.push("w", torch.full((3,), 1.2)).wait()  # 1.0, and 0.2 is left
-    kv.push("w", torch.full((3,), 1.2)).wait()  # 1.4: 1.5
-    kv.compress(None)
-    kv.push("w", torch.full((3,), 0.25)).wait()  # and what is left, -0.1
-    kv.clock()
-    kv.pull("w", out := torch.zeros(3)).wait()
-    return float(out[0])
-
-
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_one_bit_refuses_what_would_spoil_all(bad: float) -> None:
     feedback = compress.ErrorFeedback(make_codec("1bit"))
@@ -185,16 +160,6 @@ def test_copies_get_the_same_code(codec: str) -> None:
     servers = kvstore.simulate(worker, star(5, 1e9), 2, 3).servers
     assert alike(servers[0].values, servers[1].values) and alike(servers[0].values, servers[2].values)
     assert servers[0].values["w[*]"].abs().sum() > 0
-
-
-def test_a_codec_of_ones_own_is_known_to_servers() -> None:
-    register_codec("rounded", Rounded)
-    try:
-        assert kvstore.run(with_rounded, 1, 2) == [pytest.approx(2 * 1.2 + 0.25)]
-    finally:
-        del CODECS["rounded"]
-    with pytest.raises(TypeError, match="needs a function of options that makes a codec, not 3"):
-        register_codec("no", 3)  # type: ignore[arg-type]
 
 
 def test_wrong_codecs_are_refused_where_they_are_named() -> None:

@@ -23,15 +23,11 @@ def test_points_are_the_same_in_every_process() -> None:
 
 
 def test_consistent_hashing_moves_few_keys_and_only_to_the_newcomer() -> None:
-    keys, ring = [f"key {i}" for i in range(4000)], HashRing(range(7))
-    before = [ring.owner(key) for key in keys]
-    ring.add(7)
-    after = [ring.owner(key) for key in keys]
+    keys = [f"key {i}" for i in range(4000)]
+    before, after = ([HashRing(range(servers)).owner(key) for key in keys] for servers in (7, 8))
     moved = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert {new for _, new in moved} == {7}
     assert 0.7 * 4000 / 8 < len(moved) < 1.3 * 4000 / 8
-    ring.remove(7)
-    assert [ring.owner(key) for key in keys] == before
 
 
 def test_servers_have_about_equal_shares() -> None:

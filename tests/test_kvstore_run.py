@@ -248,7 +248,7 @@ def test_rows_priorities_strides_and_half_precision() -> None:
         table, half = torch.zeros(1000, 8), torch.zeros(3, 5, dtype=torch.bfloat16)
         kv.init("table", table)
         kv.init(7, half.t())
-        kv.push_rows("table", torch.tensor([999, kv.rank, 0, 999]), torch.ones(4, 8), priority=3)
+        kv.push_rows("table", torch.tensor([999, kv.rank, 0, 999]), torch.ones(4, 8))
         kv.push(7, torch.ones(3, 5, dtype=torch.bfloat16).t(), priority=-1).wait()
         kv.barrier()
         out = torch.zeros(3, 8)

@@ -1,6 +1,5 @@
 """The parameter server: keys and values on servers, and workers that push and pull."""
 
-from d2lps.kvstore.core.compression import register_codec
 from d2lps.kvstore.core.events import Lost, Membership, Refused, Reply, Request
 from d2lps.kvstore.core.optimizers import register_optimizer
 from d2lps.kvstore.core.placement import Placement
@@ -26,7 +25,6 @@ __all__ = [
     "Server",
     "ServerReport",
     "StoreRun",
-    "register_codec",
     "register_optimizer",
     "run",
     "simulate",

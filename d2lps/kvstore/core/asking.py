@@ -98,7 +98,8 @@ class Asking:
 
     def cut(self, priority: int, key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
         """(part, that part of each tensor) for all keys; what is wrong with any of them is said before a word is sent."""
-        check_priority(priority)
+        if type(priority) is not int:
+            raise TypeError(f"priority={priority!r} is not a whole number")
         return [(part, *map(part.of, mine)) for name, *mine in pairs(key, *tensors) for part in self.parts(name, *mine)]
 
     def bring(self, op: Op, priority: int, key: Keys, value: Tensors, *out: Tensors) -> list[tuple[Part, Request]]:
@@ -141,9 +142,8 @@ class Asking:
 
         return self.work(op, key, requests, place, outs)
 
-    def split_rows(self, key: Key, rows: torch.Tensor, name: str, tensor: torch.Tensor, priority: int) -> list[Rows]:
+    def split_rows(self, key: Key, rows: torch.Tensor, name: str, tensor: torch.Tensor) -> list[Rows]:
         """See `Placement.split_rows`; `tensor` has a row for each of them."""
-        check_priority(priority)
         if not isinstance(rows, torch.Tensor) or not isinstance(tensor, torch.Tensor):
             raise TypeError(f"rows and {name} of {key!r} are torch.Tensors, not {rows!r} and {tensor!r}")
         check_dense(key, rows, tensor)
@@ -213,11 +213,6 @@ def pairs(key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
     if counts != [len(key)] * len(counts):
         raise ValueError(f"{len(key)} keys, {list(key)}, need a list of as many tensors, not {counts}")
     return list(zip(key, *tensors, strict=True))
-
-
-def check_priority(priority: int) -> None:
-    if type(priority) is not int:
-        raise TypeError(f"priority={priority!r} is not a whole number")
 
 
 def check_dense(key: Key, *tensors: torch.Tensor) -> None:

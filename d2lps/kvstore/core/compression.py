@@ -20,16 +20,6 @@ _OWN += [compress.random_k, compress.power_sgd]
 CODECS: dict[str, Maker] = {"1bit": compress.one_bit} | {make.__name__: make for make in _OWN}
 
 
-def register_codec(name: str, make: Maker) -> None:
-    """Let `kv.compress(name, ...)` find a function of your own that makes a codec, in every process of the runs that follow.
-
-    >>> register_codec("coarse", lambda: compress.int4(block=None))
-    """
-    if not callable(make):
-        raise TypeError(f"register_codec needs a function of options that makes a codec, not {make!r}")
-    CODECS[name] = make
-
-
 def make_codec(name: str, **options: Any) -> Codec:
     """`make_codec("half")`; ValueError for an unknown name or option."""
     if name not in CODECS:

@@ -11,7 +11,6 @@ A checkpoint of a server (see `checkpoint`) has all of its state, and is of use 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from d2lps import disk
 from d2lps.comm.rank import describe
 from d2lps.kvstore.core.events import Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part, join_parts, key_of
@@ -119,9 +119,7 @@ def write(path: str | Path, tensors: Tensors, meta: dict[str, Any]) -> None:
         save_file(tensors, draft, {META: json.dumps(meta)})
     except SafetensorError as error:  # which tells no path
         raise OSError(f"cannot write {draft}: {error}") from error
-    with draft.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    disk.settle(draft, path)
 
 
 def read(path: str | Path) -> tuple[Tensors, dict[str, Any]]:

@@ -92,9 +92,9 @@ class KVWorker(Asking):
         """
         return self._read("pull", key, out, priority)
 
-    def peek(self, key: Keys, out: Tensors, priority: int = 0) -> Work:
+    def peek(self, key: Keys, out: Tensors) -> Work:
         """As pull, for an evaluation: with a memory budget, what is in use stays in memory, and nothing is written."""
-        return self._read("peek", key, out, priority)
+        return self._read("peek", key, out, 0)
 
     def _read(self, op: Op, key: Keys, out: Tensors, priority: int) -> Work:
         mine = [found for found in self.cut(priority, key, out) if self.is_mine(found[0])]
@@ -117,7 +117,7 @@ class KVWorker(Asking):
 
         >>> kv.compress("top_k", fraction=0.01)         # or "1bit", "half", "bfloat16", "fp8", "int8", "int4"  # doctest: +SKIP
 
-        codec: of `d2lps.compress`, with its options, or one that is registered. Whole tensors of floats, that is; rows and
+        codec: of `d2lps.compress`, with its options. Whole tensors of floats, that is; rows and
         integers travel as they are, and so does what is pulled. Where servers come or go, parts are cut anew, and begin with
         nothing left. What one codec has left comes with the next push under the next one, or under none, whole. ValueError for
         another codec or option, and from then on for pushes that are not finite.
@@ -129,7 +129,7 @@ class KVWorker(Asking):
 
     # ---- rows -------------------------------------------------------------------------------------------------------------
 
-    def push_rows(self, key: Key, rows: torch.Tensor, values: torch.Tensor, priority: int = 0) -> Work:
+    def push_rows(self, key: Key, rows: torch.Tensor, values: torch.Tensor) -> Work:
         """Push values[i] to row rows[i]; a row that occurs twice gets the sum. Only the touched rows travel, and change.
 
         >>> kv.push_rows("embedding", torch.tensor([7, 2, 7]), gradients)       # gradients: float32[3, dim]   # doctest: +SKIP
@@ -138,14 +138,14 @@ class KVWorker(Asking):
         part of a table counts the steps that touched its own rows, since only those servers hear of a push that have its rows.
         """
         requests = []
-        for part, mine, local in self.split_rows(key, rows, "values", values, priority):
-            requests.append((part, Request("push", part.name, wire(values[mine]), rows=local, priority=priority)))
+        for part, mine, local in self.split_rows(key, rows, "values", values):
+            requests.append((part, Request("push", part.name, wire(values[mine]), rows=local)))
         return self.work("push_rows", key, requests)
 
-    def pull_rows(self, key: Key, rows: torch.Tensor, out: torch.Tensor, priority: int = 0) -> Work:
+    def pull_rows(self, key: Key, rows: torch.Tensor, out: torch.Tensor) -> Work:
         """Fill out[i] with row rows[i]."""
-        split = [(*found,) for found in self.split_rows(key, rows, "out", out, priority) if self.is_mine(found[0])]
-        requests = [(part, Request("pull", part.name, rows=local, priority=priority)) for part, _, local in split]
+        split = [(*found,) for found in self.split_rows(key, rows, "out", out) if self.is_mine(found[0])]
+        requests = [(part, Request("pull", part.name, rows=local)) for part, _, local in split]
 
         def place(replies: list[Reply]) -> None:
             for (_, mine, _), reply in zip(split, replies, strict=True):

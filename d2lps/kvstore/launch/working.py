@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from d2lps.comm import Communicator, RankHung
-from d2lps.kvstore.core.compression import CODECS
 from d2lps.kvstore.core.worker import KVWorker
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
@@ -32,7 +31,6 @@ def work(
     if plan.room:
         begun(plan, comm.rank).touch()  # from here on the others can do without it
     keep_freed_memory()
-    CODECS.update(plan.codecs)
     transport = SocketTransport(comm, plan, endpoints, patience)
     try:
         kv = KVWorker(transport, comm, plan.placed())

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from d2lps.kvstore.core.compression import CODECS
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.server import Server
@@ -35,7 +34,7 @@ class Deployment:
     disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.
     absent: workers that begin with kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or
     "tcp://host". secret: what workers and servers prove to know before they are heard, 16 characters or more; over tcp, by
-    default, a random one for each run. limit: bytes of one part of a tensor. trace: record every message, and what servers add up.
+    default, a random one for each run. limit: bytes of one part of a tensor. trace: record all messages, and what servers add up.
     """
 
     workers: int
@@ -59,7 +58,6 @@ class Deployment:
     memory: str = ""  # the path of the file that workers and servers share, if they do
     keys: Keys | None = None
     optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
-    codecs: dict[str, Any] = field(default_factory=dict)  # likewise, and for workers
     earlier: dict[str, Any] = field(default_factory=dict)  # the mark of the run whose folder this one goes on with
 
     @property
@@ -121,7 +119,7 @@ class Deployment:
         return Placement(range(self.servers), self.split, self.placement)
 
 
-OWN = {"workers", "servers", "room", "memory", "keys", "optimizers", "codecs", "earlier"}  # not to be given as options
+OWN = {"workers", "servers", "room", "memory", "keys", "optimizers", "earlier"}  # not to be given as options
 OPTIONS = {field.name for field in fields(Deployment)} - OWN
 SAME = ("servers", "split", "placement")  # must be as in the run whose folder it is: they say which server has what
 
@@ -152,7 +150,7 @@ def deploy(workers: int, servers: int, **options: Any) -> Deployment:
     where = check_address(plan.address)
     keys = None if where == "ipc" and secret is None else derive_keys(new_secret() if secret is None else secret)
     folder, earlier = _folder(plan)
-    kept = {"folder": folder, "earlier": earlier, "optimizers": dict(OPTIMIZERS), "codecs": dict(CODECS)}
+    kept = {"folder": folder, "earlier": earlier, "optimizers": dict(OPTIMIZERS)}
     return replace(plan, absent=tuple(absent), address=where, keys=keys, secret=None, **kept)  # type: ignore[arg-type]
 
 

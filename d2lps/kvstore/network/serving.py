@@ -15,7 +15,6 @@ from pathlib import Path
 import zmq
 
 from d2lps.comm import Communicator, RankHung
-from d2lps.kvstore.core.compression import CODECS
 from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Send
 from d2lps.kvstore.core.notes import ServerNotes
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
@@ -53,7 +52,6 @@ def serving(
     """A node that listens, as long as the context lasts."""
     keep_freed_memory()
     OPTIMIZERS.update(plan.optimizers)
-    CODECS.update(plan.codecs)
     server = Serving(plan, node, endpoint, first, recorder)
     try:
         yield server
