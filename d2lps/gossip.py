@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d2lps.collectives.arguments import check_tensor, collective, doublings
 from d2lps.comm import Communicator, RankDied
-from d2lps.cost.numbers import named
+from d2lps.cost.numbers import named, whole
 
 # By name, the hops of a step among so many ranks; each distinct one but 0 counts, round the circle.
 GRAPHS: dict[str, Callable[[int, int], Iterable[int]]] = {
@@ -33,9 +33,8 @@ def hops(graph: str, size: int, step: int = 0) -> list[int]:
 
     Source: Lian et al. 2017 (ring); Assran et al. 2019, Ying et al. 2021 (exponential, and one peer of it a step).
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"size={size!r} is not a number of ranks from 1 up")
-    return sorted({hop % size for hop in named("graph", graph, GRAPHS)(size, step)} - {0})
+    lengths = named("graph", graph, GRAPHS)(whole("size", size), step)
+    return sorted({hop % size for hop in lengths} - {0})
 
 
 def neighbors(graph: str, rank: int, size: int, step: int = 0) -> tuple[list[int], list[int]]:

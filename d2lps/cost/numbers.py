@@ -12,10 +12,10 @@ def log2_up(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-def whole(name: str, value: int) -> int:
-    """`whole("chunks", 3) == 3`; ValueError for anything but a whole number from 1 up."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a whole number from 1 up")
+def whole(name: str, value: int, least: int = 1) -> int:
+    """`whole("chunks", 3) == 3`; ValueError for anything but a whole number from `least` up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} is not a whole number from {least} up")
     return value
 
 

@@ -89,11 +89,9 @@ class Loader:
     ) -> None:  # fmt: skip
         if not (isinstance(rank, int) and 0 <= rank < whole("ranks", ranks)):
             raise ValueError(f"rank={rank} is none of {ranks} ranks")
-        if not isinstance(ahead, int) or ahead < 0:
-            raise ValueError(f"ahead={ahead!r} is not a whole number from 0 up")
         named("last", last, ENDS)
-        self.batch, self.workers = whole("batch", batch), whole("workers", workers)
-        self.rank, self.ranks, self.last, self.processes, self.ahead = rank, ranks, last, processes, ahead
+        self.batch, self.workers, self.ahead = whole("batch", batch), whole("workers", workers), whole("ahead", ahead, least=0)
+        self.rank, self.ranks, self.last, self.processes = rank, ranks, last, processes
         self.source, self.shuffled = Source(dataset, transform, seed), shuffled
         self.order = Shuffle(len(dataset), seed)
         if last == "drop" and batch > self.order.length:

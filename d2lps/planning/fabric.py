@@ -4,11 +4,12 @@ from itertools import count as count_from
 from math import ceil
 from typing import NamedTuple
 
+from d2lps.cost.numbers import whole
 from d2lps.planning.published import RADIX
 from d2lps.topology import Topology
 from d2lps.topology.clusters import multi_node
 from d2lps.topology.graph import connect
-from d2lps.topology.machines import check_count, hgx_h100
+from d2lps.topology.machines import hgx_h100
 from d2lps.topology.published import NETWORK_HOP, NETWORK_REACHED, PORT
 
 
@@ -28,8 +29,8 @@ def pods(
     stand as one, and so do its links to the core: as if each message took the emptiest. ValueError for a number that is none.
     Source: the cluster of Llama 3 (Llama team 2024), 8 pods of 3,072 devices, 7 to 1.
     """
-    check_count("count", count)
-    check_count("per_pod", per_pod)
+    whole("count", count)
+    whole("per_pod", per_pod)
     if not oversubscription >= 1:
         raise ValueError(f"oversubscription={oversubscription!r} is below 1: more could leave a pod than enter it")
     machine = machine or hgx_h100()
@@ -63,8 +64,8 @@ def clos(devices: int, radix: int = RADIX, bandwidth: float = PORT) -> Clos:
     Each tier has devices / (radix/2) switches, the topmost half of that; as many cables go into each tier as there are devices.
     Counts are of a full tree; a smaller one has those of its share, rounded up. Source: Al-Fares, Loukissas, Vahdat 2008.
     """
-    check_count("devices", devices)
-    check_count("radix", radix, least=4)
+    whole("devices", devices)
+    whole("radix", radix, least=4)
     half, odd = divmod(radix, 2)
     if odd:
         raise ValueError(f"radix={radix} is odd: a switch has as many ports up as down")

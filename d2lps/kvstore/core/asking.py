@@ -17,7 +17,7 @@ from d2lps.comm.rank import describe
 from d2lps.compress import ErrorFeedback
 from d2lps.compress.codec import check_finite, widened
 from d2lps.kvstore.core.events import Op, Refused, Reply, Request, replace
-from d2lps.kvstore.core.placement import Part, Placement, Rows, whole
+from d2lps.kvstore.core.placement import Part, Placement, Rows, described
 from d2lps.kvstore.core.transport import Answer, Transport
 
 Key = str | int
@@ -77,15 +77,15 @@ class Asking:
         shape, dtype = self.placement.shapes.get(str(key), (tuple(tensors[0].shape), tensors[0].dtype))
         for tensor in tensors:
             if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-                raise ValueError(f"key {key!r} is {whole(shape, dtype)}, not {describe(tensor)}")
+                raise ValueError(f"key {key!r} is {described(shape, dtype)}, not {describe(tensor)}")
         return self.placement.parts.get(str(key)) or [self.placement.home(str(key))]
 
     def begin(self, key: Key, tensor: torch.Tensor, everywhere: bool) -> list[Part]:
         """Place a key. What it is as a whole is kept at its home, so that all mean the same by it; Refused if they don't."""
         parts, name, placement = self.parts(key, tensor), str(key), self.placement
-        said = whole(tensor.shape, tensor.dtype, everywhere)
-        if name in placement.parts and placement.whole(name) != said:
-            raise ValueError(f"key {key!r} is {placement.whole(name)}, not {said}")
+        said = described(tensor.shape, tensor.dtype, everywhere)
+        if name in placement.parts and placement.describe(name) != said:
+            raise ValueError(f"key {key!r} is {placement.describe(name)}, not {said}")
         if name not in placement.parts:
             [home], parts = parts, placement.place(name, tensor.shape, tensor.dtype, everywhere)
             if (home.server, home.name) != (parts[0].server, parts[0].name):
@@ -152,7 +152,7 @@ class Asking:
         if rows.dim() != 1 or rows.dtype != torch.int64:
             raise ValueError(f"rows must be flat, of int64, not {describe(rows)}")
         if not (shape := self.placement.shapes[str(key)][0]):
-            raise ValueError(f"key {key!r} is {self.placement.whole(str(key))}, one number, which has no rows")
+            raise ValueError(f"key {key!r} is {self.placement.describe(str(key))}, one number, which has no rows")
         count, *row = shape
         if list(tensor.shape) != [len(rows), *row]:
             raise ValueError(f"{name} is {describe(tensor)}, but {len(rows)} rows of key {key!r} are {[len(rows), *row]}")

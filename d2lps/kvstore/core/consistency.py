@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 
+from d2lps.cost.numbers import whole
+
 
 class Consistency:
     """A bound on staleness that stays as it is: bsp, ssp and asp."""
@@ -64,8 +66,7 @@ class Adaptive(Consistency):
 
 def make_consistency(name: str, staleness: int = 0) -> Consistency:
     """`make_consistency("ssp", 3)`: by name; with "adaptive", `staleness` is the most that it may become."""
-    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-        raise ValueError(f"staleness={staleness!r} is not a whole number from 0 up")
+    whole("staleness", staleness, least=0)
     if name not in ("bsp", "ssp", "asp", "adaptive"):
         raise ValueError(f"consistency={name!r} is unknown: choose 'bsp', 'ssp', 'asp' or 'adaptive'")
     if staleness and name in ("bsp", "asp"):

@@ -92,9 +92,9 @@ class Placement:
         del self.parts[key], self.shapes[key]
         self.everywhere.discard(key)
 
-    def whole(self, key: str) -> str:
+    def describe(self, key: str) -> str:
         """What a key is, in words that are equal if two workers mean the same: "float32[100, 2]", "float32[3] everywhere"."""
-        return whole(*self.shapes[key], key in self.everywhere)
+        return described(*self.shapes[key], key in self.everywhere)
 
     def home(self, key: str) -> Part:
         """Where a key would lie whole, and small: known to all who know its name, whatever they take its shape for."""
@@ -211,7 +211,7 @@ def _overlap(key: str, old: Part, new: Part, shape: tuple[int, ...]) -> Move | N
     return Move(key, first, last, old.server, new.server, (last - first) * row_bytes) if first < last else None
 
 
-def whole(shape: Sequence[int], dtype: torch.dtype, everywhere: bool = False) -> str:
+def described(shape: Sequence[int], dtype: torch.dtype, everywhere: bool = False) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}{' everywhere' * everywhere}"
 
 
