@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
 import pytest
+import torch
 
+import d2lps
+from d2lps.collectives import all_reduce
+from d2lps.comm import Communicator
 from d2lps.parallel import Calibration, Plan, Transformer, calibrate, predict, search
 from d2lps.parallel.prediction.messages import by_messages
 from d2lps.parallel.prediction.prices import Prices
-from d2lps.topology import A100, dgx_a100, dgx_a100_pod, star
+from d2lps.topology import A100, Topology, dgx_a100, dgx_a100_pod, star
 
 SMALL = Transformer(layers=4, hidden=256, heads=8, vocab=1024, sequence=256)
 
@@ -114,3 +121,25 @@ def test_a_slow_machine_far_away_is_seen() -> None:
     for slow in (dgx_a100_pod(4).straggler("node2/gpu5", 4), dgx_a100_pod(4).slowed(("node3/gpu1", "network"), 4)):
         prices, plan = Prices(Plan(dp=4, tp=8), slow), Plan(dp=4, tp=8)
         assert prices("dp", "all_reduce", 1e8) > 3 * Prices(plan, dgx_a100_pod(4))("dp", "all_reduce", 1e8)
+
+
+def predicted(cluster: Topology) -> None:
+    predict(SMALL, Plan(dp=2, tp=8), cluster, 8)
+
+
+def reduced(cluster: Topology) -> None:
+    def work(comm: Communicator) -> None:
+        all_reduce(comm, torch.ones(64), algorithm="auto")
+
+    d2lps.simulate(work, cluster)
+
+
+@pytest.mark.parametrize("use", [predicted, reduced])
+def test_what_is_known_of_a_cluster_goes_with_it(use: Callable[[Topology], object]) -> None:
+    """One of 100,000 devices, with its prices, is more than a GB."""
+    cluster = dgx_a100_pod(2)
+    use(cluster)
+    gone = weakref.ref(cluster)
+    del cluster
+    gc.collect()
+    assert gone() is None

@@ -54,6 +54,10 @@ class Topology:
         self._length = {link: HOP + round(1e12 * latency) for link, latency in zip(self.links, self.latency, strict=True)}
         self._distances: dict[tuple[Hashable, str | None], dict[Hashable, int]] = {}
         self._routes: dict[Link, Route] = {}
+        self.remembered: dict[Hashable, Any] = {}  # what others have found out about it at some cost: forgotten with it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"remembered": {}}  # a copy for another rank finds out what it needs
 
     def __repr__(self) -> str:
         kinds = zip((self.devices, self.hosts, self.switches), KINDS, ("s", "s", "es"), strict=True)

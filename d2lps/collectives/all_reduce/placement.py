@@ -5,7 +5,6 @@ Known in a simulation; in the world, machines are asked for, and links are taken
 
 import hashlib
 from collections.abc import Hashable
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,14 +43,16 @@ def link(comm: Communicator) -> tuple[float, float]:
     return slowest(comm.topology, nodes) if nodes else (cost.ALPHA, cost.BETA)
 
 
-@lru_cache(maxsize=16)
 def slowest(topology: Any, nodes: tuple[Hashable, ...]) -> tuple[float, float]:
     """(alpha, beta) of the slowest route from a node to the next, and from the last to the first.
 
     All ranks of a simulation ask the same: a thousand of them should not look up a thousand routes each.
     """
-    routes = [topology.route(here, there) for here, there in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
-    return max(route.latency for route in routes), 1 / min(route.bandwidth for route in routes)
+    if (key := ("slowest", nodes)) not in topology.remembered:
+        routes = [topology.route(here, there) for here, there in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
+        topology.remembered[key] = max(route.latency for route in routes), 1 / min(route.bandwidth for route in routes)
+    found: tuple[float, float] = topology.remembered[key]
+    return found
 
 
 def _ask(comm: Communicator) -> list[int]:

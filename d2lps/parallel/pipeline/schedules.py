@@ -8,7 +8,7 @@ is waiting, and `W` those of its weights, for which nobody is.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from d2lps.cost.numbers import whole
@@ -278,7 +278,7 @@ def picture(schedule: Schedule) -> str:
     return "\n".join(f"rank {rank}  {line}".rstrip() for rank, line in enumerate(lines))
 
 
-@cache
+@lru_cache(maxsize=16)  # by all ranks of a job
 def traffic(schedule: tuple[tuple[Action, ...], ...]) -> dict[tuple[int, int], list[tuple[Action, int]]]:
     """For each two ranks, the messages between them in an order that both can keep to: (what makes it, the rank that sends).
 

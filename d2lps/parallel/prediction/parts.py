@@ -5,7 +5,7 @@ reads and writes are written down, as Megatron-LM's fused ones have them; of a m
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from d2lps.parallel.experts import Experts
@@ -98,7 +98,7 @@ class Sizes:
         return Kernel(numbers, numbers * (self.width if bytes_each is None else bytes_each), matrix=False)
 
 
-@cache
+@lru_cache(maxsize=128)
 def parts(model: Transformer, plan: Plan, fused: bool = False) -> tuple[Part, Part, Part]:
     """The embedding, a block (all are alike), and the head.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -134,12 +134,13 @@ def described(transformer: Transformer, plan: Plan, cluster: Topology, batch: in
     return Job(transformer, plan, batch, _device(cluster), calibration)
 
 
-@lru_cache(maxsize=16)
 def _device(cluster: Topology) -> Device:
     """What all devices of a cluster can do."""
-    kinds = {cluster.device(node) for node in cluster.devices}
-    device = kinds.pop() if kinds else None
-    if device is None or kinds:
+    if "device" not in cluster.remembered:
+        kinds = {cluster.device(node) for node in cluster.devices}
+        cluster.remembered["device"] = kinds.pop() if len(kinds) == 1 else None
+    device: Device | None = cluster.remembered["device"]
+    if device is None:
         raise ValueError(f"{cluster.name}: all devices must be alike, and say how fast they are (device=Device(...))")
     return device
 

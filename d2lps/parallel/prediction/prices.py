@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 
@@ -82,7 +81,7 @@ class Prices:
         if plan.ranks > len(cluster.devices):
             raise ValueError(f"a plan of {plan.ranks} ranks, and {cluster.name} has {len(cluster.devices)} devices")
         self.plan, self.cluster = plan, cluster
-        self.known = _known.setdefault(cluster, {})
+        self.known = cluster.remembered
         if "reached" not in self.known:
             self.known["reached"], self.known["places"] = cluster.reached(), list(_places(cluster))
         self.reached: Topology = self.known["reached"]
@@ -174,9 +173,6 @@ class Prices:
                     links |= used[one]
                     grown = True
         return found
-
-
-_known: WeakKeyDictionary[Topology, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def axis_groups(plan: Plan, axis: str) -> list[Group]:
