@@ -117,21 +117,23 @@ def zombies() -> int:
 def shared_memory() -> set[str]:
     """The names that PyTorch or Python has made in shared memory, without those that processes of others have mapped.
 
-    Other programs' names are left out: tests of other workers run MPI, Envoy and browsers at the same time.
+    Other programs' names are left out: tests of other workers run MPI, Envoy and browsers at the same time. Files are known by
+    their inodes: whoever makes a semaphore has mapped it by another name, which it had for a moment before.
     """
     if sys.platform != "linux":
         return set()
-    names = set()
+    names: dict[str, str] = {}  # of each inode
     for entry in os.scandir("/dev/shm"):
         with contextlib.suppress(FileNotFoundError):  # it has just gone
             if entry.name.startswith(("torch_", "psm_", "sem.")) and entry.stat().st_uid == os.geteuid():
-                names.add(entry.name)
+                names[str(entry.inode())] = entry.name
     ours = {os.getpid(), *(process.pid for process in started())} if names else set()
     for process in psutil.process_iter() if names else ():
         with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
             if process.pid not in ours:
-                names -= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{process.pid}/maps").read_text()))
-    return names
+                for inode in re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{process.pid}/maps").read_text()):
+                    names.pop(inode, None)
+    return set(names.values())
 
 
 def belongings() -> dict[str, Any]:
