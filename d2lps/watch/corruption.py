@@ -112,10 +112,13 @@ def checked_all_reduce(comm: Communicator, tensor: Tensor, step: int = 0) -> Non
     if hop < math.inf:
         here, before = comm.members[int(rank)], comm.members[int(rank) - 1]
         did = f"rank {before} has added wrongly to it, or " if 1 < hop <= p else ""
-        most = torch.finfo(tensor.dtype).max
-        beyond = f"; or its sum is beyond {most:g}, {tensor.dtype}'s largest" if table[:, int(number), 1].sum() > most else ""
-        how = f"{did}the way from rank {before} has changed it{beyond}"
+        how = f"{did}the way from rank {before} has changed it{_beyond(table[:, int(number), 1].sum(), tensor.dtype)}"
         raise Mismatch(f"chunk {number:.0f} is wrong as it comes to rank {here}: {how}")
+
+
+def _beyond(length: Tensor, dtype: torch.dtype) -> str:
+    """Of a sum that may be so long, what else may be wrong with it."""
+    return f"; or its sum is beyond {most:g}, {dtype}'s largest" if length > (most := torch.finfo(dtype).max) else ""
 
 
 def _gathered(comm: Communicator, mine: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class Zero:
     """
 
     _kept = 0  # in how many blocks that keep all weights this is
+    _passing = False  # whether a backward pass goes on, or has failed
 
     def __init__(
         self, comm: Communicator, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
@@ -100,7 +101,6 @@ class Zero:
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
-        self._passing = False  # whether a backward pass goes on, or has failed
         for place, (unit, keys) in enumerate(zip(self.units, shared, strict=True)):
             for number, p in enumerate(unit.parameters):
                 when_ready(p, self._add, place, number)
