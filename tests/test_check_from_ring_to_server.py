@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from solutions import refused_as
+from solutions import refused_as, solution
 
 from d2lps import Communicator
 from d2lps.check import from_ring_to_server as check
@@ -127,6 +127,10 @@ def knows_the_workers(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -
 ])  # fmt: skip
 def test_pieces_that_are_refused(wrong: Callable[..., None], words: str) -> None:
     refused_as(check.in_pieces(wrong), words)
+
+
+def test_pieces_that_pass_have_their_own_time() -> None:
+    assert check.in_pieces(solution("ex-server-pieces")["in_pieces"]).text.endswith("32 pieces take 33 ms, where one takes 64")
 
 
 # ---- all devices at work --------------------------------------------------------------------------------------------------

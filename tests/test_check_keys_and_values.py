@@ -33,6 +33,7 @@ Tensor = torch.Tensor
     ("break_even", (0.8889, 0.5), "4 bytes.*with the push and again with the pull"),
     ("break_even", (64 / 80, 4 / 20), "64 bytes"),
     ("tiers", (24, 72), "72 misses"),
+    ("tiers", (90, 6), "not 6 misses"),
     ("tiers", (96, 0), "0 misses"),
     ("tiers", (36, 12), "48 reads, not 96"),
     ("tourist", (30, 186), "after reading"),

@@ -37,7 +37,7 @@ def test_tokens() -> None:
 
 
 def test_van() -> None:
-    assert check.van(0.89e15, 2.5)
+    assert check.van(0.89e15, 2.5) and check.van(0.9e15, 2.5)
     refused(check.van(0.864e15, 2.5), "the van has a beta, too")
     refused(check.van(10e15, 2.5), "When are alpha + n beta of both equal")
     refused(check.van(0.89e15, 9000), "then seconds to hours")

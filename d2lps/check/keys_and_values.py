@@ -157,7 +157,7 @@ def tiers(hits: Any, misses: Any) -> str:
     """Check how many reads find a key in memory, and how many don't."""
     reads = "Two workers read each of 8 keys twice in each of three rounds, to push and to pull"
     refuse((hits + misses != 96, f"{hits} and {misses} are {hits + misses} reads, not {2 * 2 * 8 * 3}. {reads}"))
-    refuse((misses != 24, f"{misses} misses: not so many. Four reads of one key follow one another: which of them miss?"))
+    refuse((misses != 24, f"not {misses} misses. Four reads of one key follow one another: which of them miss?"))
     return "the first of four reads misses, three hit"
 
 

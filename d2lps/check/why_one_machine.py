@@ -53,7 +53,7 @@ def van(break_even: float, hours_by_link: float) -> str:
     link, load = 1 / 10e9, 60 / 20e12
     if abs(break_even * link / 86_400 - 1) < 0.01:
         raise Wrong("the disks have to be loaded and unloaded as well: the van has a beta, too")
-    near("break-even, in bytes", break_even, 86_400 / (link - load), "When are alpha + n beta of both equal?", 0.01)
+    near("break-even, in bytes", break_even, 86_400 / (link - load), "When are alpha + n beta of both equal?", 0.02)
     near("hours of 90 TB by the link", hours_by_link, 2.5, "Bytes by bytes a second, then seconds to hours", 0.01)
     return "nearly a petabyte, and 90 TB go by the link"
 
