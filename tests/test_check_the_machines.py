@@ -16,33 +16,34 @@ Function = Callable[..., Any]
 
 def test_units() -> None:
     assert check.units(0.783, 0.92, 100)
-    refused(check.units(235 / 600, 0.92, 100), "is 600 GB/s one direction, or both")
-    refused(check.units(0.783, 23 / 200, 100), "how many bytes are 200 Gb")
+    refused(check.units(235 / 600, 0.92, 100), "Is 600 GB/s one direction, or both")
+    refused(check.units(0.783, 23 / 200, 100), "How many bytes are 200 Gb")
     refused(check.units(0.783, 0.92, 12.5), "turn bytes into bits")
-    refused(check.units(78.3, 92, 100), "give shares, from 0 to 1, not percent")
+    refused(check.units(78.3, 92, 100), "a share from 0 to 1: not 78.3.")
+    refused(check.units("78%", 0.92, 100), "a share from 0 to 1: not '78%'")
 
 
 def test_spine() -> None:
     assert check.spine(48) and check.spine(48.005)
     refused(check.spine(60), "not twice the old time")
-    refused(check.spine(30), "not 30 ms")
-    refused(check.spine(24), "not 24 ms")
-    refused(check.spine(0.048), "0.048 are seconds: give it in ms")
+    refused(check.spine(30), "ms: not 30. What leaves a rack")
+    refused(check.spine(0.048), "ms: not 0.048, which is a thousand times too small: in which unit is it asked?")
 
 
 def test_ports() -> None:
     assert check.ports(2, 8.01)
-    refused(check.ports(0.25, 8), "a port each: not 0.25 ms")
-    refused(check.ports(2, 2), "one port: not 2 ms: how many messages share it")
-    refused(check.ports(8, 2), "a port each: not 8 ms")
+    refused(check.ports(0.25, 8), "a port each, ms: not 0.25")
+    refused(check.ports(0.002, 0.008), "a port each, ms: not 0.002, which is a thousand times too small")
+    refused(check.ports(2, 2), "one port, ms: not 2. How many messages share it")
+    refused(check.ports(8, 2), "a port each, ms: not 8")
 
 
 def test_torus_times() -> None:
     assert check.torus_times(30, 1.6e12)
     refused(check.torus_times(16, 1.6e12), "count the messages on the fullest link")
-    refused(check.torus_times(7.5, 1.6e12), "not 7.5 ms")
-    refused(check.torus_times(30, 0.8e12), "each of the 16 rings is cut in two places")
-    refused(check.torus_times(30, 3.2e12), "one direction only")
+    refused(check.torus_times(7.5, 1.6e12), "ms: not 7.5")
+    refused(check.torus_times(30, 0.8e12), "Each of the 16 rings is cut in two places")
+    refused(check.torus_times(30, 3.2e12), "One direction only")
 
 
 def test_fat_tree() -> None:

@@ -5,23 +5,18 @@ from collections import Counter
 from itertools import permutations
 
 from d2lps.check.exercise import Function, Wrong, answered, judged
-from d2lps.check.tools import refuse
+from d2lps.check.tools import near, refuse
 from d2lps.topology import Topology
 
 Routes = list[tuple[int, ...]]
 
 
-def _close(mine: float, right: float, within: float = 0.01) -> bool:
-    return abs(mine / right - 1) <= within
-
-
 @answered
 def units(usual: float, port: float, network: float) -> str:
     """Check (a) and (b), shares of what one direction promises in bytes, and (c), Gb/s."""
-    refuse((_close(usual, 100 * 235 / 300) or _close(port, 100 * 23 / 25), "give shares, from 0 to 1, not percent"))
-    refuse((not _close(usual, 235 / 300), f"(a) is not {usual:g} of the promise: is 600 GB/s one direction, or both added up?"))
-    refuse((not _close(port, 23 / 25), f"(b) is not {port:g} of the promise: how many bytes are 200 Gb?"))
-    refuse((not _close(network, 100), f"(c) is not {network:g} Gb/s: divide the bytes by the time, then turn bytes into bits"))
+    near("(a), a share from 0 to 1", usual, 235 / 300, "Is 600 GB/s one direction, or both added up?", 0.01)
+    near("(b), a share from 0 to 1", port, 23 / 25, "How many bytes are 200 Gb?", 0.01)
+    near("(c), Gb/s", network, 100, "Divide the bytes by the time, then turn bytes into bits", 0.01)
     return "nobody needs to call: two usual shares, and a paper that lost a factor of eight"
 
 
@@ -71,19 +66,16 @@ def _unfair(routes: Routes, rates: list[float], capacity: dict[int, float]) -> s
 @answered
 def spine(milliseconds: float) -> str:
     """Check the time of the all-to-all with one spine of two left."""
-    refuse((_close(1e3 * milliseconds, 48), f"{milliseconds:g} are seconds: give it in ms"))
-    refuse((_close(milliseconds, 60), "not twice the old time: which link was the fullest before, and which is it now?"))
-    if not _close(milliseconds, 48):
-        raise Wrong(f"not {milliseconds:g} ms: what leaves a rack, and by how much uplink, now that half of it is gone?")
+    refuse((milliseconds == 60, "not twice the old time: which link was the fullest before, and which is it now?"))
+    near("ms", milliseconds, 48, "What leaves a rack, and by how much uplink, now that half of it is gone?", 0.01)
     return "now the uplinks are the fullest"
 
 
 @answered
 def ports(device: float, node: float) -> str:
     """Check the times, in ms, with a port for each GPU and with one for the server."""
-    for name, mine, right, hint in (("a port each", device, 2, "100 MB through a port of 400 Gb/s"),
-                                    ("one port", node, 8, "how many messages share it?")):  # fmt: skip
-        refuse((not _close(mine, right), f"{name}: not {mine:g} ms: {hint}"))
+    near("a port each, ms", device, 2, "100 MB through a port of 400 Gb/s", 0.01)
+    near("one port, ms", node, 8, "How many messages share it?", 0.01)
     return "four messages share the one port"
 
 
@@ -125,13 +117,12 @@ def _no_torus(grid: Topology, rows: int, columns: int, bandwidth: float, latency
 @answered
 def torus_times(milliseconds: float, bisection: float) -> str:
     """Check the all-to-all of 4 x 4 chips in ms, and a pod's bisection bandwidth in bytes/s."""
-    if _close(milliseconds, 16):
+    if milliseconds == 16:
         raise Wrong("16 ms is what evenly spread routes would make: count the messages on the fullest link of the fixed ones")
-    refuse((not _close(milliseconds, 30), f"not {milliseconds:g} ms: how many of the 240 routes pass the fullest link?"))
-    for factor, hint in ((0.5, "each of the 16 rings is cut in two places"), (2, "one direction only")):
-        refuse((_close(bisection, 1.6e12 * factor), f"the bisection is not {bisection:g} bytes/s: {hint}"))
-    if not _close(bisection, 1.6e12):
-        raise Wrong(f"the bisection is not {bisection:g} bytes/s: how many links are cut, and what does each carry one way?")
+    near("all-to-all, ms", milliseconds, 30, "How many of the 240 routes pass the fullest link?", 0.01)
+    cut = {0.8e12: "Each of the 16 rings is cut in two places", 3.2e12: "One direction only"}
+    hint = cut.get(bisection, "How many links are cut, and what does each carry one way?")
+    near("the bisection, bytes/s", bisection, 1.6e12, hint, 0.01)
     return "the fullest link decides, and a cut goes through every ring twice"
 
 
