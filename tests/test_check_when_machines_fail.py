@@ -151,7 +151,7 @@ class ByAmount(Survivor):
     (OneNameForAll, "2 clients, push 2 stopped after its record was written, every client repeats its last push"),
     (OneSequenceForAll, "2 clients"), (NoFilter, "1 client, push 1 stopped after its record was written"),
     (FilterInMemory, "after its record was written"), (AnswersFirst, "after one more new life, the value is 0, not 1"),
-    (WritesAll, "a push that was done before needs none"), (SaysNothing, "got the answer None"),
+    (WritesAll, "5 records: each push needs one, and repeated it needs none"), (SaysNothing, "got the answer None"),
     (RefusesRepetitions, "got the answer 'known'"), (TwoClients, "3 clients"),
     (ByAmount, "after pushes 1 to 4 the value is 6, not 7"),
 ])  # fmt: skip

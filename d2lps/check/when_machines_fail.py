@@ -87,7 +87,7 @@ def _lived(make: Callable[[Any], Any], clients: int, victim: int, moment: str) -
                 pushes = f"pushes 1 to {number}" if number > 1 else "push 1"
                 raise Wrong(f"{case}: after {pushes}{what} the value is {value}, not {expected}")
     if len(disk.records) > len(names):
-        raise Wrong(f"{len(names)} pushes wrote {len(disk.records)} records: a push that was done before needs none")
+        raise Wrong(f"{len(names)} pushes wrote {len(disk.records)} records: each push needs one, and repeated it needs none")
 
 
 def _amount(number: int) -> int:
