@@ -97,6 +97,11 @@ class ChangesTheGradient(Right):
         value -= gradient.mul_(self.lr).div_(root)
 
 
+class InSinglePrecision(Right):
+    def state(self, value: Tensor) -> dict[str, Tensor]:
+        return {"square": torch.zeros(value.shape)}
+
+
 class NotInPlace(Right):
     def step(self, value: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> None:
         value = value - self.lr * gradient / (self.mean(gradient, state).sqrt() + self.eps)
@@ -162,6 +167,7 @@ def test_another_right_optimizer_passes() -> None:
     (ANumber, "{'square': 0.0}, not a dictionary of tensors"), (NotSquared, "mean of squares"),
     (OneRate, r"lr=0.5, alpha=0.99, step 0"), (OneAlpha, "alpha=0.99, step 0"),
     (OtherDefault, r"^lr=0.1, step 0"), (WithoutRoot, "step 0: element"), (ChangesTheGradient, "the gradient was changed"),
+    (InSinglePrecision, "has the state the value's dtype"),
     (NotInPlace, "in place"), (Remembers, "gives no tensors"),
     (RemembersBeside, "step 6.*is all in `state`"), (OneState, "step 0"), (Stub, "still empty"),
     (torch.optim.RMSprop, "no state yet|TypeError"),

@@ -69,7 +69,8 @@ def _as_torch(ours: Function, hyper: dict[str, Any], scale: float) -> None:
             if not off.max() <= 1e-9:
                 hint = "; just before, the optimizer was made anew, as on another server: is all in `state`?" * (step == 6)
                 small = f" (gradients of about {scale:g}: where does epsilon stand?)" * (scale < 1 and step < 6)
-                small = small or " (so near: where does epsilon stand?)" * (step == 0 and bool(off.max() < 1e-4 * hyper["lr"]))
+                nearly = " (so near: where does epsilon stand, and has the state the value's dtype?)"
+                small = small or nearly * (step == 0 and bool(off.max() < 1e-4 * hyper["lr"]))
                 raise Wrong(f"{where}: element {int(off.argmax())} is {off.max():.2g} away from torch's{small}{hint}")
 
 
