@@ -24,12 +24,12 @@ def test_an_empty_class_is_a_stub() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    ({"failure": 3.09}, "failure: 3.09 is too little"), ({"interval": 19}, "interval: 19 is too much"),
-    ({"rule": 0.26}, "there is a term for restarting"), ({"rule": 42}, "a share, such as 0.1"),
-    ({"really": 0.42}, "really: 0.42 is too little"),
+    ({"failure": 3.09}, "failure, minutes: not 3.09."), ({"interval": 19}, "interval, minutes: not 19. Saving takes one"),
+    ({"rule": 0.26}, "There is a term for restarting"), ({"rule": 42}, "a share such as 0.1: not 42."),
+    ({"really": 0.42}, "really, a share: not 0.42. The hours"),
     ({"saving": 6.3}, "on top, really; it is to be a tenth"), ({"saving": 60}, "on top"),
     ({"saving": 5.6}, "10.05% comes on top"), ({"saving": 0}, "ZeroDivisionError"),
-    ({"saving": 1}, "no more and hardly less"),
+    ({"saving": 1}, "no more and hardly less"), ({"failure": "30 min"}, "failure, minutes: not '30 min'"),
 ], ids=str)  # fmt: skip
 def test_numbers_misjudged(wrong: dict[str, float], words: str) -> None:
     refused(check.numbers(**NUMBERS | wrong), words)
@@ -305,19 +305,20 @@ def test_filters_that_forget_lives(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    (lambda m, n, bandwidth, copies: (m + copies) * n / bandwidth, "too little"),
-    (lambda m, n, bandwidth, copies: 2 * (m + copies) * n / bandwidth, "too much"),
-    (lambda m, n, bandwidth, copies: max(m, copies) * 2 * n / bandwidth, "1 copies: 20 is too little"),
+    (lambda m, n, bandwidth, copies: (m + copies) * n / bandwidth, "0 copies, seconds: not 0.01. Which messages share"),
+    (lambda m, n, bandwidth, copies: 2 * (m + copies) * n / bandwidth, "1 copies, seconds: not 0.04."),
+    (lambda m, n, bandwidth, copies: max(m, copies) * 2 * n / bandwidth, "1 copies, seconds: not 0.02."),
+    (lambda m, n, bandwidth, copies: (2 * m + copies) * n / bandwidth * 1e3, "a thousand times too large: in which unit"),
     (lambda m, n, bandwidth, copies: 0.08 + copies / 100, "m = 1, n = 10 MB"),
     (lambda m, n, bandwidth, copies: (2 * m + copies) * n / 1e9, "0.2 GB/s"),
-], ids=["answers forgotten", "copies twice", "side by side", "for m = 4", "one bandwidth"])  # fmt: skip
+], ids=["answers forgotten", "copies twice", "side by side", "in ms", "for m = 4", "one bandwidth"])  # fmt: skip
 def test_rounds_misjudged(wrong: Any, words: str) -> None:
     refused(check.round_time(wrong), words)
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    ({"days": 2114}, "there are 100"), ({"years": 17_600}, "either machine may fail first"), ({"years": 880_000}, "of 100 pairs"),
-    ({"years": 5.8}, "too little"),
+    ({"days": 2114}, "there are 100"), ({"years": 17_600}, "either machine may fail first"), ({"years": 880_000}, "Of 100 pairs"),
+    ({"years": 5.8}, "years: not 5.8."),
 ], ids=str)  # fmt: skip
 def test_two_at_once_misjudged(wrong: dict[str, float], words: str) -> None:
     refused(check.both(**{"days": 21, "years": 8_800} | wrong), words)

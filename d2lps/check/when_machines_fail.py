@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from d2lps.check.exercise import Function, Wrong, answered, judged, plural, raised
-from d2lps.check.tools import refuse
+from d2lps.check.tools import near, refuse
 
 _M = 24 * 54 / 419 * 16_384 / 100_000  # hours between failures, of 100,000 GPUs like those of Llama 3
 
@@ -19,19 +19,16 @@ def _over(saving: float, restarting: float) -> float:
     return (_M + restarting) * math.expm1((tau + saving) / _M) / tau - 1
 
 
-def _near(name: str, said: float, right: float, hint: str, tolerance: float = 0.03) -> None:
-    if not math.isclose(said, right, rel_tol=tolerance):
-        raise Wrong(f"{name}: {said:g} is too {'much' if said > right else 'little'}; {hint}")
-
-
 @answered
 def numbers(failure: float, interval: float, rule: float, really: float, saving: float) -> str:
     """Check minutes between failures and between checkpoints, the shares on top, and the seconds that saving may take."""
     tau = math.sqrt(2 / 60 * _M)
-    _near("failure", failure, 60 * _M, "how often does one of these GPUs fail, and there are 100,000; in minutes")
-    _near("interval", interval, 60 * tau, "in minutes; saving takes one, and M is no longer three hours")
-    _near("rule", rule, math.sqrt(2 / 60 / _M) + 5 / 60 / _M, "a share, such as 0.1; there is a term for restarting as well")
-    _near("really", really, _over(1 / 60, 5 / 60), "a share; the hours that tau + c uninterrupted ones take, over tau, less 1")
+    near("failure, minutes", failure, 60 * _M, "How often does one of these GPUs fail, and there are 100,000", 0.03)
+    near("interval, minutes", interval, 60 * tau, "Saving takes one, and M is no longer three hours", 0.03)
+    by_rule = math.sqrt(2 / 60 / _M) + 5 / 60 / _M
+    near("rule, a share such as 0.1", rule, by_rule, "There is a term for restarting as well", 0.03)
+    hours = "The hours that tau + c uninterrupted ones take, over tau, less 1"
+    near("really, a share", really, _over(1 / 60, 5 / 60), hours, 0.03)
     if not 0.095 < (found := _over(saving / 3600, 30 / 3600)) <= 0.1:
         raise Wrong(f"saving: with {saving:g} s, {found:.2%} comes on top, really; it is to be a tenth, no more and hardly less")
     return f"a failure every {failure:.0f} minutes, and {saving:g} s to save"
@@ -208,9 +205,9 @@ def epochs(make: Callable[[], Any]) -> str:
 def round_time(function: Function) -> str:
     """Check `round_time(m, n, bandwidth, copies)`: pushes of n bytes, then copies, then answers, through a server's link."""
     for m, n, bandwidth, copies in product((1, 4, 7), (1e7, 3e5), (1e9, 2e8), (0, 1, 3)):
-        said, right = function(m, n, bandwidth, copies), (2 * m + copies) * n / bandwidth
-        case = f"m = {m}, n = {n / 1e6:g} MB, {bandwidth / 1e9:g} GB/s, {copies} copies"
-        _near(case, 1e3 * said, 1e3 * right, "in ms. Which messages share the primary's link, and which way?", 0.01)
+        case = f"m = {m}, n = {n / 1e6:g} MB, {bandwidth / 1e9:g} GB/s, {copies} copies, seconds"
+        seconds = (2 * m + copies) * n / bandwidth
+        near(case, function(m, n, bandwidth, copies), seconds, "Which messages share the primary's link, and which way?", 0.01)
     return "36 cases"
 
 
@@ -218,7 +215,7 @@ def round_time(function: Function) -> str:
 def both(days: float, years: float) -> str:
     """Check the days until the first of 100 servers fails, and the years until some primary and its backup are both lost."""
     lifetime, repair = 24 * 54 / 419 * 16_384, 10 / 60
-    _near("days", days, lifetime / 100 / 24, "one fails every 5.8 years, and there are 100")
-    _near("years", years, lifetime**2 / (200 * repair) / 24 / 365,
-          "of 100 pairs, either machine may fail first, and then the other within ten minutes")  # fmt: skip
+    near("days", days, lifetime / 100 / 24, "One fails every 5.8 years, and there are 100", 0.03)
+    near("years", years, lifetime**2 / (200 * repair) / 24 / 365,
+         "Of 100 pairs, either machine may fail first, and then the other within ten minutes", 0.03)  # fmt: skip
     return f"{days:.0f} days, {years:,.0f} years"
