@@ -222,14 +222,20 @@ def scaled(comm: Any, gradient: torch.Tensor, most: int, common: bool = True, dt
     gradient.copy_(codes * step)
 
 
+def cut_off(comm: Any, gradient: torch.Tensor) -> None:
+    """Codes that are rounded towards zero, where half a step is all that may be lost."""
+    step = gradient.abs().max().clamp(min=1e-30) / 127
+    gradient.copy_((gradient / step).to(torch.int8) * step)
+
+
 @pytest.mark.parametrize(("wrong", "word"), [
-    (lambda comm, g: scaled(comm, g, 127), "does the sum of all codes fit"),
+    (lambda comm, g: scaled(comm, g, 127), "does their sum fit into 8 bits"),
     (lambda comm, g: scaled(comm, g, 127 // comm.size, common=False), "Do all use one scale"),
     (lambda comm, g: scaled(comm, g, 127 // comm.size, dtype=torch.int32), "bytes; scale and codes"),
     (lambda comm, g: scaled(comm, g, 15 if comm.size > 1 else 127), "and half a step for each rank is"),
-    (all_reduce, "bytes; scale and codes"),
+    (all_reduce, "bytes; scale and codes"), (cut_off, "is each code the nearest"),
     (lambda comm, g: scaled(comm, g.clone(), 127 // comm.size), "gradients are what they were; do you change them in place"),
-], ids=["all bits", "own scales", "wide codes", "for eight", "float32", "a copy"])  # fmt: skip
+], ids=["all bits", "own scales", "wide codes", "for eight", "float32", "cut off", "a copy"])  # fmt: skip
 def test_int8_refuses(wrong: Any, word: str) -> None:
     refused(check.add_int8(wrong), word)
 

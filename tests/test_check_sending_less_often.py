@@ -50,7 +50,7 @@ def outer(divide: bool = True, sign: int = 1, look: bool = True, share: bool = T
     (outer(divide=False), "workers: 2"), (outer(sign=-1), "round 1: the first weight went down by -"),
     (outer(look=False), "the momentum is empty yet"), (outer(share=False), "workers: 2"),
     (outer(copy=False), "`mine` is not equal to it; do you change it in place"), (outer(own=True), "the first weight went down"),
-    (outer(twice=True), "an all-reduce of 96 is enough"),
+    (outer(twice=True), "a worker sends 256 bytes a round; an all-reduce of 96 is enough"),
     (lambda comm, shared, *more: outer()(comm, shared.clone(), *more), "do you change `shared` in place"),
     (lambda comm, shared, mine, m, *more: outer()(comm, shared, mine, m.clone(), *more), "`momentum` is not the sum"),
 ], ids=["the sum", "the sign", "no look ahead", "alone", "no copy", "momenta of one's own", "momenta travel",
@@ -125,7 +125,7 @@ def test_a_program_that_is_still_broken(wrong: Any, words: str) -> None:
     (lambda one, many, p: {s: (one[s], many[s * p]) for s in one if s * p in many}, "workers: 2, 12 batches: not (4"),
     (lambda one, many, p: {s: (many[s // p], one[s]) for s in one if s % p == 0 and s // p in many}, "whose are these"),
     (lambda one, many, p: {s: (loss, many.get(s // p)) for s, loss in one.items()}, "96 batches: it is there, and not both"),
-    (lambda one, many, p: {}, "12 batches: it is not there; 1 batches are read in a step"),
+    (lambda one, many, p: {}, "12 batches: it is not there; batches read in a step: 1"),
     (lambda one, many, p: [loss for loss in one.values()], "is no dictionary"),
 ], ids=["by steps", "steps renamed", "the wrong way", "exchanged", "not measured", "nothing", "a list"])  # fmt: skip
 def test_an_unfair_table(wrong: Any, words: str) -> None:

@@ -118,7 +118,7 @@ def add_int8(function: Function) -> str:
         same = all(torch.equal(got, mine) for got, mine in zip(results, tensors, strict=True))
         refuse((p > 1 and same and kind != "all zero", f"{case}: gradients are what they were; do you change them in place?"),
                (not off <= 0.51 * step * p, f"{case}: off by {off:.3g}, and half a step for each rank is"
-                f" {step * p / 2:.3g}. Do all use one scale, and does the sum of all codes fit into 8 bits?"),
+                f" {step * p / 2:.3g}. Do all use one scale, is each code the nearest, and does their sum fit into 8 bits?"),
                (moved > (least := _least(p, n, 4)), f"{case}: {moved} bytes; scale and codes make {least}"))  # fmt: skip
     return "1 to 8 ranks: no sum of codes runs over, and a quarter of the bytes is sent"
 

@@ -33,7 +33,7 @@ def outer(function: Function) -> str:
         run = among(ranks, _three_rounds, function, rate, mu)
         case, most = f"workers: {ranks}, rate {rate}, momentum {mu}", run.trace.bytes_sent().max() / 3
         refuse(*((found, f"{case}: worker {rank}, {found}") for rank, found in enumerate(run)),
-               (most > 2 * 96, f"{case}: a worker sends {most} bytes a round; an all-reduce of 96 is enough"))  # fmt: skip
+               (most > 2 * 96, f"{case}: a worker sends {most:g} bytes a round; an all-reduce of 96 is enough"))  # fmt: skip
     return "three rounds of 1 to 8 workers"
 
 
@@ -117,7 +117,7 @@ def fair(function: Function) -> str:
         for count in sorted(said.keys() | wanted.keys()):
             told, what = f"{case}, {count} batches", "not there" if count in wanted else "there, and not both have been measured"
             steps = f"After {count} batches one alone has made {count} steps, each of {workers} {count / workers:g}"
-            refuse((count not in said or count not in wanted, f"{told}: it is {what}; {workers} batches are read in a step"),
+            refuse((count not in said or count not in wanted, f"{told}: it is {what}; batches read in a step: {workers}"),
                    ((pair := said.get(count)) != wanted.get(count), f"{told}: not {pair}; whose are these? {steps}"))  # fmt: skip
     return "1 to 5 workers"
 
