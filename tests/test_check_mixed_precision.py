@@ -178,6 +178,7 @@ def cast(scale_of, clamp=True, divide=True):
      (cast(lambda x: x.abs().max() + 1e-38), "off by"),
      (cast(lambda x: x.abs().max() / 57344 + 1e-38), "off by"),
      (cast(lambda x: 448 / x.abs().max().clamp(min=1e-38), divide=False), "is `scale` what codes are to be multiplied by"),
+     (cast(lambda x: x.abs().clamp(min=1e-38)), "a normal tensor: 1000 scales, and one is wanted"),
      (lambda x: x.to(torch.float8_e4m3fn), "a pair is wanted"),
      (lambda x: (x.to(torch.float8_e5m2), torch.tensor(1.0)), "no float8_e4m3fn"),
      (lambda x: (lambda c, s: (c.flatten(), s))(*solution("ex-precision-fp8")["to_e4m3"](x)), "shape")],

@@ -115,7 +115,8 @@ def to_e4m3(function: Function) -> str:
         refuse((not isinstance(given, tuple | list) or len(given) != 2, f"{name}: a pair is wanted, (codes, scale)"))
         codes, scale = given
         refuse((getattr(codes, "dtype", None) != torch.float8_e4m3fn, f"{name}: codes are no float8_e4m3fn"),
-               (codes.shape != x.shape, f"{name}: codes are of shape {tuple(codes.shape)}, x is {tuple(x.shape)}"))
+               (codes.shape != x.shape, f"{name}: codes are of shape {tuple(codes.shape)}, x is {tuple(x.shape)}"),
+               ((many := torch.as_tensor(scale).numel()) != 1, f"{name}: {many} scales, and one is wanted for the whole tensor"))
         back, largest = codes.float() * scale, x.abs().max()
         refuse((not bool(back.isfinite().all()), f"{name}: codes * scale has {back[~back.isfinite()][:1].tolist()} in it"))
         off, step = (back - x).abs(), largest / 448 * 2.0**-10
