@@ -107,6 +107,19 @@ def test_sample_at_refuses(wrong, word):
     refused(check.sample_at(wrong), word)
 
 
+def test_a_table_is_asked_first_for_what_it_has_no_room_for():
+    asked = []
+
+    def tabled(place, n, seed):
+        if n <= 10**6:
+            return table(n, seed)[place]
+        asked.append(n)
+        raise MemoryError
+
+    refused(check.sample_at(tabled), "MemoryError")
+    assert asked == [10**12]
+
+
 # ---- next_batch ---------------------------------------------------------------------------------------------------------
 
 
@@ -175,11 +188,11 @@ def own_dice(stream, size, dice):
     return fair(stream, size, random)
 
 
-def fair(stream, size, dice, first=0, rest=True):
+def fair(stream, size, dice, first=0, rest=True, fixed=0):
     stream = iter(stream)
     buffer = list(islice(stream, size))
     for new in stream:
-        at = dice.randrange(first, len(buffer)) if len(buffer) > first else 0
+        at = dice.randrange(first, len(buffer) - fixed) if len(buffer) > first + fixed else 0
         yield buffer[at]
         buffer[at] = new
     if rest:
@@ -212,6 +225,7 @@ def sticky(stream, size, dice):
         (lambda stream, size, dice: fair(stream, max(1, size // 2), dice), "as likely"),
         (lambda stream, size, dice: fair(stream, size, dice, rest=False), "stream's order"),
         (blocks, "as likely"), (sticky, "as likely"), (oldest, "as likely"),
+        (lambda stream, size, dice: fair(stream, size, dice, fixed=1), "sample 99 was kept until the stream had ended"),
     ],
 )  # fmt: skip
 def test_shuffled_refuses(wrong, word):

@@ -33,6 +33,17 @@ def test_place_refuses(wrong, word):
     refused(check.place(wrong), word)
 
 
+def test_place_may_use_up_the_list_that_it_is_given():
+    def place(topology, nodes):
+        order = [nodes.pop(0)]
+        while nodes:
+            nearest = min(nodes, key=lambda node: len(topology.route(order[-1], node).links))
+            order.append(nodes.pop(nodes.index(nearest)))
+        return order
+
+    assert check.place(place)
+
+
 def plain(sizes, seconds, ages, patience):
     return np.polyfit(sizes, seconds, 1)[::-1]
 

@@ -43,7 +43,7 @@ def place(function: Function) -> str:
             refuse((mine > least, f"{case} a ring in your order passes {mine} links; {least} are enough: who is whose neighbor?"))
     racks = spine_leaf(4, 4, spines=2, oversubscription=4)
     mixed = _mixed(racks)
-    return f"160 MB in {_ring(racks, function(racks, mixed)):.2f} ms on four racks; shuffled {_ring(racks, mixed):.2f}"
+    return f"160 MB in {_ring(racks, function(racks, list(mixed))):.2f} ms on four racks; shuffled {_ring(racks, mixed):.2f}"
 
 
 def _renumbered(topology: Topology, dice: random.Random) -> tuple[Topology, list[Hashable]]:
