@@ -188,12 +188,13 @@ def seeded(number):
      (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp + tp * sequence, "drop the same places; do they hold"),
      (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp * size + tp, "drop different places; do they hold"),
      (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp * size + tp * (not sequence), "drop different places"),
-     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp * sequence, "with another seed, 1"),
-     (lambda seed, dp, tp, size, sequence: dp * size + tp * sequence, "with another seed, 1"),
-     (lambda seed, dp, tp, size, sequence: seed + dp * size + tp * sequence, "with another seed, 1"),
+     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * size + tp * sequence, "(0, 0) drops the same places as (125, 0)"),
+     (lambda seed, dp, tp, size, sequence: seed * 1000 + dp * 100 + tp * sequence, "(0, 0) drops the same places as (10, 0)"),
+     (lambda seed, dp, tp, size, sequence: dp * size + tp * sequence, "with seed 1 the rank (dp, tp) (0, 0) drops the same"),
+     (lambda seed, dp, tp, size, sequence: seed + dp * size + tp * sequence, "with seed 1 the rank (dp, tp) (0, 7) drops the"),
      (lambda seed, dp, tp, size, sequence: seed * 10**6 + dp * 4 + tp * sequence, "8 along tp, sequence=True: the ranks")],
-    ids=["one for all", "dp + tp", "never alike", "the other way round", "few replicas", "no seed", "seed beside place",
-         "always four"],
+    ids=["one for all", "dp + tp", "never alike", "the other way round", "few replicas", "two digits for tp",
+         "no seed", "seed beside place", "always four"],
 )  # fmt: skip
 def test_generator_refuses(number, word):
     refused(check.generator(seeded(number)), word)

@@ -124,17 +124,21 @@ def gradients(function: Function) -> str:
 def generator(function: Function) -> str:
     """Check `function(seed, dp, tp, tp_size, sequence)`: a torch.Generator, so that dropout is alike where vectors are."""
     for size, sequence in itertools.product((4, 1, 8), (False, True)):
-        places = list(itertools.product((0, 1), (0, 1, 5, 1000), range(size)))
-        masks = [(*where, torch.rand(64, generator=function(*where, size, sequence), dtype=torch.double)) for where in places]
-        for (seed, *a, mask), (other_seed, *b, other) in itertools.combinations(masks, 2):
-            refuse((seed != other_seed and torch.equal(mask, other), f"sequence={sequence}: with seed {seed} the rank (dp, tp) "
-                    f"{tuple(a)} drops the same places as {tuple(b)} with another seed, {other_seed}"))  # fmt: skip
+        places = itertools.product((0, 1, 5), range(size))
+        masks = [(where, torch.rand(64, generator=function(0, *where, size, sequence), dtype=torch.double)) for where in places]
+        for (a, mask), (b, other) in itertools.combinations(masks, 2):
             alike, want = torch.equal(mask, other), a[0] == b[0] and not sequence
-            said = f"the ranks (dp, tp) {tuple(a)} and {tuple(b)} drop {'the same' if alike else 'different'} places"
-            refuse((seed == other_seed and alike != want, f"{size} along tp, sequence={sequence}: {said}; do they hold the same "
-                    "vectors?"),
+            said = f"the ranks (dp, tp) {a} and {b} drop {'the same' if alike else 'different'} places"
+            refuse((alike != want, f"{size} along tp, sequence={sequence}: {said}; do they hold the same vectors?"),
                    (not alike and {*mask.tolist()} & {*other.tolist()}, f"{size} along tp, sequence={sequence}: {said}, but from "
                     "the same numbers, some steps apart: give each a seed of its own"))  # fmt: skip
+    for sequence in (False, True):  # with many replicas a large dp can reach the next seed's numbers
+        met: dict[float, tuple[int, ...]] = {}
+        for seed, *rank in itertools.product(range(3), range(4000), (0, 7) if sequence else (0,)):
+            first = torch.rand(1, generator=function(seed, *rank, 8, sequence), dtype=torch.double).item()
+            earlier, *there = met.setdefault(first, (seed, *rank))
+            refuse(((earlier, there) != (seed, rank), f"8 along tp, sequence={sequence}: with seed {seed} the rank (dp, tp) "
+                    f"{tuple(rank)} drops the same places as {tuple(there)} with seed {earlier}"))  # fmt: skip
     return "alike where ranks hold the same vectors, and nowhere else"
 
 
