@@ -165,6 +165,12 @@ def the_most_frequent(comm, tensor):
     return [rank for rank, mark in enumerate(prints) if mark != usual]
 
 
+def more_than_any_other(comm, tensor):
+    prints, usual = voted(comm, bits(tensor))
+    tie = any(prints.count(mark) == prints.count(usual) for mark in set(prints) - {usual})
+    return None if tie else [rank for rank, mark in enumerate(prints) if mark != usual]
+
+
 def rank_0_is_right(comm, tensor):
     prints, _ = voted(comm, bits(tensor))
     return [rank for rank, mark in enumerate(prints) if mark != prints[0]]
@@ -179,6 +185,7 @@ def whole_tensors(comm, tensor):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(by_the_sum, "says []"), (by_the_exact_sum, "says []"), (the_most_frequent, "not None"), (rank_0_is_right, "not None"),
+     (more_than_any_other, "A, B, C, A: rank 0 says [1, 2], not None"),
      (whole_tensors, "fingerprints are enough"), (lambda comm, tensor: [], "says []")],
 )  # fmt: skip
 def test_odd_ranks_refuses(wrong, word):

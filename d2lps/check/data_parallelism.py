@@ -84,7 +84,7 @@ def _columns(comm: Any, function: Function) -> str | None:
 @judged
 def odd_ranks(function: Function) -> str:
     """Check `odd_ranks(comm, tensor)`: the ranks that a majority outvotes; [] if all agree, None if there is no majority."""
-    for marks in "A", "AA", "AB", "AABA", "BAAAA", "ABAB", "ABC", "ABACAAAD", "AAABBBBB", "AAAABBBB":
+    for marks in "A", "AA", "AB", "AABA", "BAAAA", "ABCA", "ABC", "ABACAAAD", "AAABBBBB", "AAAABBBB":
         majority = max(set(marks), key=marks.count)
         wanted = [rank for rank, mark in enumerate(marks) if mark != majority] if 2 * marks.count(majority) > len(marks) else None
         run = among(len(marks), _vote, function, marks)
