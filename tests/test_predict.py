@@ -163,7 +163,7 @@ def both(prices: Prices, two: Sequence[tuple[str, str]], sizes: Sequence[int], s
 
     def live(comm: Communicator | None) -> list[float]:
         time = Time(prices)
-        world = Clock(time) if comm is None else Groups(comm, job, ways)
+        world = Clock(time) if comm is None else Groups(comm, job, priced)
         ends: list[float] = []
 
         def program() -> None:
@@ -175,7 +175,7 @@ def both(prices: Prices, two: Sequence[tuple[str, str]], sizes: Sequence[int], s
         program() if comm is not None else time.run([program])
         return ends
 
-    ways = {asked: prices.price(*asked).way for asked in two}
+    priced = {asked: prices.price(*asked) for asked in two}
     job = described(MIXED if prices.plan.ep > 1 else SMALL, prices.plan, prices.cluster, prices.plan.dp)
     if not simulated:
         return live(None)

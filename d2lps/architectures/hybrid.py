@@ -66,7 +66,7 @@ class Described(Groups):
 
     def __init__(self, comm: Communicator, job: Job) -> None:
         self.described = job.step_on(comm.topology.device(comm.node), job.plan(comm.size))
-        super().__init__(comm, self.described, ways={})
+        super().__init__(comm, self.described, prices={})
         self.job, self.record, self.begin = job, Record(), beginning(comm, job)
 
     def step(self) -> None:

@@ -15,7 +15,7 @@ from d2lps.comm import Communicator, Event
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.mail import Mail, awaited
 from d2lps.parallel.pipeline.schedules import after, placed, traffic
-from d2lps.parallel.prediction.prices import Prices, Way
+from d2lps.parallel.prediction.prices import Price, Prices
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.result import Run
 from d2lps.simulator import simulate
@@ -25,16 +25,16 @@ from d2lps.topology import Topology
 def by_messages(job: Job, cluster: Topology) -> Run:
     """Every rank's step in the simulator; its `.time` is what a prediction's should be, and its trace shows each message."""
     prices = Prices(job.plan, cluster)
-    ways = {asked: prices.price(*asked).way for asked in job.asks}
+    priced = {asked: prices.price(*asked) for asked in job.asks}
     nodes = cluster.devices[: job.plan.ranks]
-    return simulate(_live, prices.reached, job, ways, ranks=nodes, device="meta")
+    return simulate(_live, prices.reached, job, priced, ranks=nodes, device="meta")
 
 
 class Groups:
-    """A `World` of messages: each axis is a communicator. ways: the cheapest one of each collective along an axis."""
+    """A `World` of messages: each axis is a communicator. prices: of each collective along an axis, whose way it goes."""
 
-    def __init__(self, comm: Communicator, job: Job, ways: Mapping[tuple[str, str], Way]) -> None:
-        plan, self.comm, self.ways = job.plan, comm, ways
+    def __init__(self, comm: Communicator, job: Job, prices: Mapping[tuple[str, str], Price]) -> None:
+        plan, self.comm, self.prices = job.plan, comm, prices
         mesh = Mesh(comm, plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
         shards = (plan.zero_group or mesh.data.size) if plan.zero else mesh.data.size
         self.pp = mesh.pp
@@ -74,12 +74,11 @@ class Groups:
 
     def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:
         if comm.size > 1:
-            for phase in self.ways[axis, collective]:
-                phase(comm, round(nbytes))
+            self.prices[axis, collective].run(comm, round(nbytes))
 
 
-def _live(comm: Communicator, job: Job, ways: Mapping[tuple[str, str], Way]) -> None:
-    carry_out(job, Groups(comm, job, ways))
+def _live(comm: Communicator, job: Job, prices: Mapping[tuple[str, str], Price]) -> None:
+    carry_out(job, Groups(comm, job, prices))
 
 
 def carry_out(job: Job, world: Groups) -> None:

@@ -105,8 +105,7 @@ def predict(
     device's roofline, each distinct collective simulated once on the cluster, whose price then stands for it (of an axis's groups
     the slowest one's for all). What is on its way at the same time, on any stage or between two, shares links. Not known to it:
     links that groups of other machines share, too, as out of pods (see `planning.predict_on_pods`), an optimizer's state in the
-    host's memory, and that a device is slower in another precision than that of its `flops`, 16 bits
-    in presets.
+    host's memory, and that a device is slower in another precision than that of its `flops`, 16 bits in presets.
     ValueError, with the numbers, for a plan that can't be, and a cluster without devices' speeds; OutOfMemory, with who holds
     what, for one that needs more memory than a device has. Cost: less than a second.
     """

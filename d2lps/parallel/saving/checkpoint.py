@@ -56,8 +56,7 @@ class Checkpoints:
         do not make up whole tensors; Mismatch for another step or extra on another rank.
         """
         began = self.comm.now()
-        if type(step) is not int or step < 0:  # its folder could not be found again
-            raise ValueError(f"step={step!r} is not a whole number from 0 up")
+        whole("step", step, least=0)  # another's folder could not be found again
         self.wait()
         said = json.dumps(extra, sort_keys=True)  # now: it may change while the rest is written
         self.comm.agree(f"save(step={step}, extra={said})")
