@@ -8,13 +8,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import d2lps
 from d2lps import Communicator, OutOfMemory
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, measured, predict, search
 from d2lps.parallel.prediction import priced
-from d2lps.parallel.prediction.clock import Clock, Time
-from d2lps.parallel.prediction.loads import Loads, speeds
+from d2lps.parallel.prediction.clock import Clock, Going, Time
+from d2lps.parallel.prediction.loads import Load, Loads, speeds
 from d2lps.parallel.prediction.messages import Groups, by_messages
 from d2lps.parallel.prediction.predict import described
 from d2lps.parallel.prediction.priced import play
@@ -354,3 +356,51 @@ def test_search_puts_the_fastest_first_and_says_what_the_others_lose() -> None:
     assert found.why(found.best) == "+0 s" and found.why(found.found[-1]).startswith(f"{times[-1] - times[0]:+.2g} s: ")
     with pytest.raises(ValueError, match="no plan fits"):
         search(replace(SMALL, layers=96, hidden=12288, heads=96), POD, 16, micro_batches=(1,))
+
+
+LINKS = [{"a": 1.0}, {"a": 1.0, "b": 0.5}, {"b": 1.0}, {"b": 1.0, "c": 1.0}, {"c": 1.0}, {"d": 1.0}]
+Sent = list[tuple[int, int, list[tuple[int, int]]]]  # when, by which links, and each phase's latency and seconds alone
+
+
+def by_small_steps(sent: Sent) -> list[float]:
+    """When each is there: from one moment to the next at which anything at all begins or ends, for all who are on links."""
+    loads = [Load({(link, link): share for link, share in links.items()}, 1.0) for links in LINKS]
+    phases, ends = [[list(map(float, phase)) for phase in one[2]] for one in sent], [0.0] * len(sent)
+    waits, now = [float(one[0]) for one in sent], 0.0
+    while any(phases):
+        there = [one for one, left in enumerate(phases) if left]
+        flows = [one for one in there if waits[one] <= now and phases[one][0][0] <= 1e-9]
+        rates = dict(zip(flows, speeds([loads[sent[one][1]] for one in flows]), strict=True))
+        until = {one: phases[one][0][1] / rates[one] if one in rates else phases[one][0][0] or 0.0 for one in there}
+        until |= {one: waits[one] - now for one in there if waits[one] > now}
+        least = min(until.values())
+        for one in there:
+            if waits[one] <= now:
+                phases[one][0][one in rates] -= least * rates.get(one, 1.0)
+                if one in rates and phases[one][0][1] <= 1e-9:
+                    phases[one].pop(0)
+                    ends[one] = now + least
+        now += least
+    return ends
+
+
+PHASE = st.tuples(st.integers(0, 4), st.integers(1, 6))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.lists(PHASE, min_size=1, max_size=3)), min_size=1, max_size=7))
+@settings(max_examples=300, deadline=None)
+def test_who_comes_when_whose_end_was_foreseen_is_shared_with(sent: Sent) -> None:
+    time = Time(Prices(Plan(), star(1, 1e9)))
+    loads = [Load({(link, link): share for link, share in links.items()}, 1.0) for links in LINKS]
+    ends = [0.0] * len(sent)
+
+    def one(number: int) -> None:
+        when, links, phases = sent[number]
+        time.sleep(when)
+        going = Going([(latency, loads[links], seconds) for latency, seconds in phases])
+        time.begin(going)
+        time.wait(going)
+        ends[number] = time.now
+
+    time.run([partial(one, number) for number in range(len(sent))])
+    assert ends == pytest.approx(by_small_steps(sent))

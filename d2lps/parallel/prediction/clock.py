@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -17,20 +19,21 @@ from d2lps.parallel.prediction.prices import Price, Prices
 WITHIN = "tp", "cp", "ep"  # axes whose groups are ranks of one stage that do nothing meanwhile
 ALONE = (1.0,)
 LEAST = 1e-15  # seconds: rounding leaves less than that
-Parcel = tuple[Load | None, float]  # of what is on its way: what it puts on links, None for a latency, and its seconds
+Parcel = tuple[float, Load | None, float]  # a latency, which nothing makes longer; then what is on links, and its seconds alone
 
 
 def parcels(price: Price, nbytes: float, load: Callable[[int], Load]) -> Iterator[Parcel]:
-    """Of each phase first the latencies, which nothing else makes longer, then the bytes."""
+    """One for each phase."""
     for number, (alpha, beta) in enumerate(zip(price.alphas, price.betas, strict=True)):
-        yield None, max(alpha, 0.0)
-        yield load(number) if (seconds := beta * nbytes + min(alpha, 0.0)) > LEAST else None, seconds
+        seconds = beta * nbytes + min(alpha, 0.0)
+        yield max(alpha, 0.0), load(number) if seconds > LEAST else None, seconds
 
 
 class Going:
-    """Something on its way, parcel by parcel: what one puts on links, and the seconds that it takes alone.
+    """Something on its way, parcel by parcel.
 
-    left: seconds of a parcel that are left, were nothing else on its links, as of `since`; speed: 1 is as fast as alone.
+    left: seconds of a parcel that are left, were nothing else on its links, as of `since`, which is in the future while its
+    latency lasts; speed: 1 is as fast as alone, 0 says that it is not foreseen yet when it will end.
     """
 
     __slots__ = ("after", "left", "on", "over", "parcels", "since", "speed", "until")
@@ -41,6 +44,18 @@ class Going:
         self.over = False
         self.on: Load | None = None
         self.left = self.since = self.speed = self.until = 0.0
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Much is made here, and nothing thrown away: looking for garbage in it, again and again, takes a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Time:
@@ -60,9 +75,10 @@ class Time:
         tasks = [greenlet(program) for program in programs]
         for task in tasks:
             self.at(self.now, task.switch)
-        while self._moments:
-            self.now, _, happens = heappop(self._moments)
-            happens()
+        with uncollected():
+            while self._moments:
+                self.now, _, happens = heappop(self._moments)
+                happens()
         assert all(task.dead for task in tasks), "they wait for one another"
 
     def at(self, time: float, happens: Callable[[], Any]) -> None:
@@ -86,14 +102,13 @@ class Time:
 
     def begin(self, going: Going) -> None:
         """Its next parcel; after the last one it is over."""
-        for load, seconds in going.parcels:
-            if seconds > LEAST:
-                if load is None:
-                    self.at(self.now + seconds, partial(self.begin, going))
-                else:
-                    going.on, going.left, going.since, going.speed = load, seconds, self.now, 0.0
-                    self._flowing[going] = None
-                    self._share(self._beside(going))
+        for latency, load, seconds in going.parcels:
+            if load is not None:
+                going.on, going.left, going.since, going.speed = load, seconds, self.now + latency, 0.0
+                self._come(going)
+                return
+            if latency > LEAST:
+                self.at(self.now + latency, partial(self.begin, going))
                 return
         going.over = True
         *others, last = going.after or (None,)
@@ -103,6 +118,26 @@ class Time:
             last()
         elif last is not None:
             self.at(self.now, last)
+
+    def _come(self, going: Going) -> None:
+        """Onto its links, after its latency. Most meet nobody: their end is foreseen at once, in one event in place of two."""
+        meeting = [other for other in self._flowing if going.on.meets(other.on)]  # type: ignore[union-attr, arg-type]
+        self._flowing[going] = None
+        if not meeting:
+            going.speed = 1.0
+            return self._foresee(going)
+        for one in meeting:
+            if one.since > self.now and one.speed:  # it was foreseen that it would be alone
+                one.speed, one.until = 0.0, -1.0
+                self.at(one.since, partial(self._enter, one))
+        self.at(going.since, partial(self._enter, going)) if going.since > self.now else self._enter(going)
+
+    def _enter(self, going: Going) -> None:
+        self._share(self._beside(going))
+
+    def _foresee(self, going: Going) -> None:
+        going.until = going.since + going.left / going.speed
+        self.at(going.until, partial(self._end, going))
 
     def _end(self, going: Going) -> None:
         if going.until != self.now:
@@ -115,12 +150,12 @@ class Time:
         self.begin(going)
 
     def _beside(self, going: Going) -> list[Going]:
-        """Itself, and all that share a link with it, or with something that does, and so on."""
+        """Itself, and all on links by now that share one with it, or with something that does, and so on."""
         found = [going]
         if len(self._flowing) > 1:
             for one in found:
                 for other in self._flowing:
-                    if one.on.meets(other.on) and other not in found:  # type: ignore[union-attr, arg-type]
+                    if one.on.meets(other.on) and other.since <= self.now and other not in found:  # type: ignore[union-attr, arg-type]
                         found.append(other)
         return found
 
@@ -129,8 +164,8 @@ class Time:
         for going, speed in zip(beside, self._speeds(beside), strict=True):
             if speed != going.speed:
                 left = max(0.0, going.left - going.speed * (self.now - going.since))
-                going.left, going.since, going.speed, going.until = left, self.now, speed, self.now + left / speed
-                self.at(going.until, partial(self._end, going))
+                going.left, going.since, going.speed = left, self.now, speed
+                self._foresee(going)
 
     def _speeds(self, beside: list[Going]) -> Sequence[float]:
         if len(beside) < 2:
