@@ -199,13 +199,25 @@ def _started(comm: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Random numbers, modes, defaults are the caller's again afterwards; no collector looks at a million objects meanwhile."""
-    randomness, grad, collecting = torch.get_rng_state(), torch.is_grad_enabled(), gc.isenabled()
-    dtype, modes, device, last = torch.get_default_dtype(), take_off(), vars(_set_device).copy(), last_device.CURRENT_DEVICE
-    gc.disable()  # a million small objects and no cycles among them: it would only look at them again
+def uncollected() -> Iterator[None]:
+    """Where a million small objects are made, and nothing is thrown away: a collector would only look at them again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Random numbers, modes, defaults are the caller's again afterwards."""
+    randomness, grad = torch.get_rng_state(), torch.is_grad_enabled()
+    dtype, modes, device, last = torch.get_default_dtype(), take_off(), vars(_set_device).copy(), last_device.CURRENT_DEVICE
+    try:
+        with uncollected():
+            yield
     finally:
         torch.set_rng_state(randomness)
         torch.set_grad_enabled(grad)
@@ -214,5 +226,3 @@ def _as_it_was() -> Iterator[None]:
         vars(_set_device).update(device)
         last_device.CURRENT_DEVICE = last
         put_on(modes)
-        if collecting:
-            gc.enable()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -15,6 +13,7 @@ from greenlet import getcurrent, greenlet
 
 from d2lps.parallel.prediction.loads import Load, Loads, speeds
 from d2lps.parallel.prediction.prices import Price, Prices
+from d2lps.simulator.simulate import uncollected
 
 WITHIN = "tp", "cp", "ep"  # axes whose groups are ranks of one stage that do nothing meanwhile
 ALONE = (1.0,)
@@ -44,18 +43,6 @@ class Going:
         self.over = False
         self.on: Load | None = None
         self.left = self.since = self.speed = self.until = 0.0
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Much is made here, and nothing thrown away: looking for garbage in it, again and again, takes a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Time:
