@@ -1,5 +1,6 @@
 """Fixtures that several test files share, how often a test runs, and which files come first."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, with `--no-loadscope-reorder`: xdist itself begins with the file of the most tests."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """A million objects are tests by now, and stay: whoever looks for garbage need not look at them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
