@@ -305,6 +305,12 @@ def test_data_are_something_that_gives_batches() -> None:
         d2lps.simulate(lambda comm: train(comm, FLAT, Plan(), [], 1, 4, torch.optim.SGD), star(1, 1e9))
 
 
+@pytest.mark.parametrize("steps", [-1, 2.5])
+def test_steps_are_a_whole_number(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"^steps={steps} is not a whole number from 0 up"):
+        d2lps.simulate(lambda comm: train(comm, FLAT, Plan(), text(), steps, 4, adam), star(1, 1e9))
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

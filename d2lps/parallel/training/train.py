@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator, ReduceOp
+from d2lps.cost.numbers import whole
 from d2lps.parallel.context import local
 from d2lps.parallel.dropout import Place
 from d2lps.parallel.mesh import Mesh
@@ -189,6 +190,7 @@ def train(
     data raise on a rank ends the run, with that rank named. ValueError, with the numbers, for a plan that can't be, for data that
     are not what was asked for, as where they have run out, and for an optimizer that flat shards are not for.
     """
+    whole("steps", steps, 0)
     trainer = Trainer(comm, transformer, plan, data, batch, optimizer, max_norm, seed)
     for step in range(steps):
         loss, norm = trainer.step()
