@@ -354,6 +354,10 @@ def test_search_puts_the_fastest_first_and_says_what_the_others_lose() -> None:
     assert times == sorted(times) and found.best.time == times[0] and len(times) > 20
     assert all(sum(holders.values()) > found.limit == A100.memory for _, holders in found.lost)
     assert found.why(found.best) == "+0 s" and found.why(found.found[-1]).startswith(f"{times[-1] - times[0]:+.2g} s: ")
+    for one in found.found[1:]:  # a part that is no smaller a difference than any that is not told, gain or loss
+        told = [word.split() for word in found.why(one).partition(": ")[2].split(", ")]
+        late = {label: one.parts[label] - found.best.parts[label] for label in one.parts}
+        assert abs(late[told[0][0]]) == max(map(abs, late.values())) and f"{late[told[0][0]]:+.2g}" == told[0][1]
     with pytest.raises(ValueError, match="no plan fits"):
         search(replace(SMALL, layers=96, hidden=12288, heads=96), POD, 16, micro_batches=(1,))
 

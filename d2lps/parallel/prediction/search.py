@@ -33,10 +33,10 @@ class Ranking:
         return self.found[0]
 
     def why(self, prediction: Prediction) -> str:
-        """What a plan loses its time to, against the best: "+3.1 s: dp 2.4, bubble 0.8"."""
+        """Which two parts differ most from the best plan's, and may gain as well: "+3.1 s: dp +2.4, compute -1.2"."""
         late = {label: prediction.parts[label] - self.best.parts[label] for label in prediction.parts}
-        worst = sorted((label for label in late if late[label] > 0), key=lambda label: -late[label])[:2]
-        told = ", ".join(f"{label} {late[label]:.2g}" for label in worst)
+        most = sorted(filter(late.get, late), key=lambda label: -abs(late[label]))[:2]
+        told = ", ".join(f"{label} {late[label]:+.2g}" for label in most)
         return f"{prediction.time - self.best.time:+.2g} s" + (f": {told}" if told else "")
 
 
