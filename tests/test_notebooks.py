@@ -2,6 +2,7 @@
 
 import base64
 import io
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -25,6 +26,12 @@ def path(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def notebook(path: Path) -> NotebookNode:
     return nbformat.read(path, as_version=4)
+
+
+@cache
+def lanes(path: Path) -> list[tuple[NotebookNode, bytes]]:
+    """Outputs, and how they are drawn now: which takes a while."""
+    return pictures(nbformat.read(path, as_version=4))
 
 
 def run_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -55,8 +62,8 @@ def test_stored_widgets_have_the_code_of_now(notebook: NotebookNode) -> None:
         assert all(state.get(key) == now[key] for key in CODE), f"{state['_anywidget_id']} is out of date: book/_tools/renew.py"
 
 
-def test_stored_lanes_have_the_picture_of_now(notebook: NotebookNode) -> None:
-    for output, picture in pictures(notebook):
+def test_stored_lanes_have_the_picture_of_now(path: Path) -> None:
+    for output, picture in lanes(path):
         stored, now = (np.asarray(PIL.Image.open(io.BytesIO(data)).convert("L"), float)
                        for data in (base64.b64decode(output.data["image/png"]), picture))  # fmt: skip
         alike = stored.shape == now.shape and np.abs(stored - now).mean() < 1  # another FreeType draws letters a little otherwise
@@ -65,7 +72,7 @@ def test_stored_lanes_have_the_picture_of_now(notebook: NotebookNode) -> None:
 
 def test_pictures_of_lanes_are_compared_wherever_they_are_held() -> None:
     """Alone, behind a bet, and chosen first of several."""
-    found = [output.data["text/plain"] for path in notebooks() for output, _ in pictures(nbformat.read(path, as_version=4))]
+    found = [output.data["text/plain"] for path in notebooks() for output, _ in lanes(path)]
     assert {told.split(":")[0] for told in found} == {"Lanes", "Bet", "Choices"}
 
 
