@@ -260,6 +260,18 @@ def chain_of_forgotten_sends(comm: Communicator, tensor: torch.Tensor, src: int,
             comm.isend(part, (comm.rank + 1) % comm.size)
 
 
+def chain_of_all_at_once(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> None:
+    parts, sent = tensor.tensor_split(chunks), []
+    coming = [comm.irecv(part, (comm.rank - 1) % comm.size) for part in parts if comm.rank != src]
+    for k, part in enumerate(parts):
+        if coming:
+            coming[k].wait()
+        if (comm.rank + 1) % comm.size != src:
+            sent.append(comm.isend(part, (comm.rank + 1) % comm.size))
+    for work in sent:
+        work.wait()
+
+
 def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> None:
     for part in tensor.tensor_split(chunks):
         for dst in set(range(comm.size)) - {src}:
@@ -278,6 +290,7 @@ def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: i
         (lambda comm, tensor, src, chunks: chain(comm, tensor, 0, chunks), "with 2 ranks, rank 1 the root"),
         (star_in_chunks, "in a ring it talks to its right neighbor only"),
         (chain, "does a rank wait"),
+        (chain_of_all_at_once, "4 chunks: 1 step, and a chain needs 4; a link carries one chunk at a time"),
         (chain_of_forgotten_sends, "1 sends are never waited for"),
         (lambda comm, tensor, src, chunks: comm.barrier(), "does not end with the root's tensor"),
     ],

@@ -31,6 +31,19 @@ def laps(comm: Communicator, mine: float, second: int) -> float:
     return token.item()
 
 
+def laps_of_forgotten_sends(comm: Communicator, mine: float) -> float:
+    right, left, token = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, torch.tensor([mine])
+    if comm.rank > 0:
+        comm.recv(token, left)
+        token += mine
+    comm.isend(token, right)
+    if comm.rank < comm.size - 1:
+        comm.recv(token, left)
+    if comm.rank < comm.size - 2:
+        comm.isend(token, right)
+    return token.item()
+
+
 def by_all_reduce(comm: Communicator, mine: float) -> float:
     collectives.all_reduce(comm, token := torch.tensor([mine]))
     return token.item()
@@ -60,6 +73,8 @@ def by_a_root(comm: Communicator, mine: float) -> float:
         (lambda comm, mine: laps(comm, mine, comm.size - 1), "in 3 rounds, and 2 are enough"),
         (by_all_reduce, "all_reduce is the library's"),
         (by_a_root, "in a ring it talks to its right neighbor only"),
+        (laps_of_forgotten_sends, "with 2 ranks 2 sends are never waited for"),
+        (lambda comm, mine: comm.barrier(), "rank 0 returns None, not"),
     ],
 )
 def test_everybody_knows(function: Function, words: str) -> None:

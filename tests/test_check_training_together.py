@@ -44,6 +44,12 @@ def gives_the_name_away(comm, gradient, count):
     gradient = message[:-1] / message[-1]
 
 
+def a_message_of_floats(comm, gradient, count):
+    message = torch.cat([gradient * count, gradient.new_tensor([count])]).float()
+    all_reduce(comm, message)
+    gradient.copy_(message[:-1] / message[-1])
+
+
 def divides_by_the_ranks(comm, gradient, count):
     gradient *= count
     all_reduce(comm, gradient)
@@ -53,7 +59,7 @@ def divides_by_the_ranks(comm, gradient, count):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(plain_mean, "every image count"), (over_those_with_images, "every image count"), (twice_the_length, "numbers are sent"),
-     (a_message_of_its_own, "travel along"), (divides_by_the_ranks, "off by"),
+     (a_message_of_its_own, "travel along"), (a_message_of_floats, "dtype of `gradient`"), (divides_by_the_ranks, "off by"),
      (lambda comm, gradient, count: gradient.mul_(2), "off by"),
      (lambda comm, gradient, count: 2 * gradient, "in place"), (gives_the_name_away, "write into it")],
 )  # fmt: skip

@@ -185,9 +185,10 @@ def _chain(function: Function, p: int, chunks: int, size: int) -> None:
         raise Wrong(f"{where}: a message has {run.trace.messages['nbytes'].max()} bytes, and a chunk at most {largest}")
     to_the_right({p: run.trace})
     steps = p - 2 + chunks if p > 1 else 0
-    in_chain = f"{where}: {run.trace.rounds} steps, and a chain needs {steps}"
-    if run.trace.rounds != steps:
-        raise Wrong(f"{in_chain}; does a rank wait for chunk k + 1 to arrive before it hands on chunk k, or the other way round?")
+    in_chain = f"{where}: {plural(run.trace.rounds, 'step')}, and a chain needs {steps}"
+    together = "a link carries one chunk at a time: let a rank wait for each before it asks for the next"
+    apart = "does a rank wait for chunk k + 1 to arrive before it hands on chunk k, or the other way round?"
+    refuse((run.trace.rounds < steps, f"{in_chain}; {together}"), (run.trace.rounds > steps, f"{in_chain}; {apart}"))
 
 
 @answered
