@@ -277,7 +277,7 @@ def posts_and_forgets(comm: Communicator, tensor: torch.Tensor, src: int) -> Non
 
 
 def test_sends_are_waited_for() -> None:
-    refused(check.broadcast(posts_and_forgets), "with 2 ranks and 8 elements, 1 sends are never waited for, of ranks [1]")
+    refused(check.broadcast(posts_and_forgets), "with 2 ranks and 8 elements, 1 send nobody waits for, of ranks [1]")
 
 
 def test_the_sum_of_another_part_is_not_the_right_part() -> None:

@@ -291,7 +291,7 @@ def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: i
         (star_in_chunks, "in a ring it talks to its right neighbor only"),
         (chain, "does a rank wait"),
         (chain_of_all_at_once, "4 chunks: 1 step, and a chain needs 4; a link carries one chunk at a time"),
-        (chain_of_forgotten_sends, "1 sends are never waited for"),
+        (chain_of_forgotten_sends, "1 send nobody waits for"),
         (lambda comm, tensor, src, chunks: comm.barrier(), "does not end with the root's tensor"),
     ],
 )

@@ -73,7 +73,7 @@ def by_a_root(comm: Communicator, mine: float) -> float:
         (lambda comm, mine: laps(comm, mine, comm.size - 1), "in 3 rounds, and 2 are enough"),
         (by_all_reduce, "all_reduce is the library's"),
         (by_a_root, "in a ring it talks to its right neighbor only"),
-        (laps_of_forgotten_sends, "with 2 ranks 2 sends are never waited for"),
+        (laps_of_forgotten_sends, "with 2 ranks 2 sends nobody waits for"),
         (lambda comm, mine: comm.barrier(), "rank 0 returns None, not"),
     ],
 )

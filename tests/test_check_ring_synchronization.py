@@ -95,7 +95,7 @@ def with_the_chapters_halves(comm, tensor):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [(with_the_chapters_halves, "a function that yours calls uses sendrecv"),
-     (never_waits, "never waited for"), (with_sendrecv, "do without"), (everyone_to_everyone, "only right neighbors"),
+     (never_waits, "sends nobody waits for"), (with_sendrecv, "do without"), (everyone_to_everyone, "only right neighbors"),
      (sends_first, "Deadlock"), (lambda comm, tensor: ring(comm, tensor, -1), "only right neighbors"),
      (lambda comm, tensor: collectives.all_reduce(comm, tensor), "the library's")],
 )  # fmt: skip

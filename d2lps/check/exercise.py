@@ -152,7 +152,7 @@ def exercise(least: float) -> Callable[[Cases], Callable[[Function], Verdict]]:
             for p in RANKS:
                 for size in SIZES:
                     if trouble := _trouble(case, function, p, size):
-                        raise Wrong(f"with {plural(p, 'rank')} and {size} elements, {trouble}")
+                        raise Wrong(f"with {plural(p, 'rank')} and {plural(size, 'element')}, {trouble}")
             return _praise(case, function, least)
 
         check.__name__, check.__qualname__, check.__doc__ = case.__name__, case.__name__, case.__doc__
@@ -190,7 +190,7 @@ def _trouble(case: Cases, function: Function, p: int, size: int) -> str:
 def unfinished(trace: Trace) -> str:
     """Which sends nobody has waited for, in words."""
     late = trace.messages["src"][trace.messages["src_done_seq"] < 0].tolist()
-    which = f"{len(late)} sends are never waited for, of ranks {sorted(set(late))}"
+    which = f"{plural(len(late), 'send')} nobody waits for, of ranks {sorted(set(late))}"
     return f"{which}: who then changes the tensor may change what is still on its way" if late else ""
 
 
