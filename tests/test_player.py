@@ -543,6 +543,7 @@ def test_the_lines_that_run_are_lit(browser: Any, width: int) -> None:
         lit = page.locator(".lines .lit code")
         assert lit.all_text_contents() == ["        comm.send(token, right)", "        comm.recv(token, left)"]
         assert page.locator(".lines .lit .who").evaluate_all("all => all.map((who) => who.title)") == ["0", "1"]
+        assert page.locator(".card .key").count() == 2  # also of rank 1, whose color no card holds
         page.locator('[data-action="last"]').click()
         assert page.locator(".lines .lit .who").evaluate_all("all => all.map((who) => who.title)") == ["0", "1"]
         assert lit.all_text_contents() == ["        comm.recv(token, left)", "        comm.send(token, right)"]

@@ -39,7 +39,7 @@ class Picture {
   card(r) {
     const { scene, contributors, cellsOf } = this.story, box = this.cards[r], name = String(scene.ranks[r].name);
     const group = svg("g", { class: "card", "data-rank": r }, svg("rect", { class: "frame", x: box.x, y: box.y, width: box.w, height: box.h, rx: 6 }));
-    const key = contributors.includes(r) ? 14 : 0, x = box.x + (box.w < 80 ? 5 : 8), room = box.x + box.w - 6 - x - key;
+    const key = scene.code || contributors.includes(r) ? 14 : 0, x = box.x + (box.w < 80 ? 5 : 8), room = box.x + box.w - 6 - x - key;
     if (key) group.append(svg("rect", { class: "key", x, y: box.y + 7, width: 10, height: 10, rx: 2, style: color(r) }));
     const full = /^\d+$/.test(name) ? fill(this.texts.rank, { name }) : name;
     const title = shorten(textWidth(full, 12) <= room ? full : name, 12, room);
