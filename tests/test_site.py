@@ -470,6 +470,23 @@ def test_who_reads_in_the_dark_prints_in_the_light(page: "playwright.Page", addr
     page.wait_for_function(f"({shade})() === {bright!r}")
 
 
+def test_paper_has_whole_lines_and_players_and_colored_legends(page: "playwright.Page", address: str) -> None:
+    page.set_viewport_size({"width": 700, "height": 1000})  # what a sheet has between its margins
+    wait_for_widgets(page, f"{address}/book/parallel_training/pipeline_parallelism.html")
+    page.emulate_media(media="print")
+    assert page.evaluate("""() => [...document.querySelectorAll("article pre")].filter((pre) => pre.scrollWidth > pre.clientWidth)
+      .map((pre) => pre.innerText)""") == []
+    for kept, value in (("breakInside", "avoid"), ("printColorAdjust", "exact")):
+        assert page.locator(".d2lps-player").first.evaluate("(node, kept) => getComputedStyle(node)[kept]", kept) == value
+
+
+def test_a_table_of_long_names_fits_a_telephone(page: "playwright.Page", address: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{address}/book/parallel_training/pipeline_parallelism.html")
+    table = page.locator("table", has_text="torch.distributed.pipelining")
+    assert table.evaluate("table => table.scrollWidth <= table.parentElement.clientWidth")
+
+
 def test_a_page_says_what_it_is_to_those_who_link_to_it(page: "playwright.Page", address: str) -> None:
     page.goto(f"{address}/{LANDING}.html")
     for name in ("og:title", "og:description", "og:site_name"):

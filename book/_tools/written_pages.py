@@ -1,4 +1,4 @@
-"""What is done to pages when all are written: formulas are typeset, plots get a dark companion, a script and a role go."""
+"""What is done to pages when all are written: formulas typeset, a dark twin for each plot, breaks in long names."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,19 @@ from sphinx.application import Sphinx
 ICONS = re.compile(r'\s*<!-- So that users can add custom icons -->\s*<script defer src="[^"]*fontawesome\.js[^"]*"></script>')
 
 ENTRY = 'role="doc-biblioentry"'  # of a list's item: no longer a role in ARIA, and a reader of screens does not count it
+
+TABLE = re.compile(r"<table.*?</table>", re.DOTALL)
+NAME = re.compile(r'(?<=<span class="pre">)[^<]+')
+JOINT = re.compile(r"(?<=[^\W\d])(?:[._](?=[^\W\d])|=)|(?<=[a-z])(?=[A-Z])")
+
+
+def breakable(page: str) -> str:
+    """The page with places in the names of its tables at which a line may end, or a telephone would show half a table.
+
+    >>> breakable('<table><span class="pre">rpc.find_it(aName=1.5)</span></table>')
+    '<table><span class="pre">rpc.<wbr>find_<wbr>it(a<wbr>Name=<wbr>1.5)</span></table>'
+    """
+    return TABLE.sub(lambda table: NAME.sub(lambda name: JOINT.sub(r"\g<0><wbr>", name[0]), table[0]), page)
 
 
 def finish(app: Sphinx, error: Exception | None) -> None:
@@ -25,6 +38,6 @@ def finish(app: Sphinx, error: Exception | None) -> None:
     for path, page in pages.items():
         up = "../" * (len(path.relative_to(top).parts) - 1)
         page = ICONS.sub("", page).replace(ENTRY, 'role="listitem"')
-        page = dark_pictures.both(formulas.put(page, markup, up), path)
+        page = dark_pictures.both(formulas.put(breakable(page), markup, up), path)
         path.write_text(page, "utf-8")
     (top / "_static" / "scripts" / "fontawesome.js").unlink()
