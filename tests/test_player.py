@@ -475,6 +475,30 @@ def test_bundles_are_thick_and_counted_and_tokens_lie_under_cards(browser: Any, 
 
 
 @needs_chromium
+def test_on_a_telephone_names_are_whole(browser: Any) -> None:
+    names, places = [f"device {rank}" for rank in range(4)], [(rank / 3, 0.0) for rank in range(4)]
+    with shown(browser, Player(d2lps.run(sum_up, 4, trace=True).trace, names=names, layout=places), 390) as page:
+        assert page.locator(".card .name").all_text_contents() == names
+        for name, frame in zip(page.locator(".card .name").all(), page.locator(".card .frame").all(), strict=True):
+            assert name.bounding_box()["width"] <= frame.bounding_box()["width"]
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [760, 340])
+def test_a_message_passes_under_no_card_but_its_own(browser: Any, width: int) -> None:
+    def across(comm: Communicator) -> None:
+        x = torch.full((1,), float(comm.rank))
+        if comm.rank == 2:
+            comm.send(x, 0)
+        elif comm.rank == 0:
+            comm.recv(x, 2)
+
+    with shown(browser, Player(d2lps.run(across, 4, trace=True).trace), width) as page:
+        token, cards = page.locator("g.token").bounding_box(), page.locator(".card .frame").all()
+        assert not any(overlap(token, card.bounding_box()) for card in cards)
+
+
+@needs_chromium
 def test_thick_arrows_carry_more_bytes(browser: Any) -> None:
     def work(comm: Communicator) -> None:
         sizes = [0, 4, 64, 1024]

@@ -31,6 +31,9 @@ function shorten(text, size, room) {
   return head.length > 1 ? `${head}…` : "";
 }
 
+// The largest size, and at least 9, at which all texts fit their room.
+const fitting = (texts, size, room) => Math.max(9, Math.min(size, ...texts.map((text) => room / textWidth(text, 1))));
+
 // 1536 B is 1.54 kB, 0.00125 s is 1.25 ms, 5400 s are 1.5 h: three digits, and no line break before the unit.
 function quantity(value, unit) {
   if (unit === "s" && Math.abs(value) >= 1000) return value < HOUR ? `${Math.round(value)}\u00a0s` : quantity(value / HOUR, "h");

@@ -2,7 +2,7 @@
 
 const PAD = 12; // between the cards and the edge of the picture
 const CELL = 34; // height of a cell
-const TALL = 38; // room for a message between two cards, one above the other
+const TALL = 51; // room for a message between two cards, one above the other
 const SWITCH = 14, TIER = 64; // half the room that a switch needs at the edge of the picture; between two tiers of a network
 const BOX = 22; // the room above a card for the name of its machine
 
@@ -52,7 +52,7 @@ function layout(scene, width) {
   const heights = own.map((list) => (list.length ? 22 + list.length * rowHeight + 2 : 30));
   const h = Math.max(30, ...heights), boxed = scene.groups ? BOX : 0;
   const most = Math.max(1, ...rows.map((_, i) => cells.filter((cell) => cell.row === i).length));
-  const gap = (n <= 4 ? 64 : n <= 8 ? 40 : 20) * (small ? 0.8 : 1);
+  const gap = small ? (n <= 4 ? 42 : n <= 8 ? 32 : 16) : n <= 4 ? 64 : n <= 8 ? 40 : 20;
   const edge = (y) => (at.some((p) => Math.abs(p.y - y) * 3 < 0.2) ? h / 2 : SWITCH), top = edge(0) + boxed, bottom = edge(1) + boxed / 3;
   const limit = width * (small ? 3 : 0.85), widest = clamp(most * 34 + 20, 112, 240), needed = (w) => neededHeight(at, width, w, h, gap, top + bottom);
   const fits = (w, least, high) => w <= least || needed(w) <= high;

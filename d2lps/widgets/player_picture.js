@@ -7,6 +7,8 @@ const CROWD = 8; // arrows to or from one card that may be drawn at their full w
 
 const middle = (box) => ({ x: box.x + box.w / 2, y: box.y + box.h / 2 });
 const smooth = (f) => f * f * (3 - 2 * f);
+const within = (p, box, d) => p.x > box.x - d && p.x < box.x + box.w + d && p.y > box.y - d && p.y < box.y + box.h + d;
+const ALONG = Array.from({ length: 19 }, (_, i) => (i + 1) / 20); // the points of a path that are looked at
 const color = (rank) => `fill: var(--rank-${rank % COLORS})`;
 
 class Picture {
@@ -31,20 +33,37 @@ class Picture {
     this.live = new Map();
     this.root.setAttribute("viewBox", `0 0 ${width} ${Math.round(boxes.height)}`);
     this.board = new Board(scene, boxes, this.texts);
-    const cards = scene.ranks.map((_, r) => this.card(r));
+    const cards = this.heads(scene).map((head, r) => this.card(r, head));
     this.root.replaceChildren(this.board.root, this.arrows, this.tokens, ...cards, this.marks);
     this.badged = undefined;
   }
 
-  card(r) {
-    const { scene, contributors, cellsOf } = this.story, box = this.cards[r], name = String(scene.ranks[r].name);
+  // Whether a rank's color says anything: by what it gave, or by the line at which it is.
+  keyed(r) {
+    return this.story.scene.code || this.story.contributors.includes(r);
+  }
+
+  // A name stands beside its key. Where one has no room there, all are smaller, and each key is a bar along the top of its card.
+  heads({ ranks }) {
+    const { w } = this.cards[0], side = w < 80 ? 5 : 8, beside = ranks.map((_, r) => w - side - 6 - (this.keyed(r) ? 14 : 0));
+    const names = ranks.map(({ name }, r) => {
+      const full = fill(this.texts.rank, { name });
+      return /^\d+$/.test(name) && textWidth(full, 12) <= beside[r] ? full : String(name);
+    });
+    const tight = names.some((name, r) => textWidth(name, 12) > beside[r]), size = tight ? fitting(names, 12, w - 8) : 12;
+    const key = tight ? { x: side, y: 2, width: w - 2 * side, height: 3, rx: 1 } : { x: side, y: 7, width: 10, height: 10, rx: 2 };
+    return names.map((name, r) => {
+      const room = tight ? w - 4 : beside[r], title = shorten(name, size, room);
+      return { title, size, key, x: tight ? 3 : w - 6 - room, left: room - textWidth(title, size) - 8 };
+    });
+  }
+
+  card(r, { title, size, key, x, left }) {
+    const { scene, cellsOf } = this.story, box = this.cards[r];
     const group = svg("g", { class: "card", "data-rank": r }, svg("rect", { class: "frame", x: box.x, y: box.y, width: box.w, height: box.h, rx: 6 }));
-    const key = scene.code || contributors.includes(r) ? 14 : 0, x = box.x + (box.w < 80 ? 5 : 8), room = box.x + box.w - 6 - x - key;
-    if (key) group.append(svg("rect", { class: "key", x, y: box.y + 7, width: 10, height: 10, rx: 2, style: color(r) }));
-    const full = /^\d+$/.test(name) ? fill(this.texts.rank, { name }) : name;
-    const title = shorten(textWidth(full, 12) <= room ? full : name, 12, room);
-    group.append(svg("text", { class: "name", x: x + key, y: box.y + 16 }, title));
-    scene.rows.forEach((row, i) => row.rank === r && group.append(...this.rowName(row, i, room - textWidth(title, 12) - 8)));
+    if (this.keyed(r)) group.append(svg("rect", { class: "key", ...key, x: box.x + key.x, y: box.y + key.y, style: color(r) }));
+    group.append(svg("text", { class: "name", x: box.x + x, y: box.y + 16, style: `font-size: ${size.toFixed(2)}px` }, title));
+    scene.rows.forEach((row, i) => row.rank === r && group.append(...this.rowName(row, i, left)));
     group.append(...cellsOf[r].map((c) => this.groups[c]));
     return group;
   }
@@ -52,7 +71,10 @@ class Picture {
   // Above the row where a card has several rows, at the right of the card's head where it has one and there is room.
   rowName(row, i, room) {
     const box = this.rowBoxes[i], name = String(row.name ?? "");
-    if (this.captioned) return [svg("text", { class: "row", x: box.x + 1, y: box.y - 4 }, shorten(name, 10.5, box.w))];
+    if (this.captioned) {
+      const room = box.w + 4, size = fitting([name], 10.5, room);
+      return [svg("text", { class: "row", x: box.x, y: box.y - 4, style: `font-size: ${size.toFixed(2)}px` }, shorten(name, size, room))];
+    }
     if (textWidth(name, 10.5) > room) return [];
     return [svg("text", { class: "row", x: box.x + box.w, y: box.y - 6, "text-anchor": "end" }, name)];
   }
@@ -163,7 +185,7 @@ class Picture {
   // it has arrived, the arrow alone stays for a while, faded.
   flight(message) {
     const { scene, eps } = this.story, source = this.cards[message.src], target = this.cards[message.dst];
-    const curve = this.curve(middle(source), middle(target), message.lane), [a, b] = this.between(curve, source, target);
+    const curve = this.curve(source, target, message.lane), [a, b] = this.between(curve, source, target);
     const title = svg("title", {}, this.title(message)), wide = this.story.thick(message.bytes ?? 0) / (message.fan > CROWD ? 2.5 : 1);
     const arrow = svg("g", { class: "arrow", "data-src": message.src, "data-dst": message.dst }, title, ...this.arrow(curve, a, b, wide));
     const frames = [...new Set(this.story.sources(message))].map((c) => this.frame(this.cellBoxes[c])), focus = svg("g");
@@ -192,10 +214,17 @@ class Picture {
   }
 
   // Bends to the right of its direction, so that there and back are two paths; messages that leave together bend apart.
-  // Near the centre, where the paths of many pairs cross, it bends more.
-  curve(start, end, lane) {
-    const control = mix(start, end, 0.5), off = Math.hypot(control.x - this.width / 2, control.y - this.height / 2);
+  // Near the centre, where the paths of many pairs cross, it bends more; but less where it would pass under another card.
+  curve(source, target, lane) {
+    const [start, end] = [middle(source), middle(target)], half = mix(start, end, 0.5), off = Math.hypot(half.x - this.width / 2, half.y - this.height / 2);
     const bend = 0.16 + 0.14 * lane + 0.22 * Math.max(0, 1 - (3 * off) / Math.min(this.width, this.height));
+    const others = this.cards.filter((card) => card !== source && card !== target);
+    const clear = (point) => others.every((card) => !ALONG.some((f) => within(point(f), card, 15)));
+    return [1, 0.7, 0.4, 0.2].map((part) => this.bent(start, end, bend * part)).find(clear) ?? this.bent(start, end, bend);
+  }
+
+  bent(start, end, bend) {
+    const control = mix(start, end, 0.5);
     control.x = clamp(control.x - (end.y - start.y) * bend, 0, this.width);
     control.y = clamp(control.y + (end.x - start.x) * bend, 0, this.height);
     const point = (f) => mix(mix(start, control, f), mix(control, end, f), f);
@@ -205,7 +234,6 @@ class Picture {
 
   // Where the curve leaves one card and meets the other.
   between(curve, source, target) {
-    const within = (p, box, d) => p.x > box.x - d && p.x < box.x + box.w + d && p.y > box.y - d && p.y < box.y + box.h + d;
     let a = 0, b = 1;
     while (a < 1 && within(curve(a), source, 3)) a += 0.01;
     while (b > 0 && within(curve(b), target, 4)) b -= 0.01;
