@@ -476,6 +476,7 @@ def test_paper_has_whole_lines_and_players_and_colored_legends(page: "playwright
     page.emulate_media(media="print")
     assert page.evaluate("""() => [...document.querySelectorAll("article pre")].filter((pre) => pre.scrollWidth > pre.clientWidth)
       .map((pre) => pre.innerText)""") == []
+    assert not page.locator("details.above-input").first.is_visible()
     for kept, value in (("breakInside", "avoid"), ("printColorAdjust", "exact")):
         assert page.locator(".d2lps-player").first.evaluate("(node, kept) => getComputedStyle(node)[kept]", kept) == value
 
