@@ -402,6 +402,19 @@ def two_groups(comm: Any) -> Any:
     return [total.item(), [room.item() for room in rooms]]
 
 
+@report("pytorch/torchtitan#110, pytorch/pytorch#104026", gives=[[2.0, 2.0], [4.0, 4.0], [8.0, 8.0]])
+def in_a_model_without_contents(comm: Any) -> Any:
+    """Groups are made, and tensors added up, where a model is built under torch.device("meta")
+    -> what they need themselves has contents: the sums.
+    """
+    tensor, found = torch.ones(2), []
+    with torch.device("meta"):
+        for group in (comm, comm.split(0), comm.split(0, key=-comm.rank)):
+            all_reduce(group, tensor)
+            found.append(tensor.tolist())
+    return found
+
+
 # ---- gradients: replicas, and PyTorch's own on the backend "d2lps" --------------------------------------------------
 
 

@@ -115,7 +115,7 @@ def _unreadable(meeting: Meeting, call: str, heard: Heard) -> str:
         code = 0
         try:
             for rank in meeting.others:
-                read(heard[rank][2], heard[rank][1], torch.empty(1, dtype=torch.uint8))
+                read(heard[rank][2], heard[rank][1], torch.empty(1, dtype=torch.uint8, device="cpu"))
         except OSError as error:
             code = error.errno or errno.EIO
         worst = max(code for (code,) in meeting.exchange_numbers(call, code))

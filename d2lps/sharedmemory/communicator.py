@@ -69,7 +69,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def connect(self, beside: bool = False) -> None:
         """The first rank tells the others where they meet, by message: there is no place yet where they could."""
-        place = torch.tensor([new_place(self.arena, self.size) if self.rank == 0 else -1])
+        place = torch.tensor([new_place(self.arena, self.size) if self.rank == 0 else -1], device="cpu")
         action, peers = ("send", range(1, self.size)) if self.rank == 0 else ("recv", range(1))
         for posted in [self._post(action, place, peer, 0) for peer in peers]:
             posted.wait()
