@@ -409,3 +409,50 @@ def test_training_comes_as_far(name: str) -> None:
     PLAIN[:] = PLAIN or [d2lps.simulate(trained, star(4, 1e9), None, 120, trace=False)[0]]
     loss = d2lps.simulate(trained, star(4, 1e9), made(name), 120, trace=False)[0]
     assert PLAIN[0] < 0.3 and abs(loss / PLAIN[0] - 1) < OFF[name]
+
+
+# ---- several names ----------------------------------------------------------------------------------------------------
+
+
+def in_company(comm: Communicator, codec: Codec, algorithm: str | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Three tensors, sent in other company each time: what came, and what this rank has given, less what it has kept."""
+    feedback, shapes = ErrorFeedback(codec), {"a": (5, 3), "b": (7,), "c": (4, 2)}
+    came, given_ = ({name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()} for _ in range(2))
+    for turn, groups in enumerate([["abc"], ["cba"], ["ab", "c"], ["a", "cb"], ["bac"]]):
+        feedback.unit = 2.0 ** (turn % 3)
+        for names in groups:
+            tensors = [numbers(10 * comm.rank + turn, shapes[name]) for name in names]
+            for name, tensor in zip(names, tensors, strict=True):
+                given_[name] += tensor
+                tensor *= feedback.unit
+            compress.all_reduce(comm, tensors, feedback, [*names], algorithm=algorithm)
+            for name, tensor in zip(names, tensors, strict=True):
+                came[name] += tensor / feedback.unit
+    for name, mine in given_.items():
+        mine -= feedback.left[name].view(mine.shape)
+        if (second := feedback.second.get(name)) is not None:
+            mine.view(-1)[feedback.starts[name] :][: len(second)] -= second
+    return [*came.values()], [*given_.values()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["top_k", "one_bit", "int8", "power_sgd", "random_k"])
+def test_what_is_kept_of_a_tensor_follows_it_into_other_company(name: str, ranks: int) -> None:
+    codec = made(name)
+    algorithms: list[str | None] = [None, "all_gather", *(["two_stage"] if codec.linear else [])]
+    for algorithm in algorithms:
+        run = d2lps.simulate(in_company, star(ranks, 1e9), codec, algorithm)
+        for number, came in enumerate(run[0][0]):
+            torch.testing.assert_close(came, sum(rank[1][number] for rank in run), rtol=1e-9, atol=1e-9)
+
+
+def test_so_it_does_on_processes() -> None:
+    run = d2lps.run(in_company, 3, compress.one_bit(), None)
+    for number, came in enumerate(run[0][0]):
+        torch.testing.assert_close(came, sum(rank[1][number] for rank in run), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c"]])
+def test_names_of_which_no_tensor_knows_its_own_are_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="one for all 2 tensors together, or one for each, no two of them alike"):
+        d2lps.simulate(lambda comm: compress.all_reduce(comm, [torch.ones(2)] * 2, compress.half(), names), star(2, 1e9))

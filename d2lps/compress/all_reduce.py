@@ -1,7 +1,9 @@
 """The sum of all ranks' tensors, of which fewer bytes are sent."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from d2lps.compress.feedback import ErrorFeedback, counting
 
 @collective("tensor", "codec", "name", "turn", "algorithm")
 def all_reduce(
-    comm: Communicator, tensor: Tensor | Sequence[Tensor], codec: Codec | ErrorFeedback, name: str = "",
+    comm: Communicator, tensor: Tensor | Sequence[Tensor], codec: Codec | ErrorFeedback, name: str | Sequence[str] = "",
     *, turn: int = 0, algorithm: str | None = None, **options: Any,
 ) -> None:
     """Every rank's `tensor` holds the sum of all ranks' tensors, as far as the codec lets it through; the same on all ranks.
@@ -26,6 +28,7 @@ def all_reduce(
     >>> d2lps.compress.all_reduce(comm, layer.grad, feedback, name="layer")                 # doctest: +SKIP
 
     tensor: of any shape; or several, sent together. codec: with `ErrorFeedback`, what is left unsent of `name` is added first.
+    name: of all of them together, or a list with one for each, which may then be sent in other company the next time.
     turn: how often this was done before, for what is random in a codec; ErrorFeedback counts by itself. algorithm, with n bytes
     before and c after encoding:
     "two_stage"   all-to-all of encoded chunks, which their owners decode and add up in rank order, in FP32 or better, and encode
@@ -40,19 +43,20 @@ def all_reduce(
     Source: two stages: Tang et al. 2021 (1-bit Adam).
     """
     tensors, memory = _several(tensor), counting(codec)
+    named = _named(name, tensors)
     if memory is not codec:
-        memory.turns[name] = turn
-    job, linear = _Job(comm, memory, name), memory.codec.linear
+        memory.turns.update(dict.fromkeys(named, turn))
+    job, linear = _Job(comm, memory, named), memory.codec.linear
     staged = {"two_stage": job.two_stage, "all_gather": job.all_gather, None: None if linear else job.two_stage}.get(algorithm)
     if staged is None and not linear:
         raise ValueError(f"algorithm={algorithm!r} adds up codes, which {memory.codec} forbids: take 'two_stage' or 'all_gather'")
     if staged and options:
         raise TypeError(f"options {', '.join(options)} are of no algorithm that takes codes in stages")
-    wanted = memory.owed(memory.left, name, flat(tensors))
-    total = staged(wanted) if staged else job.ride(wanted, [each.shape for each in tensors], algorithm or "ring", **options)
+    wanted = job.owed(memory.left, flat(tensors), job.places)
+    total = staged(wanted) if staged else job.ride(wanted, algorithm or "ring", **options)
     for each, part in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
         each.detach().copy_(part.view(each.shape))
-    memory.turns[name] += 1
+    memory.turns.update(named.keys())
 
 
 def _several(tensor: Any) -> list[Tensor]:
@@ -66,38 +70,76 @@ def _several(tensor: Any) -> list[Tensor]:
     return tensors
 
 
-class _Job:
-    """One call: whose codec it is, and what is kept under which name."""
+def _named(name: str | Sequence[str], tensors: list[Tensor]) -> dict[str, list[Tensor]]:
+    """What there is under each name: all of them, or one."""
+    if isinstance(name, str):
+        return {name: tensors}
+    if len(name) != len(tensors) or len(set(name)) != len(name):
+        raise ValueError(f"name={name!r}: one for all {len(tensors)} tensors together, or one for each, no two of them alike")
+    return {each: [tensor] for each, tensor in zip(name, tensors, strict=True)}
 
-    def __init__(self, comm: Communicator, memory: ErrorFeedback, name: str) -> None:
-        self.comm, self.codec, self.memory, self.name, self.turn = comm, memory.codec, memory, name, memory.turns[name]
+
+Places = dict[str, tuple[int, int]]  # what of a flat tensor belongs to each name: from, to
+
+
+class _Job:
+    """One call: whose codec it is, and what is kept under which names."""
+
+    def __init__(self, comm: Communicator, memory: ErrorFeedback, named: dict[str, list[Tensor]]) -> None:
+        self.comm, self.codec, self.memory, self.named = comm, memory.codec, memory, named
+        self.turn = memory.turns[next(iter(named))]
+        ends = accumulate((sum(each.numel() for each in tensors) for tensors in named.values()), initial=0)
+        self.places: Places = dict(zip(named, pairwise(ends), strict=True))
+
+    def owed(self, left: dict[str, Tensor], data: Tensor, places: Places) -> Tensor:
+        """What should be sent: the data, and what is left of those before."""
+        parts = [self.memory.owed(left, name, data[begin:end]) for name, (begin, end) in places.items()]
+        return flat(parts) if parts else data
+
+    def keep(self, left: dict[str, Tensor], wanted: Tensor, places: Places, sent: Callable[[], Tensor]) -> None:
+        """Of what should have been sent, keep what was not."""
+        sent = cache(sent)
+        for name, (begin, end) in places.items():
+            self.memory.keep(left, name, wanted[begin:end], lambda begin=begin, end=end: sent()[begin:end])  # type: ignore[misc]
+
+    def own(self, wanted: Tensor, first: int = 0, count: int = 0) -> Places:
+        """Of whose sums this rank hands out which part, and where they lie in that; what it has kept of others, it sends."""
+        found = {}
+        for name, (begin, end) in self.places.items():
+            start, stop = (min(max(edge, begin), end) for edge in (first, first + count))
+            self.memory.own(name, start - begin, stop - start, wanted[begin:end])
+            if start < stop:
+                found[name] = start - first, stop - first
+        return found
 
     def two_stage(self, wanted: Tensor) -> Tensor:
         comm, memory = self.comm, self.memory
         chunks = comm.chunks(wanted, comm.size)
+        first = sum(map(len, chunks[: comm.rank]))
+        mine = self.own(wanted, first, len(chunks[comm.rank]))
         codes = [self.encode(chunk) for chunk in chunks]
         room = [torch.empty_like(codes[comm.rank]) for _ in codes]
         collectives.all_to_all(comm, room, codes)
-        memory.keep(memory.left, self.name, wanted, lambda: flat(map(self.decode, codes, chunks)))
-        total = memory.owed(memory.second, self.name, self.add_up(room, chunks[comm.rank]))
+        self.keep(memory.left, wanted, self.places, lambda: flat(map(self.decode, codes, chunks)))
+        total = self.owed(memory.second, self.add_up(room, chunks[comm.rank]), mine)
         sums = list(map(torch.empty_like, codes))
         collectives.all_gather(comm, sums, self.encode(total))
         parts = [self.decode(part, chunk, rank) for rank, (part, chunk) in enumerate(zip(sums, chunks, strict=True))]
-        memory.keep(memory.second, self.name, total, lambda: parts[comm.rank])
+        self.keep(memory.second, total, mine, lambda: parts[comm.rank])
         return torch.cat(parts)
 
     def all_gather(self, wanted: Tensor) -> Tensor:
+        self.own(wanted)
         code = self.encode(wanted)
         room = [torch.empty_like(code) for _ in range(self.comm.size)]
         collectives.all_gather(self.comm, room, code)
-        self.memory.keep(self.memory.left, self.name, wanted, lambda: self.decode(code, wanted))
+        self.keep(self.memory.left, wanted, self.places, lambda: self.decode(code, wanted))
         return self.add_up(room, wanted)
 
-    def ride(self, wanted: Tensor, shapes: Sequence[torch.Size], algorithm: str, **options: Any) -> Tensor:
+    def ride(self, wanted: Tensor, algorithm: str, **options: Any) -> Tensor:
         """Have summed what the codec wants to be summed, round by round, of all tensors in one message."""
-        codec, kept = self.codec.among(self.comm.size), self.memory.kept.get(self.name) or [None] * len(shapes)
-        parts = wanted.split([shape.numel() for shape in shapes])
-        rounds = [codec.rounds(part.view(shape), self.turn, q) for part, shape, q in zip(parts, shapes, kept, strict=True)]
+        self.own(wanted)
+        rounds = list(self.rounds(wanted))
         ended: dict[Rounds, Any] = {}
         with self.computing("encode"):
             asked = {each: next(each) for each in rounds}
@@ -112,10 +154,19 @@ class _Job:
                     except StopIteration as end:
                         ended[each] = end.value
                         del asked[each]
-        totals, mine, kept = map(list, zip(*(ended[each] for each in rounds), strict=True))
-        self.memory.keep(self.memory.left, self.name, wanted, lambda: flat(part() for part in mine))
-        self.memory.kept[self.name] = kept
+        totals, mine, kept = zip(*(ended[each] for each in rounds), strict=True)
+        self.keep(self.memory.left, wanted, self.places, lambda: flat([part() for part in mine]))
+        rest = iter(kept)
+        self.memory.kept.update({name: list(islice(rest, len(tensors))) for name, tensors in self.named.items()})
         return flat(totals)
+
+    def rounds(self, wanted: Tensor) -> Iterator[Rounds]:
+        """Of each tensor, what is to be summed over the ranks; it begins with what the last time has found under its name."""
+        codec, sizes = self.codec.among(self.comm.size), [each.numel() for each in chain(*self.named.values())]
+        parts = iter(wanted.split(sizes))
+        for name, tensors in self.named.items():
+            for tensor, kept in zip(tensors, self.memory.kept.get(name) or [None] * len(tensors), strict=True):
+                yield codec.rounds(next(parts).view(tensor.shape), self.memory.turns[name], kept)
 
     def add_up(self, codes: Sequence[Tensor], like: Tensor) -> Tensor:
         """What the ranks' codes mean together, added in their order, so that it is the same wherever it is done."""

@@ -21,17 +21,20 @@ class ErrorFeedback:
     tensor([1., 1.])
 
     What was sent, and what is left, are together all that was given. `second` holds what the owner of a chunk has not handed out
-    of its sum (see `all_reduce`), `kept` the Q's of PowerSGD, `turns` how often each name came. Errors: ValueError for a tensor
-    that is not finite, or of another size than before. Cost: as many elements of memory as the tensors have.
+    of its sum (see `all_reduce`), and `starts` where in the tensor of that name this begins; `kept` the Q's of PowerSGD, `turns`
+    how often each name came. unit: what the tensors that come next are multiplied by, such as a loss scale; what is kept is
+    divided by it, so that it may change. Errors: ValueError for a tensor that is not finite, or of another size than before.
+    Cost: as many elements of memory as the tensors have.
     Source: Seide et al. 2014; Karimireddy et al. 2019; the second residual: Tang et al. 2021 (1-bit Adam).
     """
 
     def __init__(self, codec: Codec) -> None:
         if not isinstance(codec, Codec):
             raise TypeError(f"codec={codec!r} is none: one is made by a call, such as d2lps.compress.int8()")
-        self.codec = codec
+        self.codec, self.unit = codec, 1.0
         self.left: dict[str, Tensor] = {}
         self.second: dict[str, Tensor] = {}
+        self.starts: dict[str, int] = {}
         self.kept: dict[str, list[Tensor | None]] = {}
         self.turns: Counter[str] = Counter()
 
@@ -56,11 +59,19 @@ class ErrorFeedback:
             had = f"has had {before.numel()} elements"
             raise ValueError(f"{name!r} is {describe(tensor)}, and {had}: residuals are kept by name, give it another")
         most = (torch.finfo if data.is_floating_point() else torch.iinfo)(data.dtype).max
-        return (data + before).clamp_(-most, most)
+        return (data + (before if self.unit == 1 else before * self.unit)).clamp_(-most, most)
 
     def keep(self, left: dict[str, Tensor], name: str, wanted: Tensor, sent: Callable[[], Tensor]) -> None:
         """Of what should have been sent, keep what was not."""
-        left[name] = (wanted - sent()).flatten()
+        rest = (wanted - sent()).flatten()
+        left[name] = rest if self.unit == 1 else rest / self.unit
+
+    def own(self, name: str, start: int, count: int, wanted: Tensor) -> None:
+        """Of `name`, this rank hands out so many elements of the sum from now on; what it has kept of others it sends itself."""
+        kept = self.second.get(name)
+        if kept is not None and (self.starts[name], len(kept)) != (start, count):
+            wanted[self.starts[name] :][: len(kept)] += self.second.pop(name) * self.unit
+        self.starts[name] = start
 
 
 class Forgetful(ErrorFeedback):
