@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 from contextlib import suppress
@@ -18,9 +19,9 @@ import d2lps
 from d2lps.collectives import all_reduce
 from d2lps.comm import Event
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
-from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Zero, module_pieces, optimizer_pieces
+from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Replicas, Zero, module_pieces, optimizer_pieces
 from d2lps.parallel.saving import saved
-from d2lps.parallel.saving.checkpoint import keep_going, load, save, share_out
+from d2lps.parallel.saving.checkpoint import gathered, keep_going, load, save, share_out
 from d2lps.parallel.saving.pieces import copy_common, flaw, overlap
 from d2lps.parallel.saving.saved import fill, look
 from d2lps.topology import star
@@ -331,6 +332,117 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
     assert d2lps.run(resumed_or_not, 2, tmp_path, True)[:] == uninterrupted[:]
     losses = [loss for loss, _ in uninterrupted]
     assert losses[0] != losses[1] and uninterrupted[0][1] != 2.0**10
+
+
+# ---- copies that should be alike, and parameters that are elsewhere -------------------------------------------------------
+
+
+def beside(comm, odd):
+    """A module whose batch norm has seen other batches on the odd ranks."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    net(torch.full((5, 4), 1.0) + torch.arange(5.0).view(5, 1) * (comm.rank + 1 if comm.rank in odd else 1))
+    return net
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("ranks", "odd", "told"), [
+    (2, {1}, "1.running_mean: rank 0 and rank 1 have different ones: no majority"),
+    (3, {2}, "1.running_mean: rank 2 differs from ranks 0, 1"),
+    (5, {1, 3}, "1.running_mean: ranks 1, 3 differ from ranks 0, 2, 4"),
+])  # fmt: skip
+def test_copies_that_are_not_alike_are_named_on_all_ranks_and_nothing_is_written(world, ranks, odd, told, tmp_path):
+    def work(comm):
+        net, heard = beside(comm, odd), []
+        for act in (lambda pieces: save(comm, tmp_path, 1, pieces), lambda pieces: gathered(comm, pieces)):
+            with pytest.raises(ValueError, match=r"and 1 more: 1\.running_var; .*may_differ") as caught:
+                act(module_pieces(net))
+            heard.append(str(caught.value))
+        assert float(f"{net[1].running_mean.double().norm():.9g}") in map(float, re.findall(r"([\d.]+) on rank", heard[0]))
+        return heard
+
+    heard = WORLDS[world](work, ranks)
+    assert len({words for both in heard for words in both}) == 1 and heard[0][0].startswith(told)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("may_differ", [["*.running_*"], "1.running_???*", ["1.running_mean", "1.running_var"]], ids=str)
+def test_of_what_may_differ_the_lowest_ranks_is_saved(may_differ, tmp_path):
+    def work(comm):
+        net = beside(comm, set(range(comm.size)))
+        save(comm, tmp_path, 1, module_pieces(net), may_differ=may_differ)
+        return net.state_dict()
+
+    first = d2lps.simulate(work, star(4, 1e9, 1e-6))[0]
+    assert all(torch.equal(whole, first[name]) for name, whole in whole_state(tmp_path, 1).items())
+
+
+def test_each_save_looks_again_and_goes_on_after_a_refusal(tmp_path):
+    def work(comm):
+        weight, checkpoints = torch.zeros(1001), Checkpoints(comm, tmp_path)
+        pieces = {"w": Piece(weight[1:], (1000,))}  # which does not begin at a whole word
+        checkpoints.save(1, pieces).wait()
+        weight[700] += comm.rank == 1
+        with pytest.raises(ValueError, match="w: rank 1 differs from ranks 0, 2"):
+            checkpoints.save(2, pieces)
+        weight.fill_(3)
+        checkpoints.save(3, pieces).wait()
+
+    d2lps.simulate(work, star(3, 1e9, 1e-6))
+    assert is_whole(tmp_path) == 3
+
+
+def half_frozen():
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 4), nn.Linear(4, 2))
+    net[2].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 3), (3, 2), (3, 3)])
+def test_zeros_pieces_have_buffers_and_frozen_parameters(world, stage, ranks, tmp_path):
+    def work(comm, saved):
+        torch.manual_seed(comm.rank)
+        net = half_frozen()
+        zero = Zero(comm, net, adam, stage)
+        if saved:
+            for step in range(3):
+                net(torch.randn(6, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+                zero.step()
+            save(comm, tmp_path, 3, zero.pieces())
+        else:
+            load(comm, tmp_path, zero.pieces)
+            zero.refresh()
+        with zero.gathered():
+            assert module_pieces(net).keys() == net.state_dict().keys(), "all that there is"
+            return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+    [before, *_] = WORLDS[world](work, ranks, True)
+    for after in WORLDS[world](work, ranks, False):
+        assert all(torch.equal(before[name], tensor) and tensor.isfinite().all() for name, tensor in after.items())
+    plain = half_frozen()
+    d2lps.simulate(lambda comm: load(comm, tmp_path, module_pieces(plain)), star(1, 1e9))
+    assert look(tmp_path).tensors.keys() >= before.keys()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_parameter_that_zero_3_has_taken_away_is_refused_by_name(world, tmp_path):
+    def work(comm):
+        zero = Zero(comm, net := nn.Sequential(model(), nn.Linear(3, 1)), adam, 3)
+        told = "0.0.weight is not on this rank now"
+        for act in (lambda: save(comm, tmp_path, 1, module_pieces(net)), lambda: module_pieces(net) | zero.pieces(),
+                    net.state_dict, nn.Sequential(net).state_dict, Replicas(comm, net).check):  # fmt: skip
+            with pytest.raises(ValueError, match=told):
+                act()
+        with pytest.raises(ValueError, match=r"1\.weight is not on this rank now"):
+            net[1].state_dict(prefix="1.")
+        with zero.gathered():
+            Replicas(comm, net).check()
+            save(comm, tmp_path, 1, module_pieces(net))
+            expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        assert all(torch.equal(whole, expected[name]) for name, whole in whole_state(tmp_path, 1).items())
+
+    WORLDS[world](work, 2)
 
 
 # ---- in the background --------------------------------------------------------------------------------------------------

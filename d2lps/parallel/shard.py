@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,20 @@ def sharded(comm: Communicator, whole: Tensor, dim: int) -> nn.Parameter:
 def shard_of(parameter: Tensor) -> Shard | None:
     """How it was cut, or None for a parameter that is whole."""
     return getattr(parameter, "shard", None)
+
+
+def here(name: str, tensor: T) -> T:
+    """The same; ValueError for a parameter that ZeRO 3 has taken away, and in whose place it shows NaN."""
+    if getattr(tensor, "away", False):
+        where = "its module's forward and backward pass, and in `with zero.gathered():`"
+        raise ValueError(f"{name} is not on this rank now, which has a shard of it: with ZeRO 3 it is there in {where}")
+    return tensor
+
+
+def all_here(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A hook before a `state_dict`, which would have NaN for what is not `here`; with keep_vars its reader can ask."""
+    for name, parameter in () if keep_vars else module.named_parameters(recurse=False):
+        here(prefix + name, parameter)
 
 
 def add_up_partial(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from d2lps.comm import Communicator, RankDied, RankHung, Work
 from d2lps.cost.numbers import whole
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
 from d2lps.launch import run
+from d2lps.parallel.data.replicas import Difference, fingerprint, grouped
 from d2lps.parallel.saving import saved
-from d2lps.parallel.saving.pieces import Piece, copy_common, dtype_of, flaw, tuples
+from d2lps.parallel.saving.pieces import Cut, Piece, copy_common, dtype_of, flaw, tuples
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.result import Run
 
@@ -33,17 +35,22 @@ class Checkpoints:
     {'seen': 384}
 
     directory: where all ranks see the same files, and no other run writes. keep: how many whole ones stay. How they lie there,
-    see `saved`. `stall`: seconds that the last `save` took from training, a wait for the save before it included; `written`:
-    bytes that this rank copied for it and writes. Cost: what ranks hold together is written once, shared out among its holders;
-    this rank's share is held a second time from the first save on. A save exchanges some numbers, and where pieces are not
-    those of the last save a table of them.
+    see `saved`. may_differ: names of tensors of which ranks may hold unlike copies, as a batch norm's statistics in data
+    parallelism, or all weights amid a round of local SGD: of those the lowest rank's is saved. `*` stands for anything, as in
+    ["*.running_*"]. `stall`: seconds that the last `save` took from training, a wait for the save before it included;
+    `written`: bytes that this rank copied for it and writes.
+    Cost: what ranks hold together is written once, shared out among its holders; this rank's share is held a second time from
+    the first save on. A save reads what others hold, too, exchanges some numbers, and where pieces are not those of the last
+    save a table of them.
     """
 
-    def __init__(self, comm: Communicator, directory: str | Path, keep: int = 2) -> None:
+    def __init__(self, comm: Communicator, directory: str | Path, keep: int = 2, may_differ: Iterable[str] = ()) -> None:
         self.comm, self.directory, self.keep = comm, Path(directory), whole("keep", keep)
+        self.may_differ = [may_differ] if isinstance(may_differ, str) else [*may_differ]
         self.stall, self.written = 0.0, 0
         self._table: list[Any] | None = None  # of the last save: this rank's pieces,
-        self._tensors: dict[str, dict[str, Any]] = {}  # all ranks', each with the rank that writes it,
+        self._holders: Holders = {}  # who holds what of all ranks',
+        self._tensors: dict[str, dict[str, Any]] = {}  # who of them writes it,
         self._copies: dict[str, Tensor] = {}  # and room for what this rank writes
         self._work: Work | None = None
 
@@ -53,7 +60,8 @@ class Checkpoints:
         A save under way is waited for first, and what went wrong in it is raised here on all ranks: OSError, which says the
         rank that failed, as where a disk is full. The checkpoints before it are whole then, and training may go on. extra:
         what else belongs to this moment, the same on all ranks, as JSON has it. ValueError, with names, where the ranks' pieces
-        do not make up whole tensors; Mismatch for another step or extra on another rank.
+        do not make up whole tensors, and where copies that ranks hold are not alike to the bit; Mismatch for another step or
+        extra on another rank.
         """
         began = self.comm.now()
         whole("step", step, least=0)  # another's folder could not be found again
@@ -63,6 +71,7 @@ class Checkpoints:
         table = _table_of(pieces)
         if any(all_gather_object(self.comm, table != self._table)):
             self._plan(table, pieces)
+        check_copies(self.comm, self._holders, pieces, self.may_differ)
         for name, copy in self._copies.items():
             copy.copy_(pieces[name].tensor.detach().view_as(copy))
         self._work = self.comm.start(self._write, step, said)
@@ -76,7 +85,8 @@ class Checkpoints:
             work.wait()
 
     def _plan(self, table: list[Any], pieces: Mapping[str, Piece]) -> None:
-        self._table, self._tensors = None, share_out(all_gather_object(self.comm, table))
+        self._table, self._holders = None, holders_of(tables := all_gather_object(self.comm, table))
+        self._tensors = share_out(tables, self.may_differ)
         self._copies = {name: pieces[name].empty() for name in _of_rank(self.comm.rank, self._tensors)}
         self.written = sum(copy.nbytes for copy in self._copies.values())
         self._table = table
@@ -95,10 +105,11 @@ class Checkpoints:
 
 
 def save(
-    comm: Communicator, directory: str | Path, step: int, pieces: Mapping[str, Piece], extra: Any = None, keep: int = 2
-) -> None:
-    """Return when a checkpoint is whole, all its bytes on the disk; see `Checkpoints.save`."""
-    Checkpoints(comm, directory, keep).save(step, pieces, extra).wait()
+    comm: Communicator, directory: str | Path, step: int, pieces: Mapping[str, Piece], extra: Any = None, keep: int = 2,
+    may_differ: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Return when a checkpoint is whole, all its bytes on the disk; see `Checkpoints`, and its `save`."""
+    Checkpoints(comm, directory, keep, may_differ).save(step, pieces, extra).wait()
 
 
 def load(
@@ -146,9 +157,11 @@ def keep_going(function: Callable[..., Any], ranks: int, *args: Any, times: int 
 def gathered(comm: Communicator, pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
     """The whole tensors that the ranks have pieces of, on every rank, without a disk in between; by name.
 
-    ValueError, with the name, where the pieces do not make up whole tensors. Cost: a table, and an all-reduce of each tensor.
+    ValueError, with the name, where the pieces do not make up whole tensors, or copies are not alike. Cost: a table, fingerprints
+    of what several hold, and an all-reduce of each tensor.
     """
-    tensors = share_out(all_gather_object(comm, _table_of(pieces)))
+    tensors = share_out(tables := all_gather_object(comm, _table_of(pieces)))
+    check_copies(comm, holders_of(tables), pieces)
     mine, wholes = _of_rank(comm.rank, tensors), {}
     for name, about in tensors.items():
         wholes[name] = torch.zeros(about["shape"], dtype=getattr(torch, about["dtype"]), device=comm.device)
@@ -194,28 +207,69 @@ def on_every_rank(comm: Communicator, function: Callable[[], Any]) -> list[Any]:
     return [result for result, _, _ in told]
 
 
-def share_out(tables: list[list[Any]]) -> dict[str, dict[str, Any]]:
+# ---- who holds what, and who writes it ------------------------------------------------------------------------------------
+
+Holders = dict[tuple[str, Cut], list[int]]
+
+
+def holders_of(tables: list[list[Any]]) -> Holders:
+    """The ranks that have each piece, from all ranks' tables.
+
+    >>> holders_of([[["w", "float32", [4], [[0, 4]], 0, 4]]] * 2)
+    {('w', (((0, 4),), 0, 4)): [0, 1]}
+    """
+    holders = defaultdict(list)
+    for rank, table in enumerate(tables):
+        for name, _, _, box, start, stop in table:
+            holders[name, (tuples(box), start, stop)].append(rank)
+    return dict(holders)
+
+
+def check_copies(comm: Communicator, holders: Holders, pieces: Mapping[str, Piece], may_differ: Iterable[str] = ()) -> None:
+    """ValueError, on all ranks, with the names, where ranks that hold the same piece have other bits of it."""
+    several = {key: ranks for key, ranks in holders.items() if len(ranks) > 1 and not _among(key[0], may_differ)}
+    if not several:
+        return
+    mine = {name: fingerprint(pieces[name].tensor) for (name, _), ranks in several.items() if comm.rank in ranks}
+    marks, found = all_gather_object(comm, mine), []
+    for (name, _), ranks in several.items():
+        if len(groups := grouped((rank, marks[rank][name]) for rank in ranks)) > 1:
+            found.append(Difference(name, [[comm.members[rank] for rank in group] for group in groups]))
+    if found:
+        first = pieces.get(name := found[0].name)
+        norms = all_gather_object(comm, None if first is None else float(first.tensor.detach().double().norm()))
+        told = ", ".join(f"{norm:.9g} on rank {rank}" for rank, norm in zip(comm.members, norms, strict=True) if norm is not None)
+        more = "" if len(found) == 1 else f"; and {len(found) - 1} more: {', '.join(other.name for other in found[1:9])}"
+        how = "make copies alike, or say in may_differ=[...] of which tensors the lowest rank's is to be saved"
+        raise ValueError(f"{found[0]} (of norm {told}){more}; {how}")
+
+
+def _among(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def share_out(tables: list[list[Any]], may_differ: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
     """Who writes what, from all ranks' tables: of a piece that several hold, whoever of them has least to write so far.
 
     >>> share_out([[["w", "float32", [4], [[0, 4]], 0, 4]]] * 2)["w"]["pieces"]
     [[0, [[0, 4]], 0, 4]]
 
-    Large pieces first. ValueError, with the name, where ranks differ about a whole, or have not all of it, or have some twice.
+    Large pieces first; of what may differ, the lowest rank's. ValueError, with the name, where ranks differ about a whole, or
+    have not all of it, or have some twice.
     """
     wholes: dict[str, dict[str, Any]] = {}
-    holders: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, table in enumerate(tables):
-        for name, dtype, shape, box, start, stop in table:
+        for name, dtype, shape, *_ in table:
             whole = wholes.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
             if (whole["dtype"], whole["shape"]) != (dtype, shape):
                 raise ValueError(f"{name!r} is {whole['dtype']}{whole['shape']}, and {dtype}{shape} on rank {rank}")
-            holders[name, tuples(box), start, stop].append(rank)
-    nbytes = {key: (key[3] - key[2]) * getattr(torch, wholes[key[0]]["dtype"]).itemsize for key in holders}
-    busy = [0] * len(tables)
-    for name, *cut in sorted((key for key in holders if nbytes[key]), key=nbytes.__getitem__, reverse=True):
-        rank = min(holders[key := (name, *cut)], key=busy.__getitem__)
+    holders, busy = holders_of(tables), [0] * len(tables)
+    nbytes = {key: (key[1][2] - key[1][1]) * getattr(torch, wholes[key[0]]["dtype"]).itemsize for key in holders}
+    for key in sorted((key for key in holders if nbytes[key]), key=nbytes.__getitem__, reverse=True):
+        name, (box, start, stop) = key
+        rank = holders[key][0] if _among(name, may_differ) else min(holders[key], key=busy.__getitem__)
         busy[rank] += nbytes[key]
-        wholes[name]["pieces"].append([rank, [list(ends) for ends in cut[0]], *cut[1:]])
+        wholes[name]["pieces"].append([rank, [list(ends) for ends in box], start, stop])
     for name, whole in wholes.items():
         if told := flaw(whole["shape"], [(tuples(box), start, stop) for _, box, start, stop in whole["pieces"]]):
             raise ValueError(f"{name!r}, {whole['dtype']}{whole['shape']}: {told}")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from d2lps.comm.rank import describe
-from d2lps.parallel.shard import shard_of
+from d2lps.parallel.shard import here, shard_of
 
 Box = tuple[tuple[int, int], ...]  # of a tensor: where it begins and ends in each dimension
+Cut = tuple[Box, int, int]  # elements from, to, of a box
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Piece:
             raise ValueError(f"{describe(self.tensor)} can't be elements {self.start}:{stop} of the box {box} of {self.shape}")
 
     @property
-    def cut(self) -> tuple[Box, int, int]:
+    def cut(self) -> Cut:
         """Which elements of the whole these are, in their order."""
         return self.box, self.start, self.stop  # type: ignore[return-value]
 
@@ -126,14 +127,14 @@ def _within(part: Box, box: Box) -> tuple[slice, ...]:
     return tuple(slice(begin - first, end - first) for (begin, end), (first, _) in zip(part, box, strict=True))
 
 
-def overlap(one: tuple[Box, int, int], other: tuple[Box, int, int]) -> bool:
+def overlap(one: Cut, other: Cut) -> bool:
     """Whether two cuts may have an element in common."""
     if one[0] == other[0]:
         return max(one[1], other[1]) < min(one[2], other[2])
     return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one[0], other[0], strict=True))
 
 
-def flaw(shape: Iterable[int], cuts: list[tuple[Box, int, int]]) -> str:
+def flaw(shape: Iterable[int], cuts: list[Cut]) -> str:
     """What is wrong with pieces that should make up a whole, each element once; nothing if they do.
 
     >>> flaw((4,), [(((0, 4),), 0, 1), (((0, 4),), 2, 4)])
@@ -173,10 +174,17 @@ def module_pieces(module: nn.Module) -> dict[str, Piece]:
 
     >>> module_pieces(nn.Linear(3, 2))["weight"].shape
     (2, 3)
+
+    ValueError, with the name, for a parameter that is not there: those of `Zero(stage=3)` are in `Zero.pieces()`.
     """
-    found = {name: piece_of(parameter) for name, parameter in module.named_parameters()}
-    lasting = module.state_dict(keep_vars=True).keys()
-    return found | {name: piece_of(buffer) for name, buffer in module.named_buffers() if name in lasting}
+    return {name: piece_of(here(name, tensor)) for name, tensor in lasting(module)}
+
+
+def lasting(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of what a module is: parameters, each once, and the buffers that a `state_dict` has."""
+    yield from module.named_parameters()
+    kept = module.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
 
 
 Held = Mapping[Any, Mapping[str, Piece]]  # of what an optimizer steps on: the pieces of parameters that lie in it, by name

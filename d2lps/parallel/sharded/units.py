@@ -119,7 +119,7 @@ class Unit:
 
     def _show(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
+            parameter.data, parameter.away = view, False  # type: ignore[attr-defined]
 
     def free(self) -> None:
         """Keep the shard alone. What autograd has saved are views of the same storage: after a `gather` they are whole again."""
@@ -128,7 +128,8 @@ class Unit:
         if self._gathering is not None:
             self._gathering.wait()
         for parameter, shape in zip(self.parameters, self.shapes, strict=True):
-            parameter.data = self.mine.new_full((), torch.nan).expand(shape)  # whoever looks sees that, rather than freed memory
+            parameter.data = self.mine.new_full((), torch.nan).expand(shape)  # whoever looks sees that, rather than freed memory,
+            parameter.away = True  # type: ignore[attr-defined]  # and whoever asks `here` is told
         self.weights.untyped_storage().resize_(0)
         self._gathering = None
         self._release("gathered")

@@ -17,8 +17,9 @@ from d2lps.collectives import broadcast
 from d2lps.comm import Communicator, Event
 from d2lps.cost.numbers import whole
 from d2lps.parallel.ready import when_ready
-from d2lps.parallel.saving.pieces import Piece, optimizer_pieces
+from d2lps.parallel.saving.pieces import Piece, lasting, optimizer_pieces, piece_of
 from d2lps.parallel.saving.saved import Manifest
+from d2lps.parallel.shard import all_here
 from d2lps.parallel.sharded.units import Unit
 
 BY_TENSOR = {"ADAFACTOR", "LAMB", "LARS", "MUON"}  # optimizers whose step on a number depends on others of its tensor
@@ -80,7 +81,7 @@ class Zero:
         trained = {name: p for name, p in module.named_parameters() if p in chosen and p.requires_grad}
         if not trained:
             raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is no state to share")
-        self.comm, self.stage, self.overlap = comm, stage, overlap
+        self.comm, self.stage, self.overlap, self.module, self._chosen = comm, stage, overlap, module, chosen
         shapes = [(name, list(p.shape)) for name, p in trained.items()]
         comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {layers=}) of {len(shapes)} parameters, {shapes}")
         for tensor in (*module.parameters(), *module.buffers()):
@@ -107,6 +108,8 @@ class Zero:
             for part in (parts[key][0] for key in keys if stage == 3):
                 part.register_forward_pre_hook(lambda _, __, unit=unit: self._fetch(unit, 1))
                 part.register_forward_hook(lambda _, __, output, unit=unit: self._leave(unit, output))
+        for part in module.modules() if stage == 3 else ():
+            part.register_state_dict_pre_hook(all_here)
 
     # ---- stage 3: weights come and go -----------------------------------------------------------------------------
 
@@ -228,9 +231,16 @@ class Zero:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def pieces(self, manifest: Manifest | None = None) -> dict[str, Piece]:
-        """What this rank has of the weights and of the optimizer's state, to be saved; or, with a manifest, to be loaded."""
+        """What this rank has of the weights and of the optimizer's state, to be saved; or, with a manifest, to be loaded.
+
+        Frozen parameters and lasting buffers, which are whole on all ranks, are among them: all that a load needs.
+        """
         held = {unit.shard: unit.pieces() for unit in self.units}
         weights = {name: piece for pieces in held.values() for name, piece in pieces.items()}
+        trained = {parameter for unit in self.units for parameter in unit.parameters}
+        for name, tensor in lasting(self.module):
+            if tensor not in trained and (tensor in self._chosen or not isinstance(tensor, nn.Parameter)):
+                weights[name] = piece_of(tensor)
         return weights | optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
 
     def refresh(self) -> None:
