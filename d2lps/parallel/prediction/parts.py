@@ -14,11 +14,12 @@ from d2lps.parallel.transformer import Transformer
 
 
 class Kernel(NamedTuple):
-    """One operation on a device. matrix: a matrix product, whose operations count for a model's."""
+    """One operation on a device. matrix: the share of its operations that count for a model's: of a matrix product all, but of an
+    experts' those on tokens, not on empty slots; of what is no matrix product none."""
 
     flops: float
     nbytes: float
-    matrix: bool = True
+    matrix: float = 1
 
 
 class Message(NamedTuple):
@@ -88,14 +89,14 @@ class Sizes:
         self.masks = 1 if model.dropout else 0  # bytes of a number's mask
         self.x = self.tokens * self.hidden * self.width  # bytes of a whole activation
 
-    def matrix(self, rows: float, inputs: float, outputs: float, count: float = 1) -> Kernel:
-        """[rows, inputs] times [inputs, outputs], so many of them at once."""
+    def matrix(self, rows: float, inputs: float, outputs: float, count: float = 1, filled: float = 1) -> Kernel:
+        """[rows, inputs] times [inputs, outputs], so many of them at once; filled: the share of the rows that are tokens."""
         numbers = rows * inputs + inputs * outputs + rows * outputs
-        return Kernel(2 * rows * inputs * outputs * count, numbers * self.width * count)
+        return Kernel(2 * rows * inputs * outputs * count, numbers * self.width * count, filled)
 
     def touch(self, numbers: float, bytes_each: float | None = None) -> Kernel:
         """So many numbers read or written, with an operation each."""
-        return Kernel(numbers, numbers * (self.width if bytes_each is None else bytes_each), matrix=False)
+        return Kernel(numbers, numbers * (self.width if bytes_each is None else bytes_each), matrix=0)
 
 
 @lru_cache(maxsize=128)
@@ -217,12 +218,12 @@ def _mlp(s: Sizes) -> Part:
 
 
 def _mixture(s: Sizes) -> Part:
-    """Experts: every one of them has slots for each sequence, full or not; tp does not cut them."""
+    """Experts: every one of them has slots for each sequence, full or not; tp does not cut them. A token visits top_k at most."""
     h, inner, wide = s.hidden, s.ffn, s.between * s.hidden
     per_sequence, here = s.tokens // s.plan.micro_batch, s.model.experts // s.plan.ep
     slots = Experts.slots(s.model, per_sequence) * s.plan.micro_batch * s.model.experts  # type: ignore[arg-type]
-    rows, ups = slots / here, 2 if s.model.gated else 1
-    up, down = s.matrix(rows, h, inner, here), s.matrix(rows, inner, h, here)
+    rows, ups, filled = slots / here, 2 if s.model.gated else 1, min(1, s.model.top_k * s.tokens / slots)
+    up, down = s.matrix(rows, h, inner, here, filled), s.matrix(rows, inner, h, here, filled)
     there: tuple[Step, ...] = (Message("ep", "all_to_all", slots * h * s.width),) * 2 if s.plan.ep > 1 else ()
     route, sort = s.matrix(s.tokens, h, s.model.experts), s.touch(4 * slots * h)
     enter = (Message("tp", "all_gather", s.x),) if s.plan.sequence_parallel else ()
@@ -253,11 +254,12 @@ def stages(model: Transformer, plan: Plan, fused: bool = False) -> list[list[Par
 
 
 def matrix_flops(model: Transformer) -> float:
-    """Operations of a sequence's forward pass in matrix products, attention's square in full, as is usual for MFU.
+    """Operations of a sequence's forward pass in matrix products, attention's square in full, as is usual for MFU; of experts
+    what their tokens need, if none is dropped that finds a slot.
 
     >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
     >>> matrix_flops(gpt3) * 3 * 1536 / 1e18            # of a step with 1,536 sequences, forward and backward
     3.386...
     """
     whole = (part for stage in stages(model, Plan()) for part in stage)
-    return sum(step.flops for part in whole for step in part.forward if isinstance(step, Kernel) and step.matrix)
+    return sum(step.flops * step.matrix for part in whole for step in part.forward if isinstance(step, Kernel))

@@ -29,7 +29,8 @@ class Prediction:
 
     mfu, the model FLOP utilization: the operations of the model's matrix products, forward and twice that backward and nothing
     that is computed again, beside what the devices could have done in that time; attention's are those of the whole square, so
-    that a long sequence and a kernel that leaves out half of it may come above `efficiency`. tokens: a second.
+    that a long sequence and a kernel that leaves out half of it may come above `efficiency`; of experts' those on tokens count,
+    top_k visits each, while empty slots take their time. tokens: a second.
     """
 
     def __init__(self, job: Job, cluster: Topology, prices: Prices | None = None) -> None:
