@@ -55,10 +55,15 @@ def here(name: str, tensor: T) -> T:
     return tensor
 
 
-def all_here(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A hook before a `state_dict`, which would have NaN for what is not `here`; with keep_vars its reader can ask."""
-    for name, parameter in () if keep_vars else module.named_parameters(recurse=False):
-        here(prefix + name, parameter)
+def guard(module: nn.Module) -> None:
+    """Have no `state_dict` give NaN for a parameter that is not `here`; with keep_vars, who reads it can ask."""
+
+    def check(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+        for name, parameter in () if keep_vars else part.named_parameters(recurse=False):
+            here(prefix + name, parameter)
+
+    for part in module.modules():
+        part.register_state_dict_pre_hook(check)
 
 
 def add_up_partial(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:

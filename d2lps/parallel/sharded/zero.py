@@ -19,7 +19,8 @@ from d2lps.cost.numbers import whole
 from d2lps.parallel.ready import when_ready
 from d2lps.parallel.saving.pieces import Piece, lasting, optimizer_pieces, piece_of
 from d2lps.parallel.saving.saved import Manifest
-from d2lps.parallel.shard import all_here
+from d2lps.parallel.shard import guard
+from d2lps.parallel.sharded.owners import together
 from d2lps.parallel.sharded.units import Unit
 
 BY_TENSOR = {"ADAFACTOR", "LAMB", "LARS", "MUON"}  # optimizers whose step on a number depends on others of its tensor
@@ -81,35 +82,32 @@ class Zero:
         trained = {name: p for name, p in module.named_parameters() if p in chosen and p.requires_grad}
         if not trained:
             raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is no state to share")
-        self.comm, self.stage, self.overlap, self.module, self._chosen = comm, stage, overlap, module, chosen
+        self.comm, self.stage, self.overlap, self.module = comm, stage, overlap, module
         shapes = [(name, list(p.shape)) for name, p in trained.items()]
         comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {layers=}) of {len(shapes)} parameters, {shapes}")
+        self._elsewhere = {*module.parameters()} - chosen  # what others look after
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor in chosen or not isinstance(tensor, nn.Parameter):
+            if tensor not in self._elsewhere:
                 broadcast(comm, tensor)
         sharing, replicas = comm.split(comm.rank // size), comm.split(comm.rank % size)
         assert sharing is not None and replicas is not None
         self.sharing, self.replicas = sharing, replicas  #: those that own one copy of the state, those that own this shard
-        parts = list(dict((_layers if layers else _parts)(module)).items()) if stage > 1 else [(module, list(trained.values()))]
-        owners = {p: tuple(k for k, (_, owned) in enumerate(parts) if any(p is q for q in owned)) for p in trained.values()}
-        shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
-        for name, p in trained.items():
-            shared.setdefault(owners[p], {})[name] = p
-        self.units = [Unit(sharing, members, stage < 3, param_dtype, overlap) for members in shared.values()]
+        parts = together(module, trained, layers) if stage > 1 else [([module], trained)]
+        self.units = [Unit(sharing, members, stage < 3, param_dtype, overlap) for _, members in parts]
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = _for_shards(optimizer(self.shards), self.shards)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
         self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
-        for place, (unit, keys) in enumerate(zip(self.units, shared, strict=True)):
+        if stage == 3:
+            guard(module)
+        for place, (unit, (owners, _)) in enumerate(zip(self.units, parts, strict=True)):
             for number, p in enumerate(unit.parameters):
                 when_ready(p, self._add, place, number)
-            for part in (parts[key][0] for key in keys if stage == 3):
+            for part in owners if stage == 3 else ():
                 part.register_forward_pre_hook(lambda _, __, unit=unit: self._fetch(unit, 1))
                 part.register_forward_hook(lambda _, __, output, unit=unit: self._leave(unit, output))
-        for part in module.modules() if stage == 3 else ():
-            part.register_state_dict_pre_hook(all_here)
 
     # ---- stage 3: weights come and go -----------------------------------------------------------------------------
 
@@ -157,7 +155,8 @@ class Zero:
         unit, gradient, parameter.grad = self.units[place], parameter.grad, None
         assert gradient is not None
         if self.stage == 3 and unit not in self._in_backward and not self._kept:  # it may have used what was not there
-            raise RuntimeError(f"{unit.names[number]}: a backward pass has come to it unannounced; {_SEEN}")
+            how = "its module must be called, and return tensors, or lists, tuples and dicts of them: else nobody sees when"
+            raise RuntimeError(f"{unit.names[number]}: a backward pass has come to it unannounced; {how} it is needed")
         # Who is alone, in the first pass, keeps what there is anyway: there is no room to be gained.
         if unit.gradient is None and (self.sharing.size > 1 or unit in self._reducing or unit.reduced is not None):
             while len(self._reducing) > 1:
@@ -231,17 +230,12 @@ class Zero:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def pieces(self, manifest: Manifest | None = None) -> dict[str, Piece]:
-        """What this rank has of the weights and of the optimizer's state, to be saved; or, with a manifest, to be loaded.
-
-        Frozen parameters and lasting buffers, which are whole on all ranks, are among them: all that a load needs.
-        """
+        """What this rank has of the module and of the optimizer's state, to be saved; or, with a manifest, to be loaded."""
         held = {unit.shard: unit.pieces() for unit in self.units}
-        weights = {name: piece for pieces in held.values() for name, piece in pieces.items()}
-        trained = {parameter for unit in self.units for parameter in unit.parameters}
-        for name, tensor in lasting(self.module):
-            if tensor not in trained and (tensor in self._chosen or not isinstance(tensor, nn.Parameter)):
-                weights[name] = piece_of(tensor)
-        return weights | optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
+        others = self._elsewhere.union(*(unit.parameters for unit in self.units))
+        found = {name: piece_of(tensor) for name, tensor in lasting(self.module) if tensor not in others}  # frozen, and buffers
+        found |= {name: piece for pieces in held.values() for name, piece in pieces.items()}
+        return found | optimizer_pieces(self.optimizer, held, manifest and manifest.tensors)
 
     def refresh(self) -> None:
         """The shards have been changed, by a step or a load: all ranks get the weights."""
@@ -251,9 +245,6 @@ class Zero:
             if self._kept:
                 unit.gather()
                 unit.wait()
-
-
-_SEEN = "its module must be called, and return tensors, or lists, tuples and dicts of them: else nobody sees when it is needed"
 
 
 def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -268,40 +259,3 @@ def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) ->
     if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(shard) for shard in shards}:
         raise ValueError(f"the {name} steps on other parameters than the {len(shards)} shards that it was given")
     return optimizer
-
-
-_HOLDERS = nn.ModuleList | nn.ModuleDict  # without a forward pass: what is in them is of the module around them,
-_LISTS = nn.ParameterList | nn.ParameterDict  # as a child, or as its own parameters
-
-
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters for which a module's own forward pass is the only one."""
-    own = list(module.parameters(recurse=False))
-    for child in module.children():
-        own += child.parameters() if isinstance(child, _LISTS) else _own(child) if isinstance(child, _HOLDERS) else ()
-    return own
-
-
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Those that have forward passes."""
-    for child in module.children():
-        if isinstance(child, _HOLDERS):
-            yield from _children(child)
-        elif not isinstance(child, _LISTS):
-            yield child
-
-
-def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """What has a forward pass of its own, and the parameters that are there for it: the module, and its children."""
-    yield module, _own(module)
-    yield from ((child, list(child.parameters())) for child in _children(module))
-
-
-def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """As `_parts`, to the very bottom: every module, and what it has itself; one that two others share comes twice."""
-    if isinstance(module, nn.MultiheadAttention):  # it uses its layer's weight itself
-        yield module, list(module.parameters())
-        return
-    yield module, _own(module)
-    for child in _children(module):
-        yield from _layers(child)
