@@ -22,18 +22,18 @@ class ProcessGroupCommunicator(Communicator):
     """A communicator over one of torch's engines, which knows its rank and size.
 
     `members[r]` is the number of rank r in the whole job. store: where ranks make other engines, and compare what has waited
-    for long.
+    for long. patience: seconds after which an engine gives a wait up.
     """
 
     def __init__(
-        self, group: Any, device: torch.device, store: Any, timeout: float, members: Sequence[int] = (), name: str = "world"
+        self, group: Any, device: torch.device, store: Any, patience: float, members: Sequence[int] = (), name: str = "world"
     ) -> None:
         super().__init__(members or range(group.size()), group.rank(), name)
-        self.group, self.device, self.timeout = group, device, timeout
+        self.group, self.device, self.patience = group, device, patience
         self._store = store
         self.node, self.generator = socket.gethostname(), torch.Generator().manual_seed(self.rank)
         self.backend = group.name()
-        self.signatures = Signatures(store, timeout if self.backend == "nccl" else None)
+        self.signatures = Signatures(store, patience if self.backend == "nccl" else None)
         self._posting: Any = None  # on NCCL, the messages that are being posted together
         # All engines made from this one: an engine's sockets close with its last reference, and who still talks to others over it
         # would take that for this rank's death. For that of a function that has ended, the barrier behind which all are done.
@@ -104,7 +104,7 @@ class ProcessGroupCommunicator(Communicator):
             except IndexError:
                 self._store = own_connection(self.signatures.store)
         store = dist.PrefixStore(f"engine of {self.name}", self._store)
-        self.group = connect(self.backend, store, self.rank, self.size, self.timeout)
+        self.group = connect(self.backend, store, self.rank, self.size, self.patience)
         self._engines[self.group] = None
         self._family.add(self)
 
@@ -123,12 +123,12 @@ class ProcessGroupCommunicator(Communicator):
         self._engines.clear()
 
 
-def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: float) -> Any:
+def connect(backend: str, store: dist.Store, rank: int, size: int, patience: float) -> Any:
     """An engine among `size` ranks that have a store in common, of which torch's own list of groups does not know."""
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=patience))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = timedelta(seconds=patience)
     group: Any = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)

@@ -691,6 +691,105 @@ def test_shared_memory_is_found_or_asked_for_in_vain(monkeypatch: pytest.MonkeyP
         assert re.match(r"RuntimeError: transport='shm' is not there: rank [12]: it is on another machine than", said)
 
 
+# ---- within a run: no wait is longer than the run's timeout -------------------------------------------------------------
+
+
+def skips_a_batch(comm: Communicator, group: Any) -> None:
+    for _ in range(comm.rank + 1):
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def skips_one_that_is_queued(comm: Communicator, group: Any) -> None:
+    for work in [dist.all_reduce(torch.ones(2), group=group, async_op=True) for _ in range(comm.rank + 1)]:
+        work.wait()
+
+
+def makes_no_group(comm: Communicator, group: Any) -> None:
+    if comm.rank > 0:
+        d2lps.backend.group(comm)
+
+
+def sends_nothing(comm: Communicator, group: Any) -> None:
+    if comm.rank > 0:
+        dist.recv(torch.ones(2), 0, group=group)
+
+
+def ends_an_epoch_early(comm: Communicator, group: Any) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    for _ in range(3 if comm.rank else 2):
+        model(torch.ones(2)).sum().backward()
+
+
+def hooks_fewer_steps(comm: Communicator, group: Any) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    model.register_comm_hook(*d2lps.backend.ddp_hook(d2lps.compress.half(), group))
+    for _ in range(3 if comm.rank else 2):
+        model(torch.ones(2)).sum().backward()
+
+
+ONE_IS_MISSING = {
+    skips_a_batch: "waits .* in all_reduce", skips_one_that_is_queued: "waits .* in all_reduce",
+    makes_no_group: "waits for the others to make a process group", sends_nothing: "waits for rank 0 to send 8 B, tag 0",
+    ends_an_epoch_early: "waits .* in all_reduce", hooks_fewer_steps: "waits .* in all_reduce",
+}  # fmt: skip
+
+
+def in_a_group_of_the_run(comm: Communicator, function: Function, transport: str) -> Any:
+    d2lps.backend.use(transport=transport)
+    return function(comm, d2lps.backend.group(comm))
+
+
+SITUATIONS = [*itertools.product([*ONE_IS_MISSING][:4], [*zip(TRANSPORTS, TRANSPORTS, strict=True), ("gloo", "auto")])]
+SITUATIONS += [(ends_an_epoch_early, ("auto", "auto")), (hooks_fewer_steps, ("gloo", "auto"))]  # DDP's import takes its time
+
+
+@pytest.mark.parametrize(("function", "where"), SITUATIONS)
+def test_a_wait_in_a_group_of_a_run_is_bounded_by_the_runs_timeout(function: Function, where: tuple[str, str]) -> None:
+    backend, transport = where
+    with pytest.raises(RankHung) as caught:
+        d2lps.run(in_a_group_of_the_run, 3, function, transport, backend=backend, timeout=1.5)
+    first, zero, *others = str(caught.value).splitlines()
+    assert re.fullmatch(r"rank [12] has waited for more than timeout=1.5 s|deadlock: .*", first)
+    assert zero == "  rank 0 has returned"
+    assert re.search(rf"  rank [12] {ONE_IS_MISSING[function]}", "\n".join(others))
+
+
+def test_a_hang_in_a_smaller_group_names_the_runs_ranks_and_lines() -> None:
+    def work(comm: Communicator) -> None:
+        part = comm.split(comm.rank % 2)
+        assert part is not None
+        d2lps.backend.group(part)
+        if comm.rank == 3:
+            dist.all_reduce(torch.ones(2))
+
+    with pytest.raises(RankHung) as caught:
+        d2lps.run(work, 4, backend="shm", timeout=1.5)
+    waits = r"  rank 3 waits in the world's own all-reduce of ranks 1, 3 in all_reduce \(in work, line \d+: dist.all_reduce\("
+    assert re.search(waits, str(caught.value))
+    assert "rank 1 has returned" in str(caught.value)
+
+
+def bounds(comm: Communicator) -> list[float]:
+    mine = dist.new_group(backend="d2lps", timeout=timedelta(seconds=2))
+    return [group.transports.timeout for group in (d2lps.backend.group(comm), dist.new_group(backend="d2lps"), mine)]
+
+
+def test_a_groups_own_timeout_counts_where_it_is_shorter_than_the_runs() -> None:
+    def work(comm: Communicator) -> tuple[list[float], str]:
+        d2lps.backend.group(comm)
+        mine = dist.new_group(backend="d2lps", timeout=timedelta(seconds=0.5))
+        if comm.rank == 0:
+            comm.barrier()
+            return bounds(comm), ""
+        said = told(lambda: dist.all_reduce(torch.ones(2), group=mine))
+        comm.barrier()
+        return bounds(comm), said
+
+    zero, one = d2lps.run(work, 2, timeout=40)
+    assert zero[0] == one[0] == [40, 40, 2]
+    assert one[1].startswith("RankHung: all_reduce of ranks [0, 1]: ")
+
+
 # ---- under torchrun -----------------------------------------------------------------------------------------------------
 
 TRAINING = """

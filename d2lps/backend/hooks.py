@@ -19,8 +19,10 @@ from torch.futures import Future
 from d2lps import compress
 from d2lps.backend.processgroup import BookProcessGroup
 from d2lps.backend.tasks import callers_context
+from d2lps.backend.transports import bounded
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, ReduceOp
+from d2lps.comm.status import GroupBoard
 from d2lps.cost.numbers import whole
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 
@@ -131,10 +133,13 @@ def communicator(group: Any, device: torch.device, name: str) -> Communicator:
     """Of the ranks of a process group, for messages that meet none of its own; each rank calls this."""
     if isinstance(group, BookProcessGroup):
         comm: Communicator = group.transports.communicator("messages", device)._child(range(group.size()), name)
+        comm.board = group.transports.board(comm.members)
         comm.connect()
         return comm
     engine = group._get_backend(device)
-    timeout = engine.options._timeout.total_seconds()
+    _, patience, of_run = bounded(engine.options._timeout.total_seconds())
     store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[group][1])
-    mine = connect(engine.name(), store, group.rank(), group.size(), timeout)
-    return ProcessGroupCommunicator(mine, device, store, timeout, dist.get_process_group_ranks(group), name)
+    mine, ranks = connect(engine.name(), store, group.rank(), group.size(), patience), dist.get_process_group_ranks(group)
+    joined = ProcessGroupCommunicator(mine, device, store, patience, ranks, name)
+    joined.board = GroupBoard(of_run, dict(zip(ranks, ranks, strict=True)))
+    return joined

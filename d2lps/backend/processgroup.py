@@ -2,6 +2,7 @@
 
 import inspect
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from d2lps.backend.work import BookWork, CollectiveWork
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator, RankDied, RankFailed, RankHung
 from d2lps.comm.explain import describe_status
+from d2lps.comm.rank import running
+from d2lps.comm.status import readers_line
 from d2lps.launch.failure import meaning, release
 from d2lps.signatures import store_at
 
@@ -34,6 +37,7 @@ class BookProcessGroup(_Base):
     raise within a moment, as every later call does.
     """
 
+    in_run: Sequence[int] = ()  # what the run calls the ranks of torch's default group, where it calls them otherwise than torch
     group_name = ""  # in place of torch's, which looks for an engine of torch's
 
     def __init__(self, options: Any, _: Any = None) -> None:
@@ -41,8 +45,9 @@ class BookProcessGroup(_Base):
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
         _Base.__init__(self, options.group_rank, len(members))
         self.store, self.group_name = options.store, options.group_id
+        in_run = [self.in_run[member] for member in members] if self.in_run else members
         timeout = options.timeout.total_seconds()
-        self.transports = Transports(options.store, options.group_rank, members, options.group_id, timeout)
+        self.transports = Transports(options.store, options.group_rank, members, options.group_id, timeout, in_run)
         self.tasks = TaskQueue(options.group_id)
         self.broken: BaseException | None = None
 
@@ -50,14 +55,14 @@ class BookProcessGroup(_Base):
 
     def _run(self, operation: Callable[..., None], *given: Any, **named: Any) -> CollectiveWork:
         """Have one of the `operations` done, and return its work; what it writes to is its first argument."""
-        every = [*given, *named.values()]
+        every, line = [*given, *named.values()], readers_line(sys._getframe())
         name, tensors = operation.__name__, leaves(every)
         self._check(name, tensors)
         work, device = CollectiveWork(self, name, leaves(every[:1])), tensors[0].device if tensors else CPU
         context = callers_context(device)
 
         def task() -> None:
-            comm = None
+            comm, running.began = None, line  # which the group's thread does not know
             try:
                 self._check(name, tensors)  # once more: the group may have broken since
                 comm = self.transports.communicator("collectives", device)
@@ -85,6 +90,7 @@ class BookProcessGroup(_Base):
         if comm and comm.touched and self.broken is None:
             release(error)
             error = explained(error, comm, name, self.transports.members)
+            comm.board.write(None)  # the program may catch this, and go on with something else
             self._break(error)
         return error
 
@@ -212,12 +218,15 @@ def register() -> None:
 def group(comm: Communicator) -> Any:
     """A process group of all ranks of a `d2lps.run`, torch's default one if there is none yet; every rank calls this.
 
+    A wait in it, or in any other group of backend "d2lps" that the function makes, lasts no longer than the run's `timeout`.
+
     >>> def train(comm):                                                    # doctest: +SKIP
     ...     model = DistributedDataParallel(Net(), process_group=d2lps.backend.group(comm))
     >>> d2lps.run(train, 4)                                                 # doctest: +SKIP
     """
     if dist.is_initialized():
         return dist.new_group(comm.members, backend="d2lps")
+    BookProcessGroup.in_run = comm.members
     dist.init_process_group("d2lps", store=store_of(comm), rank=comm.rank, world_size=comm.size)
     return dist.group.WORLD
 

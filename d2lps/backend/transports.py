@@ -6,8 +6,11 @@ descriptor in the job's store; the others open it where Linux shows a process's 
 """
 
 import os
+import sys
+import time
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,9 +19,14 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory
 from d2lps.backend import choice
+from d2lps.comm import RankHung
+from d2lps.comm.rank import runs_here
+from d2lps.comm.status import Board, GroupBoard, Status, readers_line
+from d2lps.launch.rank import patience_of
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 from d2lps.sharedmemory.communicator import SharedMemoryCommunicator
 from d2lps.sharedmemory.mailbox import Mailbox
+from d2lps.signatures import own_connection
 
 CPU = torch.device("cpu")
 
@@ -26,21 +34,41 @@ CPU = torch.device("cpu")
 class Transports:
     """Shared memory if all ranks can have it, else gloo; and NCCL for the tensors of GPUs if each rank has one of its own.
 
-    What the program sends itself does not meet the messages of collectives: it has a communicator of its own.
+    What the program sends itself does not meet the messages of collectives: it has a communicator of its own. in_run: what a run
+    that makes the group calls the members.
     """
 
-    def __init__(self, store: dist.Store, rank: int, members: Sequence[int], name: str, timeout: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, members: Sequence[int], name: str, timeout: float, in_run: Sequence[int]
+    ) -> None:
+        self.rank, self.members, self.in_run, self.name = rank, list(members), in_run, name
+        self.timeout, self.patience, self._of_run = bounded(timeout)
         # A store may outlive a group, and another one of this name: what this one leaves there is under a number of its own.
-        self.store = dist.PrefixStore(str((store.add("arrivals", 1) - 1) // len(members)), store)
-        self.rank, self.members, self.name, self.timeout = rank, list(members), name, timeout
-        self.memory = share(self.store, rank, members, timeout, choice.transport())
+        number = (store.add("arrivals", 1) - 1) // len(members)
+        self.store = own_connection(dist.PrefixStore(str(number), store))
+        self.store.set_timeout(timedelta(seconds=self.patience))
         self._made: dict[tuple[str, torch.device], Any] = {}
         self._nccl = False
+        begin = self.board(range(len(members)))
+        begin.write(Status(rank, "group", -1, 0, 0, "", range(len(members)), *readers_line(sys._getframe()), time.monotonic()))
+        try:
+            self._meet()
+        except dist.DistStoreError as error:
+            told = f"rank {members[rank]} has waited for more than timeout={self.timeout:g} s"
+            raise RankHung(f"{told} for ranks {self.members} to make the process group {name!r}") from error
+        begin.write(None)
+
+    def _meet(self) -> None:
+        self.memory = share(self.store, self.rank, self.members, self.patience, choice.transport())
         for what in ("messages", "collectives"):
             comm = self.communicator(what, CPU)  # over gloo all ranks are joined to all at once, as long as all are here
         # NCCL wants a GPU for each rank. And the store, which may live in the first rank, stays until all have answered.
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", len(members)))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", len(self.members)))
         self._nccl = all(comm._tell("agree", dist.is_nccl_available() and torch.cuda.device_count() >= here))
+
+    def board(self, members: Sequence[int]) -> GroupBoard:
+        """For notes that call the members so; who watches over the run of which they are a part reads them too."""
+        return GroupBoard(self._of_run, dict(zip(members, self.in_run, strict=True)))
 
     def communicator(self, what: str, device: torch.device) -> Any:
         """For "collectives" or "messages" of tensors on this device; without NCCL, those of GPUs pass through the host.
@@ -59,8 +87,9 @@ class Transports:
             comm: Any = SharedMemoryCommunicator(self.memory, name)
         else:
             kind, store = "gloo" if device == CPU else "nccl", dist.PrefixStore(f"{name} {device.type}", self.store)
-            engine = connect(kind, store, self.rank, len(self.members), self.timeout)
-            comm = ProcessGroupCommunicator(engine, device, self.store, self.timeout, self.members, name)
+            engine = connect(kind, store, self.rank, len(self.members), self.patience)
+            comm = ProcessGroupCommunicator(engine, device, self.store, self.patience, self.members, name)
+        comm.board = self.board(comm.members)
         # The all-reduce of those who choose none: that of shared memory is the fastest there, and ours.
         comm.default = "native" if self.memory else "auto"
         return comm
@@ -74,6 +103,17 @@ class Transports:
                 comm.group = None  # gloo closes sockets that nobody knows any more, and others notice
         self._made.clear()
         self.memory = None
+
+
+def bounded(timeout: float) -> tuple[float, float, Board]:
+    """How long a group's waits may last, when its engine gives up, and where else its notes are read.
+
+    Within a run no wait is longer than the run's `timeout`. Where the run's launcher watches, that ends it, and knows more.
+    """
+    run = runs_here[-1] if runs_here else None
+    if run is None or timeout < run.timeout:
+        return timeout, timeout, run.board if run else Board()
+    return run.timeout, patience_of(run.timeout) if run.board.watched else run.timeout, run.board
 
 
 # ---- how ranks that somebody else started come to share memory --------------------------------------------------------

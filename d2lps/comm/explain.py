@@ -10,7 +10,7 @@ import networkx as nx
 from d2lps.comm.errors import Deadlock, Mismatch, RankHung
 from d2lps.comm.status import Status
 
-_TOGETHER = ("barrier", "native", "agree", "split", "start")
+_TOGETHER = ("barrier", "native", "agree", "split", "start", "group")
 
 
 def explain(ranks: Sequence[Status], reason: str, stuck: Sequence[int] | None = None) -> RankHung:
@@ -69,6 +69,7 @@ def describe_status(status: Status, ranks: int = 0) -> str:
         "native": f"waits in the world's own all-reduce{of}",
         "agree": f"waits to compare its call with the others'{of}",
         "split": f"waits for the others{of} to call split",
+        "group": f"waits for the others{of} to make a process group",
         "join": "waits for what it has started",
         "event": "waits for what another of its lanes is to signal",
         "compute": "computes",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class _Running(threading.local):
 
 
 running = _Running()
+runs_here: list["Rank"] = []  # the communicator of the run that this process is a rank of, while the run's function runs
 
 
 class Rank(ABC):
@@ -48,6 +49,7 @@ class Rank(ABC):
     topology: Any = None  #: the described cluster, in a simulation
     generator: torch.Generator  #: this rank's own random numbers: the same in every run and every world
     debug: bool = False  #: whether ranks compare what they are about to do
+    timeout: float = inf  #: seconds that one wait for another rank may last, in a real world
     notes_when_long = False  # whether a wait leaves its note only once it turns out to be long: most are shorter than the writing
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:

@@ -9,8 +9,8 @@ import math
 import mmap
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 
 _PATHS = sysconfig.get_paths()
@@ -87,6 +87,25 @@ class SharedBoard(Board):
             return Status(**json.loads(note)) if note else None
         except ValueError:
             return None
+
+
+class GroupBoard(Board):
+    """Where a group notes its waits that a run's function has made: for itself, and on the run's board, with the run's numbers.
+
+    numbers: of the group's ranks, by what the group's own notes call them. What waits in vain the group tells by itself.
+    """
+
+    def __init__(self, run: Board, numbers: Mapping[int, int]) -> None:
+        super().__init__()
+        self.run, self.numbers = run, numbers
+
+    def write(self, status: Status | None, lane: int = 0) -> None:
+        super().write(status, lane)
+        if status is None:
+            self.run.write(None, id(self) + lane)
+        elif status.since != IN_VAIN:
+            rank, *group = (self.numbers[each] for each in (status.rank, *status.group))
+            self.run.write(replace(status, rank=rank, peer=self.numbers.get(status.peer, -1), group=group), id(self) + lane)
 
 
 Where = Callable[[FrameType | None], tuple[str, int, str]]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
-from d2lps.comm.rank import SEED
+from d2lps.comm.rank import SEED, runs_here
 from d2lps.comm.status import SharedBoard, Status, noted
 from d2lps.launch.failure import Failure, pack
 from d2lps.processgroup import ProcessGroupCommunicator
@@ -92,7 +92,7 @@ def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, 
         notes = SharedBoard(board, rank)
         notes.write(Status(rank, "begin", since=time.monotonic()))
         comm = shm.join(meeting, job.ranks, rank) if job.backend == "shm" else _join(rank, job, meeting)
-        comm.board, comm.debug = notes, job.debug
+        comm.board, comm.debug, comm.timeout = notes, job.debug, job.timeout
         outcome = execute(comm, function, args, job.trace)
     except BaseException as error:
         outcome = pack(error)
@@ -112,8 +112,12 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     comm.board.write(None)
     recorder = comm.recorder = Recorder(comm.rank, comm.now, where=noted(trace)) if trace else None
     started = comm.now()
-    result = function(comm, *args)
-    comm.finish()
+    runs_here.append(comm)
+    try:
+        result = function(comm, *args)
+        comm.finish()
+    finally:
+        runs_here.remove(comm)
     ended = comm.now()
     logs = recorder.logs(started, ended, str(comm.node)) if recorder else ()
     try:
@@ -147,13 +151,18 @@ def _redirect(out: int, err: int) -> None:
 def _join(rank: int, job: Job, listener: int) -> Communicator:
     """Meet the others at the store and form the process group, over the loopback interface only."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    patience = timedelta(seconds=2 * (START + job.timeout))  # ours runs out first, and knows more
+    patience = timedelta(seconds=patience_of(job.timeout))
     if rank:
         os.close(listener)
     store = store_at(job.store_port, job.ranks, rank, listener, timeout=patience)
     device = place(job.device, rank)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=patience)
     return ProcessGroupCommunicator(dist.group.WORLD, device, store, patience.total_seconds())
+
+
+def patience_of(timeout: float) -> float:
+    """Seconds that an engine waits where somebody reads the ranks' notes: who does runs out first, and knows more."""
+    return 2 * (START + timeout)
 
 
 def place(kind: str, number: int) -> torch.device:

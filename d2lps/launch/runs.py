@@ -176,7 +176,7 @@ def _groups(job: Job) -> tuple[ProcessGroupCommunicator, Any]:
     # A store of this run's own too: an earlier run that failed has left its signatures behind.
     store = dist.PrefixStore(f"d2lps/{group.group_name}", dist.distributed_c10d._get_default_store())
     comm = ProcessGroupCommunicator(group, device, store, job.timeout)
-    comm.debug = job.debug
+    comm.debug, comm.timeout = job.debug, job.timeout
     return comm, meeting
 
 
