@@ -2,7 +2,10 @@
 
 import fcntl
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -12,6 +15,30 @@ class CheckpointMissing(FileNotFoundError):
 
 class CheckpointDamaged(RuntimeError):
     """A checkpoint is there, but not what was written; the message names the file."""
+
+
+@contextmanager
+def drafted(final: Path) -> Iterator[Path]:
+    """Where to write a file that has its name once all of it is on the disk, as `settle` has it; if that fails, nothing is left.
+
+    >>> import tempfile
+    >>> final = Path(tempfile.mkdtemp()) / "weights"
+    >>> with drafted(final) as draft:
+    ...     _ = draft.write_text("all of it")
+    >>> final.read_text(), os.listdir(final.parent)
+    ('all of it', ['weights'])
+
+    It lies in a folder beside it, `.weights.draft`, with whatever its writer makes there: of one that was killed all of that is
+    left, until somebody writes this file anew. Raises OSError.
+    """
+    room = final.with_name(f".{final.name}.draft")
+    shutil.rmtree(room, ignore_errors=True)
+    room.mkdir()
+    try:
+        yield room / final.name
+        settle(room / final.name, final)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
 
 
 def settle(draft: Path, final: Path) -> None:

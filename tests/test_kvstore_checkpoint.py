@@ -213,7 +213,7 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goe
         real_persist(file)
 
     def rename(old: Path, new: Path) -> None:
-        did.append(f"{old.name} -> {new.name}")
+        did.append(f"{old.relative_to(tmp_path)} -> {new.name}")
         real_rename(old, new)
 
     real_unlink = Path.unlink
@@ -226,8 +226,8 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goe
     monkeypatch.setattr(disk, "persist", persist)
     monkeypatch.setattr(os, "rename", rename)
     save(tmp_path, 2, tensors_of(2), {"step": 2}, keep=1)
-    draft, final, old = ".step-000000000002.draft", "step-000000000002.safetensors", "step-000000000001.safetensors"
-    assert did == [draft, f"{draft} -> {final}", tmp_path.name, f"{old} goes"]
+    final, old = "step-000000000002.safetensors", "step-000000000001.safetensors"
+    assert did == [final, f".{final}.draft/{final} -> {final}", tmp_path.name, f"{old} goes"]
 
 
 KILLED = """
@@ -263,7 +263,9 @@ for life in range(30):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert whole() >= newest and all(whole(step) == step for step in steps(folder))
-print(whole(), between)
+print(newest := whole(), between)
+save(folder, newest + 1, files(newest + 1), {"step": newest + 1})
+assert not drafts(), f"what killed writers have left is still there: {os.listdir(folder)}"
 """
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from d2lps.architectures.job import Job
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator
-from d2lps.disk import settle
+from d2lps.disk import drafted
 
 
 @dataclass
@@ -127,8 +127,8 @@ class Replica(Model):
 
     def _save(self, done: int) -> None:
         if self.comm.rank == 0 and self.job.folder and not self.job.described:
-            save_file({"weights": self.weights, "moments": self.moments}, draft := self.path.with_suffix(".draft"))
-            settle(draft, self.path)
+            with drafted(self.path) as draft:
+                save_file({"weights": self.weights, "moments": self.moments}, draft)
         saved(self.comm, self.job, done)
 
     def _load(self) -> None:

@@ -114,12 +114,11 @@ def write(path: str | Path, tensors: Tensors, meta: dict[str, Any]) -> None:
     path = Path(path)
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(f"{path}: {empty[0]!r} is a meta tensor, which has no contents to be saved")
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        save_file(tensors, draft, {META: json.dumps(meta)})
-    except SafetensorError as error:  # which tells no path
-        raise OSError(f"cannot write {draft}: {error}") from error
-    disk.settle(draft, path)
+    with disk.drafted(path) as draft:
+        try:
+            save_file(tensors, draft, {META: json.dumps(meta)})
+        except SafetensorError as error:  # which tells no path
+            raise OSError(f"cannot write {draft}: {error}") from error
 
 
 def read(path: str | Path) -> tuple[Tensors, dict[str, Any]]:

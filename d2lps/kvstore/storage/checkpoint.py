@@ -2,7 +2,7 @@
 
     folder/step-000000000012.safetensors    named tensors, in a format that many programs read and none executes; in its header
                                             the metadata in JSON, and a checksum of all
-    folder/.step-000000000013.draft         one that is being written, or was given up: the next `save` sweeps it away
+    folder/.step-000000000013.safetensors.draft/    one that is being written, or was given up: the next `save` sweeps it away
 
 A checkpoint appears by one rename, after all in it is on the disk.
 """
@@ -10,6 +10,7 @@ A checkpoint appears by one rename, after all in it is on the disk.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,18 +53,17 @@ def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], met
     folder.mkdir(parents=True, exist_ok=True)
     final = _path(folder, step)
     for left in folder.glob(".step-*"):
-        left.unlink()
+        shutil.rmtree(left)
     own, first = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, dict[int, str]()
     for name, tensor in own.items():
         if first.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
             own[name] = tensor.clone()  # the format has no two tensors in one place
     content = json.dumps({"step": step, "meta": meta}, sort_keys=True)
-    draft = folder / f".{final.stem}.draft"
-    try:
-        save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
-    except SafetensorError as error:  # which tells no path
-        raise OSError(f"cannot write {draft}: {error}") from error
-    disk.settle(draft, final)
+    with disk.drafted(final) as draft:
+        try:
+            save_file(own, draft, {"content": content, "checksum": str(_sum(own, content))})
+        except SafetensorError as error:  # which tells no path
+            raise OSError(f"cannot write {draft}: {error}") from error
     for old in steps(folder)[:-keep]:
         _path(folder, old).unlink()
     return final
