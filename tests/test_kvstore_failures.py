@@ -1,6 +1,6 @@
 """Servers and workers are killed, paused, lied to: nothing acknowledged is lost, nothing counts twice, nothing is left behind.
 
-D2LPS_SOAK=1 kills 200 of each.
+D2LPS_SOAK=1 kills 200 of each. D2LPS_REPEAT=9 kills 108 workers that save or load for all.
 """
 
 # ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
@@ -16,9 +16,11 @@ import shutil
 import signal
 import struct
 import subprocess
+import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import pytest
 import torch
 import zmq
 from launching import nothing_left, script, until
+from safetensors.torch import load_file
 
 from d2lps import kvstore
 from d2lps.comm import RankDied, RankHung
@@ -43,6 +46,7 @@ from d2lps.kvstore.storage.log import Log, LogDamaged, header
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SOAK = bool(os.environ.get("D2LPS_SOAK"))
 KILLS = 200 if SOAK else 5
+REPEAT = int(os.environ.get("D2LPS_REPEAT", 1))
 SECRET = "a secret of the test"
 
 
@@ -592,6 +596,65 @@ def test_a_server_that_has_a_log_and_sleeps_goes_on_where_it_was(tmp_path: Path)
     run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", durability="log", split=64, saboteur=saboteur)
     assert not run.history
     check(tmp_path, run, 2)
+
+
+# ---- workers who act for all --------------------------------------------------------------------------------------------------
+
+KEYS = {"w": (3000, 8), "b": (5,), "hot": (4,)}
+
+
+def save_and_load(kv: Any, folder: str, doomed: Sequence[tuple[str, float]]) -> list[Any]:
+    """Whether all parts of all keys are of one moment, after each save and load, and what a step makes of them.
+
+    doomed: of each worker but the last, in which of its calls the next one is killed, and when, as a share of how long such a
+    call takes.
+    """
+    outs, took, found = [torch.zeros(shape) for shape in KEYS.values()], dict[str, float](), list[Any]()
+    kv.init(["w", "b"], outs[:2])
+    kv.init("hot", outs[2], everywhere=True)
+    kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+
+    def look() -> list[float]:
+        kv.pull([*KEYS], outs).wait()
+        return torch.cat([out.flatten() for out in outs]).unique().tolist()
+
+    for number, (what, share) in enumerate([("save", 0.0), ("load", 0.0), *doomed]):
+        kv.push([*KEYS], [torch.ones(shape) for shape in KEYS.values()])
+        kv.clock()
+        before, victim, began = look(), kv.rank == number - 2, time.monotonic()
+        kv.barrier()  # nobody is killed while another one still looks
+        if victim:
+            threading.Timer(share * took[what], os.kill, [os.getpid(), signal.SIGKILL]).start()
+        getattr(kv, what)(f"{folder}/{number if what == 'save' else 0}")
+        if victim:
+            time.sleep(60)
+        took[what] = time.monotonic() - began
+        found.append([what, before, look(), os.listdir(folder)])
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("again", range(REPEAT))
+@pytest.mark.parametrize("durability", ["memory", "log", "fsync", "replica"])
+def test_a_worker_that_saves_or_loads_for_all_is_killed(tmp_path: Path, durability: str, again: int) -> None:
+    chance, servers, saved = random.Random(f"{durability} {again}"), again % 3 + 1, tmp_path / "saved"
+    saved.mkdir()
+    doomed = [(chance.choice(["save", "load"]), chance.uniform(0, 1.2)) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* was killed by SIGKILL")
+        run = kvstore.run(save_and_load, 4, servers, str(saved), doomed, durability=durability, split=4000)
+    assert [*run.lost] == [0, 1, 2] and run[:3] == [None] * 3
+    names, momentum, value = {"0"}, 0.0, 0.0
+    for number, (what, before, after, files) in enumerate(run[3]):
+        momentum, value = 0.5 * momentum + 1, value - (0.5 * momentum + 1)
+        assert before == [value], "a step is torn: values or momenta are not all of one moment"
+        momentum, value = (1.0, -1.0) if what == "load" else (momentum, value)
+        assert after == [value]
+        names |= {str(number)} if what == "save" else set()
+        assert {*files} == names, "something is left, or missing"
+        tensors = load_file(saved / str(number if what == "save" else 0))
+        assert all(tensors[key].unique().tolist() == [value] for key in KEYS)
+        assert all(tensors[f"{key}.momentum_buffer"].unique().tolist() == [momentum] for key in KEYS)
 
 
 # ---- strangers ----------------------------------------------------------------------------------------------------------------

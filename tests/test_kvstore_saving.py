@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from d2lps import kvstore
-from d2lps.kvstore import Refused
+from d2lps.kvstore import Lost, Refused
+from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.events import alike
 from d2lps.kvstore.core.optimizers import OPTIMIZERS as OPTIMIZERS_BY_NAME
 from d2lps.topology import star
@@ -116,10 +117,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
         def worker(kv: Any) -> None:
             train(kv, {}, range(1))
-            if kv.rank == 0:
-                with pytest.raises(Refused, match=r"'w' is float(32\[41|64\[40), 3\] in the file, and float32\[40, 3\] on the"):
-                    kv.load(file)
-            else:
+            with pytest.raises(Refused, match=r"'w' is float(32\[41|64\[40), 3\] in the file, and float32\[40, 3\] on the"):
                 kv.load(file)
 
         assert alike(simulate(worker, 2, 2).values, simulate(train, 2, 2, {}, range(1)).values)
@@ -170,14 +168,39 @@ def test_a_round_that_has_begun_is_not_saved(tmp_path: Path) -> None:
     def worker(kv: Any) -> None:
         kv.init("w", torch.zeros(2))
         kv.push("w", torch.ones(2))
-        if kv.rank == 0:
-            with pytest.raises(Refused, match=r"kv.save\(\): 'w' has pushes of a round that is not over: all workers' clock"):
-                kv.save(tmp_path / "file")
-        else:
+        with pytest.raises(Refused, match=r"kv.save\(\): 'w' has pushes of a round that is not over: all workers' clock"):
             kv.save(tmp_path / "file")
 
     simulate(worker, 2, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_into_a_round_that_has_begun_nothing_is_loaded(tmp_path: Path) -> None:
+    """Of a key on one server; those on the others are as they were, too, and so are the optimizer's options."""
+
+    def worker(kv: Any) -> list[float]:
+        out = torch.zeros(40, 3)
+        train(kv, OPTIMIZERS[0], range(1))
+        kv.save(tmp_path / "file")
+        train(kv, {}, range(1), init=False)
+        kv.set_optimizer("sgd", lr=1.0)
+        kv.push("b", torch.ones(5))
+        with pytest.raises(Refused, match="'b' has pushes of a round that is not over: all workers' clock"):
+            kv.load(tmp_path / "file")
+        kv.clock()
+        kv.pushpull("w", torch.ones(40, 3), out).wait()
+        return out.tolist()
+
+    def wanted(kv: Any) -> list[float]:
+        out = torch.zeros(40, 3)
+        train(kv, OPTIMIZERS[0], range(1))
+        train(kv, {}, range(1), init=False)
+        kv.set_optimizer("sgd", lr=1.0)
+        kv.clock()
+        kv.pushpull("w", torch.ones(40, 3), out).wait()
+        return out.tolist()
+
+    assert simulate(worker, 2, 3) == list(simulate(wanted, 2, 3))
 
 
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
@@ -193,6 +216,125 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
             kv.save(tmp_path / "missing" / "file")
 
     simulate(worker, 1, 1)
+
+
+# ---- what one worker does for all, all hear ---------------------------------------------------------------------------------
+
+
+def really(worker: Any, workers: int, servers: int, *args: Any, **options: Any) -> Any:
+    return kvstore.run(worker, workers, servers, *args, split=100, **options)
+
+
+def attempts(kv: Any, folder: Path) -> list[tuple[str, str, Any]]:
+    """All that can go wrong, and what each worker hears of it; then one that goes well."""
+    kv.init("w", torch.zeros(2))
+    heard: list[tuple[str, str, Any]] = []
+    wrong = [("save", "missing/file"), ("load", "nothing"), ("load", "text"), ("load", "other"), ("save", ".")]
+    for what, name in [*wrong, ("save", "file")]:
+        try:
+            getattr(kv, what)(folder / name)
+            heard.append(("returned", "", None))
+        except Exception as error:
+            heard.append((type(error).__name__, str(error), getattr(error, "errno", None)))
+    return heard
+
+
+@pytest.mark.parametrize("world", [simulate, really])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (3, 2)])
+def test_all_hear_what_went_wrong(tmp_path: Path, world: Any, workers: int, servers: int) -> None:
+    (tmp_path / "text").write_text("not a file of tensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "other")
+    told = list(world(attempts, workers, servers, tmp_path))
+    assert told == [told[0]] * workers
+    kinds, words, numbers = zip(*told[0], strict=True)
+    assert kinds == ("FileNotFoundError", "FileNotFoundError", "ValueError", "Refused", "IsADirectoryError", "returned")
+    assert numbers[0] == 2 and all(name in text for name, text in zip(["missing", "nothing", "text", "'w'"], words, strict=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other", "text"]
+
+
+@pytest.mark.parametrize("world", [simulate, really])
+def test_who_finds_no_file_begins_anew(tmp_path: Path, world: Any) -> None:
+    """As a program does that may be a first run, or a later one."""
+
+    def worker(kv: Any) -> list[float]:
+        weights = torch.zeros(3)
+        try:
+            kv.load(tmp_path / "file")
+        except FileNotFoundError:
+            kv.init("w", weights)
+        kv.push("w", torch.ones(3))
+        kv.clock()
+        kv.pull("w", weights).wait()
+        kv.save(tmp_path / "file")
+        return weights.tolist()
+
+    assert world(worker, 3, 2) == [[3.0] * 3] * 3
+    assert world(worker, 3, 1) == [[6.0] * 3] * 3
+
+
+def test_an_error_that_no_other_worker_could_make_is_named_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Melted(Exception):
+        pass
+
+    def write(*given: Any) -> None:
+        raise Melted("the disk has melted " + "\U0001f525" * 100_000)
+
+    def worker(kv: Any) -> str:
+        with pytest.raises(RuntimeError, match=r"^Melted: the disk has melted") as caught:
+            kv.save(tmp_path / "file")
+        assert caught.value.__notes__ == ["worker 0 has raised it, which did this for all"]
+        return type(caught.value.__cause__).__name__
+
+    monkeypatch.setattr(saving, "write", write)
+    assert simulate(worker, 2, 1) == ["Melted", "NoneType"]
+
+
+def around(kv: Any, folder: Path, what: str) -> tuple[Any, ...]:
+    """One save or load among others: when it began and ended, and whether all parts of all keys are then of one moment."""
+    kv.init(["w", "b"], [torch.zeros(60, 4), torch.zeros(5)])
+    kv.init("hot", torch.zeros(3), everywhere=True)
+    kv.set_optimizer("sgd", lr=1.0, momentum=0.5, reduction="sum")
+    outs = [torch.zeros(60, 4), torch.zeros(5), torch.zeros(3)]
+
+    def step() -> list[float]:
+        kv.push(["w", "b", "hot"], [torch.ones(60, 4), torch.ones(5), torch.ones(3)])
+        kv.clock()
+        kv.pull(["w", "b", "hot"], outs).wait()
+        return sorted({value for out in outs for value in out.flatten().tolist()})
+
+    found = [step()]
+    kv.save(folder / "earlier")
+    found.append(step())
+    began = kv.comm.now()
+    getattr(kv, what)(folder / ("earlier" if what == "load" else "file"))
+    ended = kv.comm.now()
+    found += [step(), step()]
+    kv.save(folder / "later")
+    return began, ended, found
+
+
+@pytest.mark.parametrize(("what", "servers"), [("save", 1), ("save", 3), ("load", 1), ("load", 3)])
+def test_whenever_the_one_who_acts_for_all_is_lost_it_is_done_by_the_next(tmp_path: Path, what: str, servers: int) -> None:
+    began, ended, _ = simulate(around, 3, servers, tmp_path, what)[0]
+    for moment in range(21):
+
+        def worker(kv: Any) -> Any:
+            try:
+                return around(kv, tmp_path, what)
+            except Refused as error:
+                assert "was given up" in str(error) and kv.rank == 0
+                return "given up"
+
+        (tmp_path / "file").unlink(missing_ok=True)
+        run = simulate(worker, 3, servers, events=[(began + (ended - began) * moment / 20, Lost(0))])
+        assert run[0] == "given up" and run[1][2] == run[2][2]
+        one, two, three, four = run[1][2]
+        assert one == [-3.0] and two == [-7.5], "a step of all three, and one with its momentum"
+        if what == "save":
+            assert three == [-2 - 0.5 * 4.5 - 7.5] and load_file(tmp_path / "file")["w"].unique().tolist() == [-7.5]
+        else:  # the momentum of then is there again, on all parts
+            assert three == [-3.0 - 3.5] and four == [-6.5 - 3.75]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", *(["file"] if what == "save" else []), "later"]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[:3])

@@ -124,6 +124,7 @@ class Reply(_Record, frozen=True):
     priority: int = 0  # of the request
     view: Count = 0  # of the server
     owner: tuple[Count, ...] = ()  # choose: whose first value it is, a worker's rank and which of its lives; lease: step, part
+    said: str = ""  # barrier: what one of the workers has told all others in it
 
 
 Executed = Request | Lost | Membership  # what changes a server, and is logged

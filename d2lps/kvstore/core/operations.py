@@ -108,8 +108,11 @@ def clock(state: State, request: Request) -> Moved:
 
 
 def barrier(state: State, request: Request) -> Moved:
-    worker = request.client
-    return {BARRIER} if state.barriers.move(worker, state.barriers.at[worker] + 1) else set()
+    """{"said": "done"}: what all shall hear who come to it; of whoever dies, all of them hear it, or none."""
+    number = state.barriers.at[request.client] + 1
+    if "said" in request.options:
+        state.said = number, str(request.options["said"])
+    return {BARRIER} if state.barriers.move(request.client, number) else set()
 
 
 def hold(state: State, request: Request) -> Moved:
@@ -226,7 +229,7 @@ def answer(state: State, request: Request) -> torch.Tensor | None:
     if request.op == "state":
         parts = {}
         for key, entry in state.entries.items():
-            parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names
+            parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names, bool(entry.open)
         found = {"workers": sorted(state.clocks.at), "options": state.options, "parts": parts}
         return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
     if request.op not in READS:
@@ -239,6 +242,12 @@ def owner_of(state: State, request: Request) -> tuple[int, ...]:
     if request.op == "lease" and (part := state.leases[request.key].held.get(request.client)) is not None:
         return state.leases[request.key].step, part
     return state.entries[request.key].owner if request.op == "choose" else ()
+
+
+def said_in(state: State, request: Request) -> str:
+    """What somebody has told all in the barrier that a worker has come to last."""
+    number, said = state.said
+    return said if request.op == "barrier" and state.barriers.at.get(request.client) == number else ""
 
 
 def place(request: Request) -> Hashable:

@@ -21,14 +21,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from d2lps import disk
+from d2lps.comm import Mismatch
 from d2lps.comm.rank import describe
 from d2lps.kvstore.core.events import Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part, join_parts, key_of
 
 Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, and waits for their answers
-Found = dict[int, dict[str, Any]]  # of each server: its workers, its options, {part: [dtype, shape, the optimizer's tensors]}
+Found = dict[int, dict[str, Any]]  # a server's workers, options, {part: [dtype, shape, the optimizer's tensors, pushed to?]}
 Tensors = dict[str, torch.Tensor]
-META = "d2lps"
+META, DONE = "d2lps", "done"
+# What an error of one worker is on all: these, or else a RuntimeError that names it.
+KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
+    Refused, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError, OSError,
+    Mismatch, ValueError, TypeError, MemoryError,
+)}  # fmt: skip
 RESERVED = {"__metadata__": "safetensors keeps for itself", "": "stands for all that a server has, where it is asked"}
 
 
@@ -41,7 +47,7 @@ def look(ask: Ask, servers: Sequence[int]) -> Found:
 
 def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
     """All tensors, each asked for by itself and put together from its parts, of copies one; and the metadata. ValueError."""
-    places = {(name, m): s for s, one in found.items() for name, (*_, moments) in one["parts"].items() for m in ("", *moments)}
+    places = {(name, m): s for s, one in found.items() for name, part in one["parts"].items() for m in ("", *part[2])}
     moments = sorted({moment for _, moment in places} - {""})
     _check_names({key_of(name)[0] for name, _ in places}, moments)
     asked = [(Part(server, name, 0), Request("state", name, options={"moment": m})) for (name, m), server in places.items()]
@@ -78,7 +84,9 @@ def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
     """The keys that the servers have not got yet; Refused if one that they have is another tensor, or a moment does not fit."""
     parts, there = {name: part for one in found.values() for name, part in one["parts"].items()}, dict[str, str]()
     for name in sorted(parts, key=lambda name: key_of(name)[1]):  # the last block says how many rows there are
-        (key, _, last), (dtype, shape, _) = key_of(name), parts[name]
+        (key, _, last), (dtype, shape, _, begun) = key_of(name), parts[name]
+        if begun and key in tensors:
+            raise Refused(f"{key!r} has pushes of a round that is not over: all workers' clock() comes first")
         there[key] = f"{dtype}{shape if last is None else [last, *shape[1:]]}"
     for key in tensors.keys() & there.keys():
         if describe(tensors[key]) != there[key]:
@@ -133,3 +141,34 @@ def read(path: str | Path) -> tuple[Tensors, dict[str, Any]]:
 
 def _label(key: str, moment: str) -> str:
     return f"{key}.{moment}" if moment else key
+
+
+# ---- what one worker does for all -----------------------------------------------------------------------------------------
+
+
+def attempt(rank: int, do: Callable[[], None]) -> tuple[str, Exception | None]:
+    """What a worker is to say to all of what it does for them: that it is done, or what went wrong, and that.
+
+    >>> attempt(0, lambda: None)
+    ('done', None)
+    >>> attempt(0, lambda: open("/none"))[0]
+    '[0, "FileNotFoundError", [2, "No such file or directory", "/none"]]'
+    """
+    try:
+        do()
+    except Exception as error:
+        kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in KINDS), "")
+        args: list[Any] = [str(error) if kind else f"{type(error).__name__}: {error}"]
+        if isinstance(error, OSError) and error.errno is not None:
+            args = [error.errno, error.strerror, error.filename and str(error.filename)]
+        return json.dumps([rank, kind, [arg[:1000] if isinstance(arg, str) else arg for arg in args]]), error
+    return DONE, None
+
+
+def hear(said: str, cause: Exception | None) -> None:
+    """Raise what went wrong, if it did, on every worker alike. cause: where it did, the error itself."""
+    if said != DONE:
+        rank, kind, args = json.loads(said)
+        error = KINDS.get(kind, RuntimeError)(*args)
+        error.add_note(f"worker {rank} has raised it, which did this for all")
+        raise error from cause

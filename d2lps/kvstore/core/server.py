@@ -13,7 +13,7 @@ from d2lps.kvstore.core.clocks import ALL
 from d2lps.kvstore.core.compression import decoded
 from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import OPS, READS, Append, Effect, Event, Lost, Membership, Refused, Reply, Request, Send, replace
-from d2lps.kvstore.core.operations import OPERATIONS, answer, owner_of, place
+from d2lps.kvstore.core.operations import OPERATIONS, answer, owner_of, place, said_in
 from d2lps.kvstore.core.pieces import Plain
 from d2lps.kvstore.core.state import BARRIER, State
 
@@ -205,6 +205,7 @@ class Server(State):
             priority=request.priority,
             view=self.view,
             owner=() if error else owner_of(self, request),
+            said="" if error else said_in(self, request),
         )
 
     # ---- and the rest -----------------------------------------------------------------------------------------------------

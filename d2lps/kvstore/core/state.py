@@ -127,6 +127,7 @@ class State:
         self.wholes: dict[str, str] = {}  # of keys that lie elsewhere, or in parts: what the whole is, as `declare` has it
         self.leases: dict[str, Leases] = {}  # of keys whose batch is shared out part by part
         self.clocks, self.barriers = Clocks(epochs), Front(dict.fromkeys(epochs, 0))
+        self.said = 0, ""  # the last word that somebody had for all: in which barrier, and what
         self.filter = Filter(epochs)
         self.waiting: dict[Hashable, list[Request]] = {}  # executed, but not answered yet: by place, in order
         self.stops: dict[int, int] = {}  # before the servers change: how far each worker will go, and the furthest goes for all
@@ -200,6 +201,7 @@ class State:
             "past": [self.clocks.all.past(), {key: front.past() for key, front in self.clocks.keys.items()}],
             "stops": dict(self.stops),
             "barriers": [dict(self.barriers.at), self.barriers.reached],
+            "said": self.said,
             "staleness": (self.consistency.staleness, self.consistency.waited),
             "clients": {w: [c.epoch, c.next, c.answered, dict(c.errors), c.over] for w, c in self.filter.clients.items()},
             "waiting": [(where, r) for where, requests in self.waiting.items() for r in requests],
@@ -227,7 +229,7 @@ class State:
         past, fronts = state["past"]
         self.clocks.all = Front(state["clocks"], *past)
         self.clocks.keys = {key: Front(at, *fronts[key]) for key, at in state["fronts"].items()}
-        self.barriers, self.stops = Front(*state["barriers"]), state["stops"]
+        self.barriers, self.said, self.stops = Front(*state["barriers"]), state["said"], state["stops"]
         self.consistency.staleness, self.consistency.waited = state["staleness"]
         self.filter.clients = {worker: Known(*known) for worker, known in state["clients"].items()}
         self.waiting = {}

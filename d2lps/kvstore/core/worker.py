@@ -16,6 +16,7 @@ from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.asking import Answers, Asking, Key, Keys, Tensors, pairs, wire
 from d2lps.kvstore.core.compression import make_codec
 from d2lps.kvstore.core.events import LOSS, Op, Refused, Reply, Request
+from d2lps.kvstore.core.placement import Part
 
 
 class KVWorker(Asking):
@@ -162,7 +163,7 @@ class KVWorker(Asking):
 
     def barrier(self) -> None:
         """Return when every live worker has called this, and all that each asked for before has been done."""
-        self.everywhere(Request("barrier")).wait()
+        self._meet()
 
     def set_optimizer(self, name: str | None, reduction: str = "mean", **hyper: Any) -> None:
         """From now on the servers hand what is pushed to an optimizer; calling it again changes its hyperparameters.
@@ -189,15 +190,18 @@ class KVWorker(Asking):
         >>> kv.save("weights.safetensors")      # every worker calls it, between two iterations   # doctest: +SKIP
 
         It begins and ends with a barrier, and the first of the live workers writes, all at once or not at all: it needs room
-        for all tensors. Refused in an iteration that has begun to push.
+        for all tensors. When it returns, the file is there: if that worker is killed, the next one writes. What goes wrong is
+        raised by all: OSError, ValueError; Refused in an iteration that has begun to push.
         """
         self._alone("save", lambda ask, found: saving.write(path, *saving.collect(ask, found)))
 
     def load(self, path: str | Path) -> None:
         """Give the servers, however many, what was saved; every worker calls it, with the same file, between two iterations.
 
-        A key that is there must be as in the file (Refused, and nothing is changed); one that is new is made. Other keys stay
-        as they are. A file of another program's tensors does too: then they begin with a new optimizer's state.
+        A key that is there must be as in the file, and in no iteration that has begun (Refused, and nothing is changed); one
+        that is new is made. Other keys stay as they are. A file of another program's tensors does too: then they begin with a
+        new optimizer's state. The first of the live workers reads; if it is killed, the next one does all of it anew. What goes
+        wrong is raised by all: FileNotFoundError and ValueError, and nothing is changed; Refused, of a server that has no room.
         """
 
         def give(ask: saving.Ask, found: saving.Found) -> None:
@@ -212,15 +216,23 @@ class KVWorker(Asking):
         self._alone("load", give)
 
     def _alone(self, what: str, do: Callable[[saving.Ask, saving.Found], None]) -> None:
-        """Let the first of the live workers do it, while the others wait."""
+        """Let the first of the live workers do it, while the others wait, and hear what has come of it.
+
+        Of one that is killed nobody hears, and the next one does it: by the barrier all servers have given the first one up.
+        """
+        ask, heard, cause = partial(self.ask, what, ""), "", None
         self.barrier()
-        try:
-            ask = partial(self.ask, what, "")
-            found = saving.look(ask, self.placement.servers)
+        while not heard:
+            found, said = saving.look(ask, self.placement.servers), ""
             if self.rank == found[min(found)]["workers"][0]:
-                do(ask, found)
-        finally:
-            self.barrier()
+                said, cause = saving.attempt(self.rank, partial(do, ask, found))
+            heard = self._meet(said)
+        saving.hear(heard, cause)
+
+    def _meet(self, said: str = "") -> str:
+        """A barrier, and what somebody has said to all in it: the first server has heard of it, or nobody has."""
+        request = Request("barrier", options={"said": said} if said else {})
+        return self.ask("barrier", "", [(Part(server, "", 0), request) for server in self.placement.servers])[0].said
 
     # ---- those who come and go --------------------------------------------------------------------------------------------
 
