@@ -2,7 +2,8 @@
 
 A rival that is not ours is started as its own documentation starts it: `python -m d2lps.bench.turns FUNCTION SPAWN DOOR ...`
 has PyTorch spawn the processes, or is one of mpirun's. Nothing of ours works in them: no launcher, no communicator, no fork
-server. Each process goes to the door, a socket, and does what it is told there.
+server. Each process goes to the door, a socket, and does what it is told there. No program, ours neither, has a variable that
+the shell lacks from which all are started: what a rival shall have, it must get by itself, as in a user's own script.
 """
 
 import os
@@ -28,9 +29,6 @@ Row = dict[str, Any]
 
 MOST_ROUNDS = int(os.environ.get("D2LPS_MOST_ROUNDS", 0))  # 0: as many as a table asks for. Tests of the code need only one
 PATIENCE = 120.0  # seconds: for a process to come to the door, and for an order to be carried out
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# For every rival: its sockets on the loopback interface, one thread a rank, and PyTorch's tensors on huge pages, as NumPy's are.
-SETTINGS = {"GLOO_SOCKET_IFNAME": LOOPBACK, "TP_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def answer(door: str, prepare: Callable[[str, Row], tuple[Operation, Operation]]) -> None:
@@ -71,7 +69,7 @@ class Rival:
             listener.bind(door)
             listener.listen(64)
             self.lines: list[Connection] = []
-            self.program = subprocess.Popen(command, env=os.environ | SETTINGS, process_group=0 if self.sleepless else None)
+            self.program = subprocess.Popen(command, process_group=0 if self.sleepless else None)
             try:
                 self._come_in(listener)
                 yield

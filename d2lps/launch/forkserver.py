@@ -45,6 +45,9 @@ _lock = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], Connection] | None = None
 _lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # this process's ends: of those to the fork server and the keepers
 
+# PyTorch's, which it reads once, at a process's first tensor: big ones on huge pages, which are faster to get and to read.
+_WISHES = {"THP_MEM_ALLOC_ENABLE": "1"}
+
 # A launcher's variables would make a rank believe that it is part of that launcher's job.
 _JOB_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _JOB_VARIABLES |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -88,8 +91,9 @@ def preload(names: set[str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without the variables of a job that it may be part of."""
-    return {k: v for k, v in os.environ.items() if k not in _JOB_VARIABLES and not k.startswith("TORCHELASTIC_")}
+    """This process's, without the variables of a job that it may be part of, and with `_WISHES` where it says nothing else."""
+    own = {k: v for k, v in os.environ.items() if k not in _JOB_VARIABLES and not k.startswith("TORCHELASTIC_")}
+    return _WISHES | own
 
 
 def _tell(names: list[str], *files: int) -> None:
@@ -111,7 +115,6 @@ def _started() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
     _lines.add(ours)
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    settings["THP_MEM_ALLOC_ENABLE"] = "1"  # PyTorch's: big tensors on huge pages, which are faster to get and to read
     program = f"from {__name__} import live, serve; live(serve, {theirs.fileno()})"
     with theirs:
         server = subprocess.Popen(
