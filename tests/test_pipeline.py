@@ -301,9 +301,99 @@ def test_micro_batches_must_be_alike() -> None:
         execute(comm, {comm.rank: nn.Linear(6, 6)}, gpipe(2, 2), inputs, inputs, loss)
 
     with pytest.raises(
-        ValueError, match=r"0F1 makes torch.float32 \[2, 6\], and the first micro-batch made torch.float32 \[3, 6\]"
+        ValueError,
+        match=r"stage 0, micro-batch 1: it makes torch.float32 \[2, 6\], and the first micro-batch made torch.float32 \[3, 6\]",
     ):
         d2lps.simulate(work, star(2, 1e9))
+
+
+class Made(nn.Module):
+    """A stage that makes something else of its second micro-batch."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer, self.make, self.passes = nn.Linear(6, 6).double(), make, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y, self.passes = self.layer(x), self.passes + 1
+        return self.make(self, x, y) if self.passes == 2 else y
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a tuple": (lambda stage, x, y: (y, y), r"a tuple, \(tensor.*and a stage makes one tensor out of one"),
+    "nothing": (lambda stage, x, y: None, "None, and a stage makes one tensor"),
+    "ints": (lambda stage, x, y: y.argmax(-1), r"int64\[3\], and what goes on has gradients: float32, float64"),
+    "bools": (lambda stage, x, y: y > 0, r"bool\[3, 6\], and what goes on has gradients"),
+    "complex numbers": (lambda stage, x, y: y + 1j, r"complex128\[3, 6\], and what goes on has gradients"),
+    "dimensions": (lambda stage, x, y: y.view(3, 1, 1, 1, 1, 1, 1, 1, 6), "and what goes on has at most 8 dimensions"),
+    "detached": (lambda stage, x, y: y.detach(), r"float64\[3, 6\], which does not depend on what it was given"),
+    "a constant": (lambda stage, x, y: torch.ones_like(y), "which does not depend on what it was given: no gradient can go back"),
+    "weights alone": (lambda stage, x, y: stage.layer(torch.ones_like(x)), "which does not depend on what it was given"),
+}
+
+
+SIMULATED, PROCESSES = lambda work: d2lps.simulate(work, star(3, 1e9)), lambda work: d2lps.run(work, 3)
+CASES = {
+    "gpipe": (gpipe(3, 2), SIMULATED), "zero bubble": (zero_bubble(3, 2), SIMULATED),
+    "1f1b": (one_f_one_b(3, 2), SIMULATED), "processes": (one_f_one_b(3, 2), PROCESSES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "world"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_stage_makes_that_cannot_go_on_is_refused_with_stage_micro_batch_and_value(
+    what: str, schedule: Any, world: Any
+) -> None:
+    make, told = REFUSED[what]
+
+    def work(comm: Communicator) -> None:
+        stage = Made(make) if comm.rank == 1 else nn.Linear(6, 6).double()
+        execute(comm, {comm.rank: stage}, schedule, *batch(2), loss)
+
+    with pytest.raises(ValueError, match=rf"^rank 1, stage 1, micro-batch 1: Made makes .*{told}"):
+        world(work)
+
+
+@pytest.mark.parametrize(("loss", "told"), [
+    (lambda y, target: (y - target).square(), r"the loss makes float64\[3, 6\], and it is to be one number"),
+    (lambda y, target: y.sum().item(), "the loss makes a float, .*, and a stage makes one tensor out of one"),
+    (lambda y, target: torch.tensor(y.sum().item()), r"the loss makes float32\[\], which does not depend on what it was given"),
+    (lambda y, target: (y - target).abs().argmax(), r"the loss makes int64\[\], and what goes on has gradients"),
+])  # fmt: skip
+def test_a_loss_that_is_none_is_refused(loss: Any, told: str) -> None:
+    def work(comm: Communicator) -> None:
+        execute(comm, {comm.rank: nn.Linear(6, 6).double()}, one_f_one_b(2, 2), *batch(2), loss)
+
+    with pytest.raises(ValueError, match=f"^rank 1, stage 1, micro-batch 0: {told}"):
+        d2lps.simulate(work, star(2, 1e9))
+
+
+@pytest.mark.parametrize("world", ["processes", "simulated"])
+def test_a_stages_own_error_has_a_note_of_where_it_was(world: str) -> None:
+    def fail(stage: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        raise KeyError("no such head")
+
+    def work(comm: Communicator) -> None:
+        stage = Made(fail) if comm.rank == 1 else nn.Linear(6, 6).double()
+        execute(comm, {comm.rank: stage}, one_f_one_b(2, 2), *batch(2), loss)
+
+    with pytest.raises(KeyError, match="no such head") as caught:
+        d2lps.simulate(work, star(2, 1e9)) if world == "simulated" else d2lps.run(work, 2)
+    assert "in the forward pass of rank 1, stage 1, micro-batch 1" in caught.value.__notes__
+
+
+def test_a_first_stage_that_is_frozen_and_given_numbers_of_tokens_is_none_of_these() -> None:
+    def work(comm: Communicator) -> Any:
+        torch.manual_seed(0)
+        stages = nn.Embedding(5, 6).requires_grad_(False), nn.Linear(6, 2)
+        tokens = list(torch.arange(6).view(2, 3) % 5)
+        execute(comm, {comm.rank: stages[comm.rank]}, gpipe(2, 2), tokens, tokens, lambda y, _: y.sum())
+        return stages[1].weight.grad if comm.rank else None
+
+    torch.manual_seed(0)
+    embed, linear = nn.Embedding(5, 6), nn.Linear(6, 2)
+    linear(embed(torch.arange(6) % 5)).sum().backward()
+    assert torch.allclose(d2lps.simulate(work, star(2, 1e9))[1], linear.weight.grad)  # type: ignore[arg-type]
 
 
 def test_what_is_changed_before_the_backward_pass_is_an_error_as_torchs() -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from d2lps.comm import Communicator
+from d2lps.comm.rank import describe
 from d2lps.parallel.activations import Kept, weights_of
-from d2lps.parallel.pipeline.mail import Mail, awaited
+from d2lps.parallel.pipeline.mail import DTYPES, NOTE, Mail, awaited
 from d2lps.parallel.pipeline.schedules import Action, Schedule, after, placed, traffic
 
 
@@ -39,7 +40,9 @@ def execute(
 
     No schedule that ends in `replay` deadlocks: sends are started, and waited for at the end; a receive is posted an action ahead
     of the one that needs it; and both ends of two ranks' messages post them in the same order (see `traffic`).
-    ValueError before anything is sent, if the schedule does not end or does not fit the stages, inputs or targets.
+    ValueError before anything is sent, if the schedule does not end or does not fit the stages, inputs or targets; with stage,
+    micro-batch and value, for what can't go on: what is no tensor of floats, or does not depend on what the stage was given, and
+    a loss that is not one number. What a stage raises itself has a note of where it was.
     Cost: a message for each micro-batch between two stages and each way, and a first one that tells the shape.
     Source: Huang et al. 2019 (GPipe).
     """
@@ -150,7 +153,13 @@ class _Execution:
         kept.count(x)
         with torch.enable_grad(), kept:
             for part in parts:
-                y = part(x)
+                try:
+                    y = part(x)
+                except Exception as error:
+                    error.add_note(f"in the forward pass of {self._where(key)}")
+                    raise
+                if flaw := _flaw(part, x, y):
+                    raise ValueError(f"{self._where(key)}: {flaw}")
                 passed.append(_Passed(part, x, y))
                 x = y.detach().requires_grad_()
         self.held[key] = self.comm.hold(kept.nbytes, "activations")
@@ -164,7 +173,9 @@ class _Execution:
                     torch.autograd.backward(one.y, gradient)
                 gradient = one.x.grad
             elif one.x.requires_grad:
-                (gradient,) = torch.autograd.grad(one.y, one.x, gradient, retain_graph=True)
+                (gradient,) = torch.autograd.grad(one.y, one.x, gradient, retain_graph=True, allow_unused=True)
+            if gradient is None and one.x.requires_grad:
+                raise ValueError(f"{self._where(key)}: {_made(one.part, one.y)}, {_APART}")
         if not self.split:
             self._let_go(key)
         return gradient
@@ -180,6 +191,31 @@ class _Execution:
         del self.passed[key]
         self.held.pop(key)()
 
+    def _where(self, key: tuple[int, int]) -> str:
+        return f"rank {self.comm.rank}, stage {key[0]}, micro-batch {key[1]}"
+
     def let_all_go(self) -> None:
         for key in list(self.held):
             self._let_go(key)
+
+
+_APART = "which does not depend on what it was given: no gradient can go back"
+
+
+def _made(part: Any, y: Any) -> str:
+    who = "the loss" if isinstance(part, _Loss) else type(part).__name__
+    return f"{who} makes {describe(y) if isinstance(y, Tensor) else 'None' if y is None else f'a {type(y).__name__}, {y!r:.60}'}"
+
+
+def _flaw(part: Any, x: Tensor, y: Any) -> str:
+    """Why what a part has made of x can't go on, or be a loss; nothing if it can."""
+    made = _made(part, y)
+    if not isinstance(y, Tensor):
+        return f"{made}, and a stage makes one tensor out of one"
+    if y.dtype not in DTYPES:
+        return f"{made}, and what goes on has gradients: {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+    if y.dim() > NOTE - 2:
+        return f"{made}, and what goes on has at most {NOTE - 2} dimensions"
+    if isinstance(part, _Loss) and y.numel() != 1:
+        return f"{made}, and it is to be one number: a sum, or a mean, over the micro-batch"
+    return f"{made}, {_APART}" if x.requires_grad and not y.requires_grad else ""

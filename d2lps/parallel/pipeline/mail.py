@@ -57,7 +57,8 @@ class Mail:
         like = self.like.setdefault(action.stage, (tensor.dtype, tensor.shape))
         if like != (tensor.dtype, tensor.shape):
             made, first = (f"{dtype} {list(shape)}" for dtype, shape in ((tensor.dtype, tensor.shape), like))
-            raise ValueError(f"{action} makes {made}, and the first micro-batch made {first}: they must be alike")
+            where = f"rank {self.comm.rank}, stage {action.stage}, micro-batch {action.micro_batch}"
+            raise ValueError(f"{where}: it makes {made}, and the first micro-batch made {first}: they must be alike")
         if first_of_all:
             note = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
             told = torch.tensor(note + [0] * (NOTE - len(note)))
