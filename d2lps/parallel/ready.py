@@ -4,7 +4,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def when_ready(parameter: nn.Parameter, method: Callable[..., None], *given: Any) -> None:
@@ -26,3 +27,25 @@ def when_ready(parameter: nn.Parameter, method: Callable[..., None], *given: Any
         called(*given, ready)
 
     parameter.register_post_accumulate_grad_hook(hook)
+
+
+class Weakly:
+    """A method as a hook of a module, which keeps no object alive: once that is gone, and in copies, it does nothing."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self.method = weakref.WeakMethod(method) if method else None
+
+    def __call__(self, *given: Any) -> None:
+        if self.method is not None and (called := self.method()) is not None:
+            called(*given)
+
+    def __reduce__(self) -> Any:
+        return Weakly, ()
+
+
+def dense(name: str, gradient: Tensor) -> Tensor:
+    """The same, if it lies in memory as sums do: ValueError for a sparse one."""
+    if gradient.layout is not torch.strided:
+        told = f"{name} has a sparse gradient, and what is summed is dense"
+        raise ValueError(f"{told}: make its layer with sparse=False, or keep its rows in d2lps.kvstore, by push_rows")
+    return gradient

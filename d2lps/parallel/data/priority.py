@@ -5,6 +5,7 @@ gradient that comes late is urgent, and the large one before it can wait; if tha
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -50,11 +51,12 @@ class Scheduler:
         self.pieces = [tensor.view(-1).split(max(1, (piece or tensor.nbytes) // tensor.element_size())) for tensor in tensors]
         self._left = [len(pieces) for pieces in self.pieces]  # of each tensor, how many have not been picked
         self._ready, self._done = [Event() for _ in tensors], [Event() for _ in tensors]
-        self._closed = False
+        self._given, self._closed = set[int](), False
         self._work = comm.start(self._send)
 
     def ready(self, number: int) -> None:
         """This rank's tensor may be sent."""
+        self._given.add(number)
         self.comm.signal(self._ready[number])
 
     def wait(self, number: int) -> None:
@@ -67,11 +69,11 @@ class Scheduler:
         """Return when all tensors have been sent; raise what went wrong in the lane."""
         self._work.wait()
 
-    def close(self, comm: Communicator | None = None) -> None:
-        """Send no more than what has been begun, and let nobody wait for the rest."""
+    def close(self) -> None:
+        """Send no more than what is ready, and let nobody wait for the rest; from anywhere: nothing here waits."""
         self._closed = True
         for event in (*self._ready, *self._done):
-            (comm or self.comm).signal(event)
+            event.set()
 
     # ---- in the lane ----------------------------------------------------------------------------------------------
 
@@ -80,11 +82,11 @@ class Scheduler:
             while any(self._left):
                 oldest = next(number for number, left in enumerate(self._left) if left)
                 comm.wait(self._ready[oldest])
-                if self._closed:
+                if oldest not in self._given:
                     return
                 self._send_one(comm, self._pick(comm, oldest))
         except BaseException:
-            self.close(comm)
+            self.close()
             raise
 
     def _send_one(self, comm: Communicator, number: int) -> None:
@@ -97,6 +99,6 @@ class Scheduler:
 
     def _most_urgent(self, comm: Communicator, oldest: int) -> int:
         """The last of those that are ready on all ranks, and of which something is left."""
-        known = next((number for number, event in enumerate(self._ready) if not event.is_set()), len(self._ready))
+        known = next(number for number in count() if number not in self._given)
         all_reduce(comm, everywhere := torch.tensor(known), ReduceOp.MIN, "tree")
         return max(number for number in range(oldest, int(everywhere)) if self._left[number])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from d2lps.collectives import all_gather_into_tensor
+from d2lps.collectives import all_gather_into_tensor, broadcast
 from d2lps.comm import Communicator, Mismatch
 from d2lps.parallel.shard import here
 
@@ -99,6 +99,17 @@ def grouped(marks: Iterable[tuple[int, Hashable]]) -> list[list[int]]:
     for rank, mark in marks:
         ranks[mark].append(rank)
     return sorted(ranks.values(), key=lambda group: (-len(group), group))
+
+
+def share_buffers(comm: Communicator, module: nn.Module) -> None:
+    """A module's buffers, such as a batch norm's statistics, become rank 0's: a message for each dtype among them."""
+    together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in module.buffers():
+        together.setdefault((buffer.dtype, buffer.device), []).append(buffer.data)
+    for buffers in together.values():
+        broadcast(comm, whole := torch.cat([buffer.flatten() for buffer in buffers]))
+        for buffer, part in zip(buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 class Replicas:
