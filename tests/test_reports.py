@@ -22,6 +22,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -29,7 +30,18 @@ from torch.utils.checkpoint import checkpoint
 
 import d2lps
 from d2lps import Deadlock, Mismatch, RankDied, RankHung, ReduceOp, kvstore
-from d2lps.collectives import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+from d2lps.collectives import (
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
 from d2lps.feeding import Loader
 from d2lps.kvstore import Refused
 from d2lps.parallel import (
@@ -44,6 +56,7 @@ from d2lps.parallel import (
     Zero,
     execute,
     expert_parallel,
+    module_pieces,
     one_f_one_b,
     resume,
     ring_attention,
@@ -53,7 +66,7 @@ from d2lps.parallel import (
 )
 from d2lps.parallel.context import folded, in_turn, local
 from d2lps.parallel.prediction.parts import matrix_flops
-from d2lps.parallel.saving.checkpoint import save
+from d2lps.parallel.saving.checkpoint import load, save
 from d2lps.topology import star
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks get the programs themselves, and need not import pytest
@@ -375,6 +388,16 @@ def different_calls(comm: Any) -> None:
     all_reduce(comm, torch.ones(2)) if comm.rank == 0 else broadcast(comm, torch.ones(2), 0)
 
 
+@report("llnl/Aluminum#22", gives=[[0.0, 0.0, 1.0, 1.0], [2.0, 4.0]])
+def rightly_in_place(comm: Any) -> Any:
+    """All-gather from the rank's own part of the output, reduce-scatter into that of the input -> as out of place."""
+    whole = torch.full((4,), float(comm.rank))
+    all_gather_into_tensor(comm, whole, whole.chunk(2)[comm.rank])
+    given = torch.tensor([2.0, 4.0, 2.0, 4.0]) / 2
+    reduce_scatter_tensor(comm, part := given.chunk(2)[comm.rank], given)
+    return [whole.tolist(), part.tolist()]
+
+
 # ---- groups of some ranks -------------------------------------------------------------------------------------------
 
 
@@ -413,6 +436,14 @@ def in_a_model_without_contents(comm: Any) -> Any:
             all_reduce(group, tensor)
             found.append(tensor.tolist())
     return found
+
+
+@report("sgl-project/sglang#39469, NVIDIA/Megatron-LM#723", raises=(RankHung, "rank 0", "5 s"), simulated=False, options=SOON)
+def the_groups_own_timeout(comm: Any) -> None:
+    """PyTorch's group of a run, and one rank skips an all-reduce of it -> told within the run's timeout, not in half an hour."""
+    d2lps.backend.group(comm)
+    if comm.rank == 0:
+        dist.all_reduce(torch.ones(2))
 
 
 # ---- gradients: replicas, and PyTorch's own on the backend "d2lps" --------------------------------------------------
@@ -574,6 +605,109 @@ def overflow_on_one(comm: Any) -> Any:
     return [*stepped, trainer.scaler.scale]
 
 
+def unfreezes(comm: Any, stage: int) -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    alone = deepcopy(net)
+    net[0].requires_grad_(False)
+    owner = Zero(comm, net, SGD, stage) if stage else DataParallel(comm, net)
+    net[0].requires_grad_(True)
+    (net if stage else owner)(x[comm.rank :][:1]).square().mean().backward()
+    (owner if stage else SGD([*net.parameters()])).step()
+    alone(x).square().mean().backward()
+    SGD([*alone.parameters()]).step()
+    with owner.gathered() if stage else nullcontext():
+        assert_close([*net.parameters()], [*alone.parameters()])
+
+
+@report("Lightning-AI/pytorch-lightning#20340")
+def unfrozen(comm: Any) -> None:
+    """Layers that were frozen when DataParallel was made are trained from now on -> they train as in one process."""
+    unfreezes(comm, 0)
+
+
+@report("pytorch/pytorch#51427", simulated=False)
+def rebuilt_buckets(comm: Any) -> None:
+    """DDP's buckets change after the first passes, and a codec has left values unsent -> they go to the parameters of which they
+    were left: of every parameter, what has come adds up to its gradients, but for what one value may be behind.
+    """
+    net = nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in ((4, 6), (6, 3), (3, 5))))
+    with torch.no_grad():
+        for weight, size in zip(net.parameters(), (0.5, 0.05, 5.0), strict=True):
+            weight.fill_(size)
+    alone = deepcopy(net)
+    model = DistributedDataParallel(net, process_group=d2lps.backend.group(comm), static_graph=True, bucket_cap_mb=1e-4)
+    model.register_comm_hook(*d2lps.backend.ddp_hook(d2lps.compress.top_k(0.3)))
+    alone(x := torch.ones(1, 4)).sum().backward()
+    came = [torch.zeros_like(weight) for weight in net.parameters()]
+    for _ in range(passes := 12):
+        model.zero_grad()
+        model(x).sum().backward()
+        for total, weight in zip(came, net.parameters(), strict=True):
+            total += weight.grad
+    for total, weight in zip(came, alone.parameters(), strict=True):
+        assert (total / passes - weight.grad).abs().max() <= weight.grad.abs().max() / 2
+
+
+@report("pytorch/pytorch#57410, pytorch/pytorch#59522", gives=32768.0, simulated=False)
+def overflow_in_a_hook(comm: Any) -> float:
+    """A gradient overflows under GradScaler and a hook of 16 bits -> all ranks skip the step and halve the scale."""
+    model = DistributedDataParallel(nn.Linear(4, 2), process_group=d2lps.backend.group(comm))
+    model.register_comm_hook(*d2lps.backend.ddp_hook(d2lps.compress.half()))
+    optimizer, scaler = SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    for size in (1.0, 1e36, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 4)).sum() * size).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+class OutOfMemory(torch.autograd.Function):
+    """On the way back, at a long sample."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("too long a sample")
+
+
+@report("pytorch/pytorch#44353, pytorch/pytorch#64636", gives=[[2.5, 2.5]])
+def caught_on_all(comm: Any) -> Any:
+    """A backward pass runs out of memory on all ranks, which catch it, drop the batch and go on -> the next batch's gradient."""
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    nn.init.ones_(net[0].weight), nn.init.ones_(net[1].weight)
+    model = DataParallel(comm, net)
+    try:
+        net[1](OutOfMemory.apply(net[0](torch.ones(1, 2)))).sum().backward()
+    except MemoryError:
+        model.drop()
+    model(torch.tensor([[1.0 + comm.rank, 1.0]])).sum().backward()
+    return net[1].weight.grad.tolist()
+
+
+@report("pytorch/pytorch#17356", raises=(ValueError, "0.weight", "sparse"))
+def sparse_gradients(comm: Any) -> None:
+    """An embedding with sparse gradients in DataParallel -> refused by its name."""
+    model = DataParallel(comm, nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)))
+    model(torch.tensor([comm.rank, 3])).sum().backward()
+
+
+@report("NVIDIA/Megatron-LM#372, NVIDIA/Megatron-LM#502", gives=-301.0)
+def many_micro_batches(comm: Any) -> float:
+    """Micro-batches in BF16 with gradients of 256, 1, 1, ... -> their sum of FP32, where BF16's stays 256."""
+    nn.init.zeros_((net := nn.Linear(1, 1, bias=False)).weight)
+    trainer = MixedPrecision(comm, net, SGD, torch.bfloat16, torch.float32, main_grads=True)
+    for size in (256.0, *[1.0] * 45):
+        trainer.backward(net(torch.full((1, 1), size, dtype=torch.bfloat16)).sum())
+    trainer.step()
+    return trainer.masters[0].item()
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -587,6 +721,40 @@ def saved_on_one(comm: Any, folder: str) -> None:
     zero = Zero(comm, nn.Linear(4, 4), SGD, 3)
     if comm.rank == 0:
         save(comm, folder, 1, zero.pieces())
+
+
+@report("deepspeedai/DeepSpeed#2413, huggingface/transformers#10789", raises=(ValueError, "0.weight"))
+def placeholders(comm: Any, folder: str) -> None:
+    """A ZeRO-3 model's own parameters are saved, which are not there between passes -> refused by name."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    Zero(comm, net, SGD, 3)
+    save(comm, folder, 1, module_pieces(net))
+
+
+@report("deepspeedai/DeepSpeed#6771, deepspeedai/DeepSpeed#5439")
+def frozen_and_buffers(comm: Any, folder: str) -> None:
+    """A model with frozen layers and a batch norm's statistics is saved under ZeRO -> all of it is in the checkpoint."""
+    for stage in (1, 2, 3):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        net[0].requires_grad_(False)
+        zero = Zero(comm, net, SGD, stage)
+        net(torch.arange(8.0).view(2, 4)).square().mean().backward()
+        zero.step()
+        save(comm, f"{folder}/{stage}", 1, zero.pieces())
+        other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        load(comm, f"{folder}/{stage}", module_pieces(other))
+        with zero.gathered():
+            assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+
+
+@report("huggingface/pytorch-image-models#110, pytorch/pytorch#30718", raises=(ValueError, "1.running_mean", "rank"))
+def unlike_statistics(comm: Any, folder: str) -> None:
+    """A batch norm's statistics are each rank's own -> a checkpoint names them, and is no mixture of two ranks'."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    net(torch.arange(8.0).view(2, 4) * (1 + comm.rank))
+    save(comm, folder, 1, module_pieces(net))
 
 
 SMALL = Transformer(layers=2, hidden=8, heads=2, vocab=96, sequence=8, tied=True)
@@ -807,6 +975,19 @@ def one_ahead(kv: Any) -> bool:
     return max(behind) <= 1
 
 
+@report("pytorch/pytorch#77091, apache/mxnet#15923", gives=[3.0, 3.0], ranks=3)
+def first_run(kv: Any, folder: str) -> list[float]:
+    """Load, and where there is nothing yet, init -> the error is every worker's, and so they all init."""
+    try:
+        kv.load(f"{folder}/none.safetensors")
+    except FileNotFoundError:
+        kv.init("w", torch.zeros(2))
+    kv.push("w", torch.ones(2))
+    kv.clock()
+    kv.pull("w", out := torch.zeros(2)).wait()
+    return out.tolist()
+
+
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
@@ -883,6 +1064,19 @@ def operations() -> None:
     model = Transformer(layers, h, heads, vocab, s, ffn=ffn, kv_heads=kv, gated=True)
     attention = 2 * h * (h + 2 * h * kv // heads) + 4 * s * h + 2 * h * h  # q, k and v; scores and values; the projection
     assert matrix_flops(model) == s * (layers * (attention + 3 * 2 * h * ffn) + 2 * h * vocab)
+
+
+@report("AI-Hypercomputer/maxtext#678, deepspeedai/Megatron-DeepSpeed#398")
+def visits_of_experts() -> None:
+    """Operations of a mixture of experts, for MFU -> those of the experts that a token visits, whatever slots stay empty."""
+    one = Transformer(2, 48, 6, 100, 32, ffn=80)
+    for top_k, capacity in ((1, 1.0), (1, 4.0), (2, 1.25), (2, float("inf"))):
+        mixture = Transformer(2, 48, 6, 100, 32, ffn=80, experts=8, top_k=top_k, capacity=capacity)
+        more = 32 * 2 * ((top_k - 1) * 2 * 2 * 48 * 80 + 2 * 48 * 8)  # the other visits, and the routers
+        assert matrix_flops(mixture) == matrix_flops(one) + more
+
+
+# ---- topologies -----------------------------------------------------------------------------------------------------
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
