@@ -61,8 +61,8 @@ def on_the_way(comm: Communicator, number: int) -> None:
 
 
 def one_tensor_for_all(comm: Communicator, number: int) -> None:
-    """The same tensors, at every step from and to others."""
-    all_to_all(comm, [blank(comm, number)] * comm.size, [blank(comm, number)] * comm.size, "pairwise")
+    """The same tensor, at every step to another."""
+    all_to_all(comm, [blank(comm, number) for _ in range(comm.size)], [blank(comm, number)] * comm.size, "pairwise")
 
 
 ACTIONS: list[Callable[[Communicator, int], object]] = [

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from d2lps.collectives.arguments import Tensors, check_fits, check_list, check_parts, collective, doublings
+from d2lps.collectives.arguments import Tensors, check_apart, check_fits, check_list, check_parts, collective, doublings, is_part
 from d2lps.collectives.ring import Ring, all_gather_steps, play
 from d2lps.comm import Communicator, flat
 from d2lps.cost.numbers import named
@@ -18,25 +18,32 @@ def all_gather(comm: Communicator, tensor_list: Tensors, tensor: Tensor, algorit
     >>> all_gather(comm, room, torch.tensor([float(comm.rank)]))                    # doctest: +SKIP
     >>> room                                            # [0.], [1.], [2.] on every rank     # doctest: +SKIP
 
-    tensor_list: p tensors, n bytes together, of any sizes, the same on every rank. algorithm: "ring" (p - 1 steps) or
-    "bruck" (ceil(log2 p) steps, at the price of one more copy). Each rank sends (p - 1)/p n bytes in both.
+    tensor_list: p tensors, n bytes together, of any sizes, the same on every rank; none shares memory with another, and `tensor`
+    may be one of them, as a whole. algorithm: "ring" (p - 1 steps) or "bruck" (ceil(log2 p) steps, at the price of one more
+    copy). Each rank sends (p - 1)/p n bytes in both.
     Source: Thakur, Rabenseifner, Gropp 2005; Bruck et al. 1997.
     """
     check_list(comm, "tensor_list", tensor_list)
     check_fits("tensor", tensor, f"tensor_list[{comm.rank}]", tensor_list[comm.rank])
-    named("algorithm", algorithm, {"ring": _ring, "bruck": _bruck})(comm, tensor_list, tensor)
+    check_apart("tensor_list", tensor_list, "tensor", tensor)
+    _all_gather(comm, tensor_list, tensor, algorithm)
 
 
 @collective("output", "algorithm")
 def all_gather_into_tensor(comm: Communicator, output: Tensor, input: Tensor, algorithm: str = "ring") -> None:
-    """All-gather into one tensor: the ranks' inputs one after another; steps and bytes as in `all_gather`.
+    """All-gather into one tensor: the ranks' inputs one after another, perhaps in place; steps and bytes as in `all_gather`.
 
     >>> all_gather_into_tensor(comm, output, torch.tensor([float(comm.rank)]))      # doctest: +SKIP
     >>> output                                          # tensor([0., 1., 2.]) on every rank     # doctest: +SKIP
     """
     check_parts(comm, "output", output, "input", input, "give")
+    check_apart("output", output, "input", input, lambda whole, part: is_part(whole, part, comm.size))
     with flat(output) as data:
-        all_gather(comm, data.tensor_split(comm.size), input, algorithm)
+        _all_gather(comm, data.tensor_split(comm.size), input, algorithm)
+
+
+def _all_gather(comm: Communicator, room: Tensors, tensor: Tensor, algorithm: str) -> None:
+    named("algorithm", algorithm, {"ring": _ring, "bruck": _bruck})(comm, room, tensor)
 
 
 def _ring(comm: Communicator, room: Tensors, tensor: Tensor) -> None:

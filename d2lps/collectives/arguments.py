@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from d2lps.comm import Communicator, ReduceOp
+from d2lps.comm import Communicator, ReduceOp, aliasing
+from d2lps.comm.aliasing import InPlace, same_place
 from d2lps.comm.ops import op_name
 from d2lps.comm.rank import describe
 
 Tensors = Sequence[Tensor]
+
 Collective = TypeVar("Collective", bound=Callable[..., None])
 
 
@@ -26,7 +28,7 @@ def collective(*alike: str) -> Callable[[Collective], Collective]:
         def call(comm: Communicator, *args: Any, **options: Any) -> None:
             if not isinstance(comm, Communicator):
                 raise TypeError(f"{function.__name__}(comm, ...) begins with a communicator, not with a {type(comm).__name__}")
-            with comm.inside(function.__name__) as outermost:
+            with comm.inside(function.__name__, apart=True) as outermost:
                 if comm.debug and outermost:
                     bound = signature.bind(comm, *args, **options)
                     bound.apply_defaults()
@@ -60,6 +62,8 @@ def check_parts(comm: Communicator, name: str, whole: Any, part_name: str, part:
     check_tensor(part_name, part)
     if whole.numel() != comm.size * part.numel():
         raise ValueError(f"{name} has {whole.numel()} elements, but {comm.size} ranks {verb} {part.numel()} each")
+    if whole.dtype != part.dtype:
+        raise ValueError(f"{name} is {describe(whole)} but {part_name} is {describe(part)}: they must have one dtype")
 
 
 def check_rank(comm: Communicator, name: str, rank: Any) -> None:
@@ -96,6 +100,29 @@ def check_root_list(comm: Communicator, name: str, tensors: Any, root_name: str,
             check_fits(f"{name}[{index}]", part, "tensor", tensor)
     elif tensors is not None and (not isinstance(tensors, list | tuple) or tensors):
         raise ValueError(f"{name} was given on rank {comm.rank}, but only the rank {root_name}={root} has one")
+
+
+def check_apart(
+    into_name: str, into: Tensor | Tensors, from_name: str = "", sent: Tensor | Tensors = (), right: InPlace = same_place
+) -> None:
+    """No memory is received into twice, or sent from as well, but where the call is `right` in place.
+
+    Many need the same place: they keep what is to be sent until all is there, or lay it where it is to go before anything comes.
+    """
+    names = [name if isinstance(given, Tensor) else name + "[{}]" for name, given in ((into_name, into), (from_name, sent))]
+    receives, sends = ([given] if isinstance(given, Tensor) else given for given in (into, sent))
+    aliasing.check_apart(receives, sends, names, right)
+
+
+def only(into: Tensor, sent: Tensor) -> InPlace:
+    """What a rank sends to itself may lie where it is to go, and nothing else."""
+    return lambda receive, send: receive is into and send is sent and same_place(into, sent)
+
+
+def is_part(whole: Tensor, part: Tensor, ranks: int) -> bool:
+    """Whether a part lies just where it is in the whole: `is_part(x, x[2:4], ranks=3)` of `x = torch.zeros(6)`."""
+    whole = whole.view(-1) if whole.is_contiguous() else whole
+    return whole.dim() > 0 and len(whole) % ranks == 0 and any(same_place(each, part) for each in whole.chunk(ranks))
 
 
 def divide(tensor: Tensor, op: ReduceOp, ranks: int) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from d2lps.collectives.arguments import Tensors, check_root_list, collective, doublings
+from d2lps.collectives.arguments import Tensors, check_apart, check_root_list, collective, doublings
 from d2lps.comm import Communicator
 from d2lps.comm.staging import stage
 from d2lps.cost.numbers import named
@@ -16,11 +16,13 @@ def gather(comm: Communicator, tensor: Tensor, gather_list: Tensors | None = Non
     >>> gather(comm, torch.tensor([float(comm.rank)]), room, dst=0)                 # doctest: +SKIP
     >>> room                                            # [0.], [1.], [2.] on rank 0     # doctest: +SKIP
 
-    tensor: n / p bytes, the same shape on every rank; gather_list: p such tensors on dst, None elsewhere.
+    tensor: n / p bytes, the same shape on every rank; gather_list: p such tensors on dst, None elsewhere. None of them shares
+    memory with another, and `tensor` may be one of them, as a whole.
     algorithm: "linear" (p - 1 steps) or "tree" (ceil(log2 p) steps). Rank dst receives (p - 1)/p n bytes either way; in
     the tree the others pass on what is not theirs. Source: Thakur, Rabenseifner, Gropp 2005 (binomial tree).
     """
     check_root_list(comm, "gather_list", gather_list, "dst", dst, tensor)
+    check_apart("gather_list", gather_list or [], "tensor", tensor)
     named("algorithm", algorithm, {"linear": _linear, "tree": _tree})(comm, tensor, gather_list or [], dst)
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from d2lps.collectives.arguments import Tensors, check_fits, check_list, check_parts, collective, divide
+from d2lps.collectives.arguments import Tensors, check_apart, check_fits, check_list, check_parts, collective, divide, is_part
 from d2lps.collectives.ring import Ring, play, reduce_scatter_steps
 from d2lps.comm import Communicator, ReduceOp, flat
 from d2lps.comm.ops import check_op
@@ -14,7 +14,7 @@ from d2lps.cost.numbers import named
 def reduce_scatter(
     comm: Communicator, output: Tensor, input_list: Tensors, op: ReduceOp = ReduceOp.SUM, algorithm: str = "ring"
 ) -> None:
-    """Combine `input_list[r]` of all ranks by `op` into `output` of rank r; the inputs stay as they were.
+    """Combine `input_list[r]` of all ranks by `op` into `output` of rank r; the inputs stay as they were, unless it is one.
 
     >>> parts = [torch.tensor([1.0]), torch.tensor([10.0])]         # on both of 2 ranks     # doctest: +SKIP
     >>> reduce_scatter(comm, output, parts)             # [2.], [20.]         # doctest: +SKIP
@@ -26,10 +26,8 @@ def reduce_scatter(
     check_list(comm, "input_list", input_list)
     check_fits("output", output, f"input_list[{comm.rank}]", input_list[comm.rank])
     check_op(op, output.dtype)
-    with flat(output) as data:
-        chosen = named("algorithm", algorithm, {"ring": _ring, "pairwise": _pairwise})
-        chosen(comm, data, [stage(part) for part in input_list], op)
-        divide(data, op, comm.size)
+    check_apart("output", output, "input_list", input_list)
+    _reduce_scatter(comm, output, [stage(part) for part in input_list], op, algorithm)
 
 
 @collective("input", "op", "algorithm")
@@ -41,7 +39,15 @@ def reduce_scatter_tensor(
     >>> reduce_scatter_tensor(comm, output, torch.tensor([1.0, 10.0]))      # [2.], [20.] on 2 ranks    # doctest: +SKIP
     """
     check_parts(comm, "input", input, "output", output, "take")
-    reduce_scatter(comm, output, stage(input).tensor_split(comm.size), op, algorithm)
+    check_op(op, output.dtype)
+    check_apart("output", output, "input", input, lambda part, whole: is_part(whole, part, comm.size))
+    _reduce_scatter(comm, output, stage(input).tensor_split(comm.size), op, algorithm)
+
+
+def _reduce_scatter(comm: Communicator, output: Tensor, parts: Tensors, op: ReduceOp, algorithm: str) -> None:
+    with flat(output) as data:
+        named("algorithm", algorithm, {"ring": _ring, "pairwise": _pairwise})(comm, data, parts, op)
+        divide(data, op, comm.size)
 
 
 def _ring(comm: Communicator, data: Tensor, parts: Tensors, op: ReduceOp) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from d2lps.collectives.arguments import Tensors, check_root_list, collective, doublings
+from d2lps.collectives.arguments import Tensors, check_apart, check_root_list, collective, doublings, only
 from d2lps.comm import Communicator, flat
 from d2lps.cost.numbers import named
 
@@ -16,11 +16,14 @@ def scatter(
     >>> parts = [torch.tensor([10.0 * r]) for r in range(3)] if comm.rank == 0 else None        # doctest: +SKIP
     >>> scatter(comm, tensor, parts, src=0)             # [0.], [10.], [20.]   # doctest: +SKIP
 
-    tensor: n / p bytes, the same shape on every rank; scatter_list: p such tensors on src, None elsewhere.
+    tensor: n / p bytes, the same shape on every rank; scatter_list: p such tensors on src, of which `tensor` may be that of src,
+    and shares memory with no other; None elsewhere.
     algorithm: "linear" (p - 1 steps) or "tree" (ceil(log2 p) steps). Rank src sends (p - 1)/p n bytes either way; in the
     tree the others pass on what is not theirs. Source: Thakur, Rabenseifner, Gropp 2005 (binomial tree).
     """
     check_root_list(comm, "scatter_list", scatter_list, "src", src, tensor)
+    if scatter_list:
+        check_apart("tensor", tensor, "scatter_list", scatter_list, only(tensor, scatter_list[src]))
     with flat(tensor) as data:
         named("algorithm", algorithm, {"linear": _linear, "tree": _tree})(comm, data, scatter_list or [], src)
 

@@ -23,14 +23,14 @@ from typing import Any, Self
 
 import torch
 
+from d2lps.comm.aliasing import Addressed, check_messages, check_writable
 from d2lps.comm.explain import disagreement
 from d2lps.comm.ops import ReduceOp
 from d2lps.comm.rank import Rank, running
-from d2lps.comm.staging import check_writable, stage, unstage
+from d2lps.comm.staging import stage, unstage
 from d2lps.comm.status import readers_line
 from d2lps.comm.work import Work, in_thread, once
 
-Addressed = tuple[torch.Tensor, int]  # a tensor, and the rank that it goes to or comes from
 STATEMENT = 896  # bytes of what a rank tells the others, so that ranks that say different things can still exchange them
 
 
@@ -50,28 +50,41 @@ class Communicator(Rank):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Give `tensor` to rank `dst`; return when it has been delivered."""
-        self.exchange(((tensor, dst),), (), tag)
+        self._exchange(((tensor, dst),), (), tag)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> None:
         """Fill `tensor` with what rank `src` sends; return when it is there."""
-        self.exchange((), ((tensor, src),), tag)
+        self._exchange((), ((tensor, src),), tag)
 
     def sendrecv(self, tensor: torch.Tensor, dst: int, into: torch.Tensor, src: int, tag: int = 0) -> None:
-        """Send and receive at the same time, so that a ring of ranks that all send first does not deadlock."""
-        self.exchange(((tensor, dst),), ((into, src),), tag)
+        """Send and receive at the same time, so that a ring of ranks that all send first does not deadlock.
+
+        Into other memory: a ValueError, before anything is sent, if `into` and `tensor` share any.
+        """
+        self._exchange(((tensor, dst),), ((into, src),), tag, ("into", "tensor"))
 
     def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
         """Post several messages at once, then wait for all: none waits for another, and they share the links.
 
         >>> comm.exchange(sends=[(mine, 1), (mine, 2)], receives=[(room[1], 1), (room[2], 2)])       # doctest: +SKIP
 
-        Two messages to one rank must stand in the order in which that rank receives them.
+        Two messages to one rank must stand in the order in which that rank receives them. What is received goes into memory that
+        is neither sent from nor received into twice: a ValueError that names both, before anything is sent. One tensor may be
+        sent to many.
         """
-        ends = [("recv", *received) for received in receives] + [("send", *sent) for sent in sends]
-        for action, tensor, peer in ends:
-            self._check_message(action, tensor, peer, tag)
+        self._exchange([*sends], [*receives], tag, ("receives[{}]", "sends[{}]"))
+
+    def _exchange(self, sends: Sequence[Addressed], receives: Sequence[Addressed], tag: int, names: Sequence[str] = ()) -> None:
+        """names: what the caller calls what it receives and what it sends, if they may share memory."""
+        for tensor, src in receives:
+            self._check_message("recv", tensor, src, tag)
+        for tensor, dst in sends:
+            self._check_message("send", tensor, dst, tag)
+        if names and not self._apart:
+            check_messages(receives, sends, names)
         with self.together():
-            posted = [self._posted(action, tensor, peer, tag) for action, tensor, peer in ends]
+            posted = [self._posted("recv", *received, tag) for received in receives]
+            posted += [self._posted("send", *sent, tag) for sent in sends]
         for work in posted:
             work.wait()
 

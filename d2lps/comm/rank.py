@@ -70,6 +70,7 @@ class Rank(ABC):
         self.touched = False  # whether it has begun to talk to others, since somebody has last set this to False
         self._starts = self._splits = 0
         self._collective = ""
+        self._apart = False  # whether a collective is at work that has looked at its arguments for memory that they share
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}: rank {self.rank} of {self.size}>"
@@ -252,10 +253,14 @@ class Rank(ABC):
             self.recorder.waited(action, self.name, peer, tag, nbytes, start)
 
     @contextmanager
-    def inside(self, collective: str) -> Iterator[bool]:
-        """Say that the messages of this block belong to a collective; True for the outermost one."""
+    def inside(self, collective: str, apart: bool = False) -> Iterator[bool]:
+        """Say that the messages of this block belong to a collective; True for the outermost one.
+
+        apart: it has looked at its arguments for memory that they share, so that none of its messages has to be looked at.
+        """
         self._check_lane()
-        outermost = not self._collective
+        outermost, before = not self._collective, self._apart
+        self._apart = apart
         label = self.recorder.step if self.recorder else ()
         self._collective = self._collective or collective
         watchers = self.watchers if outermost else ()
@@ -266,6 +271,7 @@ class Rank(ABC):
             for watcher in watchers:
                 watcher.left(self)
         finally:
+            self._apart = before
             if outermost:
                 self._collective = ""
             if self.recorder:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from d2lps.comm.aliasing import check_writable
+
 
 def stage(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The elements of `tensor` as one flat contiguous tensor on `device`: its own memory if it can be, else a copy."""
@@ -16,13 +18,6 @@ def stage(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Ten
     if device is not None and tensor.device.type != device.type:
         tensor = tensor.to(device)
     return tensor.contiguous().view(-1)
-
-
-def check_writable(tensor: torch.Tensor) -> None:
-    """Refuse, before anything is sent, a tensor that cannot take what arrives: an expanded one has no place for it."""
-    spread = not tensor.is_contiguous() and zip(tensor.shape, tensor.stride(), strict=True)
-    if spread and any(stride == 0 and size > 1 for size, stride in spread):
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} was expanded: several elements share one place in memory")
 
 
 def unstage(staged: torch.Tensor, tensor: torch.Tensor) -> None:

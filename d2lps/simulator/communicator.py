@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from d2lps.comm import RankDied, ReduceOp, Work
-from d2lps.comm.communicator import Addressed
+from d2lps.comm.aliasing import Addressed, check_messages
 from d2lps.comm.staging import stage, unstage
 from d2lps.simulator.mailbox import End, Stream
 from d2lps.simulator.scheduler import Scheduler, Task
@@ -54,10 +53,10 @@ class SimulatedCommunicator(SimulatedRank):
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def exchange(self, sends: Iterable[Addressed], receives: Iterable[Addressed], tag: int = 0) -> None:
+    def _exchange(self, sends: Sequence[Addressed], receives: Sequence[Addressed], tag: int, names: Sequence[str] = ()) -> None:
         if self.task.counting is not None:
             with self._uncounted():
-                return self.exchange(sends, receives, tag)
+                return self._exchange(sends, receives, tag, names)
         ends, last = [], self._ends.get
         self._contents.clear()  # of an exchange that was refused
         for tensor, src in receives:
@@ -66,6 +65,8 @@ class SimulatedCommunicator(SimulatedRank):
         for tensor, dst in sends:
             known = last((True, dst, tag))
             ends.append(known[1] if known is not None and known[0] is tensor else self._end(True, tensor, dst, tag))
+        if names and not self._apart:
+            check_messages(receives, sends, names, self.world.blanks)
         if self.recorder is not None:
             self.recorder.all_done(len(ends))
         self.task.script.exchange(tuple(ends))
@@ -137,8 +138,8 @@ class SimulatedCommunicator(SimulatedRank):
         return Work(finish, is_done)
 
     @contextmanager
-    def inside(self, collective: str) -> Iterator[bool]:
-        with super().inside(collective) as outermost, self._uncounted():
+    def inside(self, collective: str, apart: bool = False) -> Iterator[bool]:
+        with super().inside(collective, apart) as outermost, self._uncounted():
             try:
                 yield outermost
             except Exception:  # when its time has come
@@ -170,8 +171,9 @@ class SimulatedCommunicator(SimulatedRank):
         # With nobody recording which part is which, all chunks of a length are one and the same: a thousand ranks would
         # otherwise hold a million of them.
         length, longer = divmod(tensor.numel(), parts)
-        blank = partial(self.world.blank, dtype=tensor.dtype)
-        return [blank(length + 1)] * longer + [blank(length)] * (parts - longer)
+        long, short = (self.world.blank(each, dtype=tensor.dtype) for each in (length + 1, length))
+        self.world.blanks |= {long.untyped_storage()._cdata, short.untyped_storage()._cdata}
+        return [long] * longer + [short] * (parts - longer)
 
     # ---- groups and lanes -----------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class World:
         self.holding: list[dict[Callable[[], None], None]] = [{} for _ in nodes]  # of each rank: how to let go of what it holds
         self.generator = cache(lambda rank: torch.Generator().manual_seed(rank))  # few simulations draw any numbers
         self.blank = cache(partial(torch.empty, device="meta"))  # a tensor that stands for all of its length and dtype
+        self.blanks: set[int] = set()  # their storages
 
 
 class SimulatedRank(Communicator):
