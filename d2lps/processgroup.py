@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from d2lps.comm import Communicator, ReduceOp, Work
+from d2lps.comm.ops import op_name
 from d2lps.signatures import Signatures, own_connection
+
+# What gloo adds up itself, and complex numbers as pairs; of another dtype it would spoil the group.
+_GLOO = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_GLOO |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -86,6 +91,8 @@ class ProcessGroupCommunicator(Communicator):
         return self.group.barrier(options)
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        if self.backend == "gloo" and tensor.dtype not in _GLOO and not (tensor.is_complex() and op == ReduceOp.SUM):
+            raise ValueError(f"gloo's own all-reduce has no {op_name(op)} of {tensor.dtype} tensors: choose another algorithm")
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
         host = tensor.to(self._wire())

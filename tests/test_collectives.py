@@ -3,6 +3,7 @@
 A run costs a tenth of a second, so one run makes hundreds of calls (see `oracles.Call`), and a failure names its call.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ from torch.distributed import ReduceOp
 
 import d2lps
 from d2lps import collectives
+from d2lps.simulator import simulate
+from d2lps.topology import star
 
 RANKS = [1, 2, 3, 5, 8]
 SIZES = [0, 1, 2, 7, 64, 1001]
@@ -177,6 +180,38 @@ def test_complex_numbers_are_added_as_what_they_are() -> None:
     assert d2lps.run(work, 2) == [(2 + 4j, 2 - 4j)] * 2
 
 
+WIDE = [torch.bool, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bfloat16]
+
+
+def each_dtype(comm: d2lps.Communicator, algorithms: list[str]) -> dict[tuple[torch.dtype, str], list[list[int] | str]]:
+    """What comes of it by each algorithm; a refusal as its first words."""
+    found = {}
+    for dtype, op in itertools.product([*WIDE, torch.complex64], [*OPS, "AVG", "BAND", "BOR", "BXOR"]):
+        found[dtype, op] = results = []
+        for algorithm in algorithms:
+            x = torch.tensor([comm.rank + 1, 0, comm.rank]).to(dtype)
+            try:
+                collectives.all_reduce(comm, x, getattr(ReduceOp, op), algorithm=algorithm)
+                results.append(x.view(torch.uint8).tolist())
+            except ValueError as error:
+                results.append(str(error)[:11])
+    return found
+
+
+@pytest.mark.parametrize("world", ["simulated", "shm", "gloo"])
+def test_what_one_algorithm_adds_up_or_refuses_all_do(world: str) -> None:
+    algorithms = ["ring", "tree", "native"] if world != "simulated" else ["ring", "flat"]
+    if world == "simulated":
+        [one, other] = simulate(each_dtype, star(2, 1e9), algorithms)
+    else:
+        [one, other] = d2lps.run(each_dtype, 2, algorithms, backend=world, timeout=20)
+    assert one == other  # on both ranks
+    for call, results in one.items():
+        assert len({str(result) for result in results if result != "gloo's own "}) == 1, call  # which has not all of them
+    assert one[torch.bool, "SUM"][0] == "op=SUM of t" and one[torch.int8, "SUM"][0] == [3, 0, 1]
+    assert all(one[dtype, "SUM"][0] == "op=SUM of t" for dtype in WIDE[3:7])
+
+
 def test_the_worked_values_of_the_docstrings() -> None:
     def work(comm):
         mine, room = torch.tensor([float(comm.rank)]), [torch.empty(1) for _ in range(3)]
@@ -273,6 +308,21 @@ MISTAKES = {
     ),
     "ValueError: op=MIN: complex numbers have no order": lambda comm: collectives.all_reduce(
         comm, torch.ones(2, dtype=torch.complex64), ReduceOp.MIN
+    ),
+    "ValueError: op=SUM of torch.uint16 tensors: torch has no such operation; convert them": lambda comm: (
+        collectives.all_reduce(comm, torch.ones(2).to(torch.uint16), algorithm="native")
+    ),
+    "ValueError: op=MAX of torch.float8_e5m2 tensors: torch has no such operation": lambda comm: collectives.reduce(
+        comm, torch.ones(2).to(torch.float8_e5m2), 0, ReduceOp.MAX
+    ),
+    "ValueError: op=AVG of torch.float8_e4m3fn tensors: torch has no such operation": lambda comm: (
+        collectives.reduce_scatter_tensor(comm, *(torch.ones(n).to(torch.float8_e4m3fn) for n in (1, 3)), ReduceOp.AVG)
+    ),
+    "ValueError: op=SUM of torch.bool tensors: a sum of truth values is not a truth value; use BOR": lambda comm: (
+        collectives.reduce_scatter(comm, x > 0, [x > 0] * 3)
+    ),
+    "ValueError: output is float32[6] but input is int64[2]: they must have one dtype": lambda comm: (
+        collectives.all_gather_into_tensor(comm, torch.ones(6), integers)
     ),
     "TypeError: op must be a torch.distributed.ReduceOp (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR), not 'sum'": (
         lambda comm: collectives.all_reduce(comm, x, "sum")

@@ -10,6 +10,7 @@ import torch
 from d2lps import collectives
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator, ReduceOp, flat
+from d2lps.comm.ops import check_op
 from d2lps.cost.numbers import named
 
 Algorithm = str | Callable[..., object]
@@ -54,6 +55,7 @@ def call(name: str, comm: Communicator, *arguments: Any) -> None:
 
 def all_reduce_dense(comm: Any, tensor: torch.Tensor, op: ReduceOp) -> None:
     """The same for an all-reduce, which may be a function of the reader's."""
+    check_op(op, tensor.dtype)
     algorithm = _chosen.get("all_reduce") or os.environ.get("D2LPS_ALL_REDUCE") or comm.default
     if not callable(algorithm):
         collectives.all_reduce(comm, tensor, op, algorithm=algorithm)

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from d2lps.backend.choice import all_reduce_dense, call
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator
+from d2lps.comm.ops import check_op
 
 Tensors = list[Tensor]
 _DEFAULTS = SimpleNamespace(rootRank=0, reduceOp=ReduceOp.SUM)  # of torch's many kinds of options
@@ -147,6 +148,7 @@ def all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any) -> None:
         raise NotImplementedError(f"d2lps: all_reduce of a sparse tensor with op={op}; there are SUM and AVG")
     if tensor.layout is not torch.sparse_coo:
         raise NotImplementedError(f"d2lps: all_reduce of a tensor of layout {tensor.layout}; make it sparse_coo, or dense")
+    check_op(op, tensor.dtype)
     mine = tensor.coalesce()
     comm.agree(f"all_reduce of a sparse {list(mine.shape)} of {mine.dtype}, the first {mine.sparse_dim()} dimensions sparse")
     counts = torch.zeros(comm.size, dtype=torch.int64, device=mine.device)

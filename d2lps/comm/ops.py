@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,12 @@ def op_name(op: ReduceOp) -> str:
 
 
 def check_op(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Refuse what has no meaning before anything is sent: an average of integers is not an integer."""
+    """Refuse what has no meaning, or what torch cannot do, before anything is sent: an average of integers is not an integer.
+
+    >>> check_op(ReduceOp.SUM, torch.uint16)
+    Traceback (most recent call last):
+    ValueError: op=SUM of torch.uint16 tensors: torch has no such operation; convert them to a dtype that has one
+    """
     name = op_name(op)
     exact = not (dtype.is_floating_point or dtype.is_complex)
     if name == "AVG" and exact:
@@ -44,6 +50,21 @@ def check_op(op: ReduceOp, dtype: torch.dtype) -> None:
         raise ValueError(f"op={name} works on the bits of integers, not on {dtype} tensors")
     if name in ("MIN", "MAX") and dtype.is_complex:
         raise ValueError(f"op={name}: complex numbers have no order")
+    if name == "SUM" and dtype == torch.bool:  # torch would or them, gloo add their bytes
+        raise ValueError(f"op=SUM of {dtype} tensors: a sum of truth values is not a truth value; use BOR, or count in integers")
+    if not _is_there(name, dtype):
+        raise ValueError(f"op={name} of {dtype} tensors: torch has no such operation; convert them to a dtype that has one")
+
+
+@cache
+def _is_there(name: str, dtype: torch.dtype) -> bool:
+    """Whether torch can do it on a CPU, tried: which of its many dtypes can be added differs from version to version."""
+    try:
+        one = torch.empty(1, dtype=dtype, device="cpu")
+        KERNELS[name](one, one, out=one)
+    except RuntimeError:
+        return False
+    return True
 
 
 def apply(op: ReduceOp, into: torch.Tensor, other: torch.Tensor) -> None:
