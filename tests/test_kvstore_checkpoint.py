@@ -213,7 +213,8 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goe
         real_persist(file)
 
     def rename(old: Path, new: Path) -> None:
-        did.append(f"{old.relative_to(tmp_path)} -> {new.name}")
+        assert old.parent.name.startswith(f".{old.name}.draft-")
+        did.append(f"draft of {old.name} -> {new.name}")
         real_rename(old, new)
 
     real_unlink = Path.unlink
@@ -227,7 +228,7 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goe
     monkeypatch.setattr(os, "rename", rename)
     save(tmp_path, 2, tensors_of(2), {"step": 2}, keep=1)
     final, old = "step-000000000002.safetensors", "step-000000000001.safetensors"
-    assert did == [final, f".{final}.draft/{final} -> {final}", tmp_path.name, f"{old} goes"]
+    assert did == [final, f"draft of {final} -> {final}", tmp_path.name, f"{old} goes"]
 
 
 KILLED = """

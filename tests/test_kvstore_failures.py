@@ -31,9 +31,10 @@ import zmq
 from launching import nothing_left, script, until
 from safetensors.torch import load_file
 
-from d2lps import kvstore
+from d2lps import disk, kvstore
 from d2lps.comm import RankDied, RankHung
 from d2lps.kvstore import Cluster, Lost, Membership, Request, register_optimizer
+from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.events import Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS, TorchOptimizer
 from d2lps.kvstore.launch.coordinator import Coordinator
@@ -655,6 +656,39 @@ def test_a_worker_that_saves_or_loads_for_all_is_killed(tmp_path: Path, durabili
         tensors = load_file(saved / str(number if what == "save" else 0))
         assert all(tensors[key].unique().tolist() == [value] for key in KEYS)
         assert all(tensors[f"{key}.momentum_buffer"].unique().tolist() == [momentum] for key in KEYS)
+
+
+def save_for_ever(kv: Any, folder: str) -> None:
+    """A worker's life; the one that writes for all falls asleep over it."""
+
+    def write(path: str, *given: Any) -> None:
+        with disk.drafted(Path(path)) as draft:
+            draft.write_text("half of it")
+            Path(folder, "writes").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    saving.write = write
+    kv.init("w", torch.zeros(2))
+    kv.save(f"{folder}/saved/file")
+
+
+def test_a_worker_that_sleeps_while_it_saves_for_all_is_named_and_its_draft_goes(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    with pytest.raises(RankHung, match=r"rank [12] has waited for more than timeout=2 s\n  rank 0 is stopped \(SIGSTOP\)\n"):
+        kvstore.run(save_for_ever, 3, 2, str(tmp_path), timeout=2)
+    assert not list((tmp_path / "saved").iterdir())
+
+
+def test_of_workers_that_are_all_killed_no_draft_is_left(tmp_path: Path) -> None:
+    def saboteur(cluster: Cluster) -> None:
+        assert until(lambda: (tmp_path / "writes").exists(), 60)
+        for worker in cluster.workers:
+            worker.kill()
+
+    (tmp_path / "saved").mkdir()
+    with pytest.raises(RankDied, match="was killed by SIGKILL"):
+        kvstore.run(save_for_ever, 2, 1, str(tmp_path), saboteur=saboteur)
+    assert not list((tmp_path / "saved").iterdir())
 
 
 # ---- strangers ----------------------------------------------------------------------------------------------------------------

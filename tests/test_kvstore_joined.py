@@ -141,6 +141,62 @@ def test_a_job_that_fails_leaves_no_folder(tmp_path: Path, budget: int | None) -
     assert until(lambda: not list(temporary.glob("d2lps-*"))), list(temporary.iterdir())
 
 
+SAVING = """
+import json, os, signal, sys
+import torch
+from d2lps import kvstore
+from d2lps.kvstore.core import saving
+
+folder, rank = sys.argv[1], os.environ["RANK"]
+
+def die(path, tensors, meta):
+    with saving.disk.drafted(saving.Path(path)) as draft:
+        draft.write_text("half of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def worker(kv):
+    heard, out = [], torch.zeros(4)
+    kv.init("w", torch.ones(4))
+    for what, name in [("save", "missing/file"), ("load", "nothing"), ("save", "file"), ("load", "file")]:
+        try:
+            getattr(kv, what)(f"{folder}/{name}")
+            heard.append("returned")
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    kv.pull("w", out).wait()
+    return [*heard, out.tolist()]
+
+def killed(kv):
+    kv.init("w", torch.ones(4))
+    kv.barrier()
+    saving.write = die
+    kv.save(f"{folder}/killed")
+
+if __name__ == "__main__":
+    found = kvstore.run(worker, 3, 2).results
+    with open(f"{folder}/{rank}", "w") as notes:
+        json.dump(found, notes)
+    kvstore.run(killed, 3, 2)
+"""
+
+
+def test_all_hear_what_came_of_a_save_and_of_one_that_is_killed_nothing_is_left(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
+    options: dict[str, Any] = {"env": environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path)), "timeout": 250}
+    command = [*torchrun, *script(tmp_path / "job.py", SAVING)[1:], str(saved)]
+    told = subprocess.run(command, stderr=subprocess.PIPE, text=True, **options)
+    assert told.returncode and "Signal 9 (SIGKILL)" in told.stderr
+    for found in notes(saved, 5):
+        assert found == [found[0]] * 3
+        missing, nothing, *well = found[0]
+        assert missing.startswith("FileNotFoundError: ") and "missing" in missing
+        assert nothing.startswith("FileNotFoundError: ") and "nothing" in nothing
+        assert well == ["returned", "returned", [1.0] * 4]
+    assert until(lambda: sorted(path.name for path in saved.iterdir()) == [*"01234", "file"]), list(saved.iterdir())
+
+
 def test_on_several_machines_with_a_secret_of_the_jobs_own(cables: None, tmp_path: Path) -> None:
     processes = start([sys.executable, *prepared(tmp_path, 2, HOSTS - 2, {})])
     try:

@@ -48,6 +48,9 @@ _lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # this process's ends: 
 # PyTorch's, which it reads once, at a process's first tensor: big ones on huge pages, which are faster to get and to read.
 _WISHES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
+# Seconds in which what a rank has left may still end by itself: it may be what puts in order what a killed one leaves.
+_GRACE = 1.0
+
 # A launcher's variables would make a rank believe that it is part of that launcher's job.
 _JOB_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _JOB_VARIABLES |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -252,6 +255,7 @@ def _end(processes: dict[int, int], reporter: threading.Thread) -> None:
         kill_session(pid)
     if reporter.ident is None:  # the run has ended while its ranks were being forked
         reporter.start()
+    reporter.join(_GRACE)
     while reporter.is_alive():  # it ends when there is no child any more
         for pid in [] if processes else _children():  # once the ranks are gone
             kill_session(pid)

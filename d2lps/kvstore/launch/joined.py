@@ -9,10 +9,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 
 from d2lps.collectives import all_gather
 from d2lps.comm import Communicator
+from d2lps.disk import passing_folder
 from d2lps.kvstore.core.report import StoreRun
 from d2lps.kvstore.launch.working import work
 from d2lps.kvstore.network.deployment import Deployment, deploy
@@ -77,14 +76,6 @@ def _role(
     endpoints = _exchange(comm, "")[plan.workers :]
     result, ended = work(group, worker, plan, dict(enumerate(endpoints)), args, timeout)
     return result, ended - started
-
-
-@contextmanager
-def passing_folder() -> Iterator[str]:
-    """A temporary folder that goes with this process, even if that is killed: a shell waits for its end."""
-    folder = tempfile.mkdtemp(prefix="d2lps-")
-    with subprocess.Popen(["sh", "-c", 'cat; rm -rf "$0"', folder], stdin=subprocess.PIPE, start_new_session=True):
-        yield folder
 
 
 def _exchange(comm: Communicator, endpoint: str) -> list[str]:

@@ -2,7 +2,7 @@
 
     folder/step-000000000012.safetensors    named tensors, in a format that many programs read and none executes; in its header
                                             the metadata in JSON, and a checksum of all
-    folder/.step-000000000013.safetensors.draft/    one that is being written, or was given up: the next `save` sweeps it away
+    folder/.step-000000000013.safetensors.draft-.../    one that is being written; given up, it goes at once (see `drafted`)
 
 A checkpoint appears by one rename, after all in it is on the disk.
 """
@@ -52,8 +52,8 @@ def save(folder: str | Path, step: int, tensors: Mapping[str, torch.Tensor], met
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     final = _path(folder, step)
-    for left in folder.glob(".step-*"):
-        shutil.rmtree(left)
+    for left in folder.glob(".step-*"):  # whatever has stopped the last writer has stopped all of the machine
+        shutil.rmtree(left, ignore_errors=True)
     own, first = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, dict[int, str]()
     for name, tensor in own.items():
         if first.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
