@@ -3,6 +3,7 @@
 # ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -139,6 +140,39 @@ def test_a_job_that_fails_leaves_no_folder(tmp_path: Path, budget: int | None) -
     told = subprocess.run([*torchrun, *script(tmp_path / "job.py", code)[1:]], stderr=subprocess.PIPE, text=True, **options)
     assert told.returncode and "that is the end" in told.stderr
     assert until(lambda: not list(temporary.glob("d2lps-*"))), list(temporary.iterdir())
+
+
+def test_hosts_that_meet_by_the_other_internet_protocol(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    code = """
+        import os, torch
+        from d2lps import kvstore
+
+        def worker(kv):
+            kv.init("w", w := torch.zeros(3))
+            kv.pushpull("w", torch.ones(3), w).wait()
+            return w.tolist()
+
+        if __name__ == "__main__":
+            print(kvstore.run(worker, 2, 1).results)
+    """
+    with socket.socket(socket.AF_INET6) as free:
+        free.bind(("::1", 0))
+        port = str(free.getsockname()[1])
+    job = {"WORLD_SIZE": "3", "MASTER_ADDR": "::1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = script(tmp_path / "job.py", code)
+    processes = [subprocess.Popen(command, env=environment(RANK=str(rank), **job), **options) for rank in range(3)]
+    try:
+        told = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert told == ["[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]\n"] * 3
 
 
 SAVING = """

@@ -6,11 +6,10 @@ them all when one of them dies, so a server keeps its values in memory only. It 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from d2lps.kvstore.core.report import StoreRun
 from d2lps.kvstore.launch.working import work
 from d2lps.kvstore.network.deployment import Deployment, deploy
 from d2lps.kvstore.network.serving import serving
-from d2lps.kvstore.network.sockets import derive_keys, new_secret
+from d2lps.kvstore.network.sockets import LOOPBACK, check_address, derive_keys, new_secret
 from d2lps.launch import run
 
 ENDPOINT = 64  # bytes of a server's address, or of a secret, at most
@@ -42,19 +41,22 @@ def join(
             raise ValueError(f"{name}={given!r}: under a launcher, which starts nobody again, it must be {only!r}")
     if options.get("address", "ipc") not in ("ipc", "tcp"):
         raise ValueError(f"address={options['address']!r}: under a launcher each server listens where its machine is reached")
-    plan = deploy(workers, servers, **options | {"address": own_address()})
+    plan = deploy(workers, servers, **options | {"address": "tcp"})  # which address, a server knows when all have met
     agree = options.get("secret") is None
     found = run(_role, workers + servers, worker, plan, agree, args, timeout, backend=backend, timeout=timeout, trace=plan.trace)
     return StoreRun(found, workers)
 
 
 def own_address() -> str:
-    """Where the others reach this machine: the loopback interface, if all of the job is here."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        return "tcp://127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as finder:  # sends nothing: it only looks for the way
-        finder.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-        return f"tcp://{ipaddress.ip_address(finder.getsockname()[0])}"
+    """Where the others reach this machine: the loopback interface, if all of the job is here; IPv4, where there is a choice."""
+    host, port, here = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get("LOCAL_WORLD_SIZE")
+    if here == os.environ["WORLD_SIZE"]:
+        return LOOPBACK
+    for family, kind, _, _, there in sorted(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)):
+        with suppress(OSError), socket.socket(family, kind) as finder:  # sends nothing: it only looks for the way
+            finder.connect(there)
+            return check_address(f"tcp://{finder.getsockname()[0]}")
+    raise OSError(f"this machine has no way to the first one of the job, MASTER_ADDR={host!r}")
 
 
 def _role(
@@ -63,7 +65,7 @@ def _role(
     """One rank's: a worker's result and its seconds, or a server's report. agree: rank 0 thinks of a secret for all."""
     if agree:
         plan = replace(plan, keys=derive_keys(_exchange(comm, "" if comm.rank else new_secret())[0]))
-    number = comm.rank - plan.workers
+    number, plan = comm.rank - plan.workers, replace(plan, address=own_address())
     group, started = comm.split(int(number >= 0)), comm.now()
     assert group is not None
     if number >= 0:
