@@ -436,6 +436,10 @@ def test_another_folder_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="other' is not empty, and no earlier run has left it"):
         deploy(1, 2, **options | {"folder": tmp_path / "other"})
     assert before == sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*"))
+    write_mark(tmp_path / "store", read_mark(tmp_path / "store") | {"servers": [1]})  # as the last one's server 0 had gone
+    told = r"store' .*servers=\[1\]: no other run can go on there; let such a run end with kv.save, and the next one begin with"
+    with pytest.raises(ValueError, match=told):
+        deploy(1, 1, **options)
     (tmp_path / "store" / "mark.json").write_text('{"servers":')
     with pytest.raises(ValueError, match=r"store/mark\.json is no mark of a run"):
         deploy(1, 2, **options)

@@ -172,6 +172,9 @@ def _folder(plan: Deployment) -> tuple[str, dict[str, Any]]:
     mark = read_mark(path)
     if not mark and any(path.iterdir()):
         raise FileExistsError(f"{said} is not empty, and no earlier run has left it: choose another one")
+    if isinstance(left := mark.get("servers", 0), list | str):
+        told = f"{said} is of a run whose servers have come or gone, servers={left!r}: no other run can go on there"
+        raise ValueError(f"{told}; let such a run end with kv.save, and the next one begin with kv.load, in a folder of its own")
     for name in SAME if mark else ():
         if mark.get(name) != getattr(plan, name):
             raise ValueError(f"{said} is of a run with {name}={mark.get(name)!r}, not {getattr(plan, name)!r}")
