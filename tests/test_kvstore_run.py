@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import nothing_left, until
+from launching import nothing_left, output_of, script, until
 from oracles import digits, joins_later
 
 from d2lps import kvstore
@@ -495,6 +496,38 @@ def test_wrong_arguments_are_refused_in_one_line() -> None:
         with pytest.raises(ValueError, match=says) as caught:
             kvstore.run(**({"worker": add_up, "workers": 1, "servers": 1} | options))
         assert "\n" not in str(caught.value)
+
+
+def test_too_few_open_files_are_an_error_that_says_how_many_are_enough(tmp_path: Path) -> None:
+    """In a process of its own: ZeroMQ ends the one in which it finds none."""
+    code = """
+        import os, re, resource
+        from d2lps import kvstore
+
+        def attempt(most, **options):
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+            try:
+                return kvstore.run(lambda kv: kv.rank, 3, 2, **options).results
+            except OSError as error:
+                return str(error)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+        if __name__ == "__main__":
+            there = len(os.listdir("/dev/fd"))
+            for durability in ("memory", "replica"):
+                for few in range(0, 40, 13):
+                    print(told := attempt(there + few, durability=durability))
+                needed = int(re.search("up to ([0-9]+)", told)[1])
+                print(attempt(len(os.listdir("/dev/fd")) + needed, durability=durability), len(os.listdir("/dev/fd")) - there)
+    """
+    told = output_of(script(tmp_path / "few.py", code)).splitlines()
+    for nodes, few, well in ((2, told[:4], told[4]), (4, told[5:9], told[9])):
+        wanted = rf"\[Errno 24\] 3 workers and {nodes} processes of servers take up to {35 + 9 * nodes} open files here "
+        wanted += r"beside the \d that are open, and this process may have \d+: raise it"
+        assert all(re.match(wanted, words) for words in few)
+        assert well == "[0, 1, 2] 1", "beside the fork server nothing is left"
 
 
 def test_what_is_no_function_or_cannot_be_sent() -> None:

@@ -6,7 +6,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -111,18 +111,23 @@ def packed(function: Callable[..., Any], *args: Any) -> bytes:
         raise TypeError(f"the function or its arguments cannot be sent to other processes: {error}") from None
 
 
+def check_open_files(who: str, needed: int) -> None:
+    """Refuse a run for which this process may have too few open files, before it has any: ZeroMQ would end the process."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        there = len(os.listdir("/dev/fd"))
+    except OSError:  # not even one more
+        there = most
+    if most != resource.RLIM_INFINITY and there + needed > most:
+        told = f"{who} take up to {needed} open files here beside the {there} that are open, and this process may have {most}"
+        raise OSError(errno.EMFILE, f"{told}: raise it (ulimit -n), or run fewer")
+
+
 def _run_here(function: Callable[..., Any], args: tuple[Any, ...], job: Job, live: bool) -> Run:
     program = packed(function, *args)
-    with ExitStack() as at_the_end:
-        try:
-            group = at_the_end.enter_context(closing(Group(job, live)))
-            group.start(program)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            told = f"{job.ranks} ranks take {5 * job.ranks} open files, and this process may have {most}"
-            raise OSError(errno.EMFILE, f"{told}: raise it (ulimit -n), or run fewer") from None
+    check_open_files(f"{job.ranks} ranks", 5 * job.ranks + 12)
+    with closing(Group(job, live)) as group:
+        group.start(program)
         return run_of(group.watch(), job.trace)
 
 

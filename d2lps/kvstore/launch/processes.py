@@ -26,7 +26,7 @@ from d2lps.kvstore.launch.working import begun, work
 from d2lps.kvstore.network.deployment import Deployment, deploy
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success
-from d2lps.launch.runs import check, packed, resolve, under_launcher
+from d2lps.launch.runs import check, check_open_files, packed, resolve, under_launcher
 from d2lps.result import Run
 from d2lps.trace import Trace
 
@@ -165,7 +165,8 @@ def run(
     if under_launcher():
         return join(worker, workers, servers, args, backend, timeout, saboteur=saboteur, monitor=monitor, **options)
     plan = deploy(workers, servers, **options)
-    job = Job(workers, *resolve(backend, workers), timeout, plan.trace)
+    job, nodes = Job(workers, *resolve(backend, workers), timeout, plan.trace), servers * (1 + plan.replicated)
+    check_open_files(f"{workers} workers and {nodes} processes of servers", 5 * workers + 9 * nodes + 20)
     with _prepared(job, plan, live, monitor) as group:
         return group.run(saboteur, worker, args)
 
