@@ -254,10 +254,7 @@ class Rank(ABC):
 
     @contextmanager
     def inside(self, collective: str, apart: bool = False) -> Iterator[bool]:
-        """Say that the messages of this block belong to a collective; True for the outermost one.
-
-        apart: it has looked at its arguments for memory that they share, so that none of its messages has to be looked at.
-        """
+        """Say that the messages of this block belong to a collective, which has seen its tensors `apart`; True for the outermost."""
         self._check_lane()
         outermost, before = not self._collective, self._apart
         self._apart = apart
