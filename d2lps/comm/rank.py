@@ -254,7 +254,7 @@ class Rank(ABC):
 
     @contextmanager
     def inside(self, collective: str, apart: bool = False) -> Iterator[bool]:
-        """Say that the messages of this block belong to a collective, which has seen its tensors `apart`; True for the outermost."""
+        """Say that the messages of this block are a collective's, whose tensors were seen `apart`; True for the outermost one."""
         self._check_lane()
         outermost, before = not self._collective, self._apart
         self._apart = apart
