@@ -7,6 +7,7 @@ and in a simulation; any other by itself.
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -174,7 +176,7 @@ def one_skips_a_barrier(comm: Any) -> None:
 def one_is_killed(comm: Any) -> None:
     """The kernel kills a rank that is out of memory -> which rank, and by what signal."""
     if comm.rank == 1:
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), signal.SIGKILL)
     comm.barrier()
 
 
@@ -388,6 +390,39 @@ def different_calls(comm: Any) -> None:
     all_reduce(comm, torch.ones(2)) if comm.rank == 0 else broadcast(comm, torch.ones(2), 0)
 
 
+@report("pytorch/pytorch#5506, pytorch/pytorch#14632", gives=True)
+def one_room_for_all(comm: Any) -> bool:
+    """All-gather into a list of one tensor, as often as there are ranks -> refused, with the two places in the list."""
+    rooms = [torch.zeros(1)] * 2
+    says(refused(comm, lambda: all_gather(comm, rooms, torch.ones(1)), rooms[0]), "tensor_list[0]", "tensor_list[1]")
+    return True
+
+
+@report("pytorch/pytorch#5506", raises=(ValueError, "gather_list[0]", "gather_list[1]"))
+def one_room_at_the_root(comm: Any) -> None:
+    """Gather into a list of one tensor -> refused on the root, with the two places in the list."""
+    gather(comm, torch.ones(1), [torch.zeros(1)] * 2 if comm.rank == 0 else None, 0)
+
+
+@report("llnl/Elemental#146, TysonRayJones/Distributed-Full-State-Algorithms#2", gives=True)
+def one_buffer_to_swap(comm: Any) -> bool:
+    """Two ranks swap a tensor by sendrecv, from and into the same memory -> refused, with both arguments' names."""
+    mine, peer = torch.arange(4.0) + 10 * comm.rank, 1 - comm.rank
+    says(refused(comm, lambda: comm.sendrecv(mine, peer, mine, peer), mine), "into", "tensor", "memory")
+    says(refused(comm, lambda: comm.sendrecv(mine[1:], peer, mine[:-1], peer), mine), "into", "tensor", "memory")
+    comm.sendrecv(mine[2:], peer, mine[:2], peer)  # which do not meet
+    assert mine.tolist() == [v + 10 * r for r, v in ((peer, 2), (peer, 3), (comm.rank, 2), (comm.rank, 3))]
+    return True
+
+
+@report("pmodels/mpich#2049, OpenMDAO/OpenMDAO#904, FFTW/fftw3#47", gives=True)
+def transposed_in_place(comm: Any) -> bool:
+    """An all-to-all from and into the same list -> refused, with both lists' names and places."""
+    mine = [torch.tensor([10.0 * comm.rank + r]) for r in range(2)]
+    says(refused(comm, lambda: all_to_all(comm, mine, mine), *mine), "output_list[", "input_list[")
+    return True
+
+
 @report("llnl/Aluminum#22", gives=[[0.0, 0.0, 1.0, 1.0], [2.0, 4.0]])
 def rightly_in_place(comm: Any) -> Any:
     """All-gather from the rank's own part of the output, reduce-scatter into that of the input -> as out of place."""
@@ -396,6 +431,25 @@ def rightly_in_place(comm: Any) -> Any:
     given = torch.tensor([2.0, 4.0, 2.0, 4.0]) / 2
     reduce_scatter_tensor(comm, part := given.chunk(2)[comm.rank], given)
     return [whole.tolist(), part.tolist()]
+
+
+@report("pytorch/pytorch#126556, pytorch/pytorch#152706", gives=True)
+def no_sum(comm: Any) -> bool:
+    """Sums of dtypes that torch cannot add: float8, unsigned integers of 16 bits and more -> refused by name."""
+    for kind in (torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64):
+        for algorithm in ("ring", "tree", "flat"):
+            told = refused(comm, lambda kind=kind, how=algorithm: all_reduce(comm, torch.ones(4).to(kind), algorithm=how))
+            says(told, "SUM", str(kind))
+    return True
+
+
+@report("pytorch/pytorch#191978", gives=True, simulated=False)
+def no_sum_of_bools(comm: Any) -> bool:
+    """A sum of truth values, by our algorithms and by the world's own -> refused by all alike, and what to use instead."""
+    for algorithm in ("ring", "native"):
+        told = refused(comm, lambda how=algorithm: all_reduce(comm, torch.ones(4, dtype=torch.bool), algorithm=how))
+        says(told, "SUM", "bool")
+    return True
 
 
 # ---- groups of some ranks -------------------------------------------------------------------------------------------
@@ -627,6 +681,36 @@ def unfrozen(comm: Any) -> None:
     unfreezes(comm, 0)
 
 
+class Counting(nn.Module):
+    """That makes a new tensor of its buffer in each pass, as a batch norm does of how many batches it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + x.detach().sum()
+        return self.layer(x)
+
+
+@report("pytorch/pytorch#63916, pytorch/pytorch#111138", gives=[[9.0], [3.0]])
+def reassigned_buffers(comm: Any) -> Any:
+    """Buffers that become new tensors in forward passes of DataParallel -> they are rank 0's; without broadcasts those from which
+    all begin are.
+    """
+    found = []
+    for broadcasts in (True, False):
+        net = Counting()
+        net.seen += 3 + 7 * comm.rank
+        model = DataParallel(comm, net, broadcast_buffers=broadcasts)
+        begun = net.seen.tolist()
+        for _ in range(3):
+            model(torch.full((2, 1), 1.0 + comm.rank)).sum().backward()
+        found.append(net.seen.tolist() if broadcasts else begun)
+    return found
+
+
 @report("pytorch/pytorch#51427", simulated=False)
 def rebuilt_buckets(comm: Any) -> None:
     """DDP's buckets change after the first passes, and a codec has left values unsent -> they go to the parameters of which they
@@ -820,6 +904,27 @@ def longer(comm: Any) -> None:
     two_stages(comm, samples(3, 2, 7, 3), samples(3, 2, 7, 2))
 
 
+class TwoOutputs(nn.Module):
+    """A stage that makes a tuple."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, x
+
+
+@report("pytorch/PiPPy#1054", raises=(ValueError, "stage 0", "micro-batch 0", "tuple"))
+def of_two_outputs(comm: Any) -> None:
+    """A pipeline's stage makes a tuple -> refused, with the stage and the micro-batch."""
+    stage = TwoOutputs() if comm.rank == 0 else nn.Linear(3, 2)
+    execute(comm, {comm.rank: stage}, one_f_one_b(2, 2), [torch.ones(2, 3)] * 2, [torch.ones(2, 2)] * 2, nn.MSELoss())
+
+
+@report("pytorch/pytorch#126600", raises=(ValueError, "micro-batch 1", "[1, 3]", "[2, 3]"))
+def uneven_micro_batches(comm: Any) -> None:
+    """A batch of three in a pipeline's micro-batches of two -> refused, with both shapes."""
+    stage, x = (nn.Linear(3, 3), nn.Linear(3, 2))[comm.rank], torch.ones(3, 3)
+    execute(comm, {comm.rank: stage}, one_f_one_b(2, 2), x.split(2), torch.ones(3, 2).split(2), nn.MSELoss())
+
+
 @report("NVIDIA/Megatron-LM#7228, NVIDIA/Megatron-LM#7227")
 def tied(comm: Any) -> None:
     """An embedding that is tied to the head, in two stages of a pipeline
@@ -938,6 +1043,29 @@ def a_server_is_killed() -> None:
     run = kvstore.run(adds, 2, 2, durability="log", saboteur=lambda cluster: cluster.servers[0].kill())
     assert run == [[600.0] * 3] * 2
     says("; ".join(run.history), "server 0 was killed by SIGKILL", "server 0 runs again")
+
+
+class Deadly(os.PathLike[str]):
+    """A path at which whoever would write to it is killed."""
+
+    def __fspath__(self) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+@report("Lightning-AI/pytorch-lightning#688, Lightning-AI/pytorch-lightning#19970")
+def killed_while_it_saves(folder: str) -> None:
+    """The worker that writes a checkpoint for all is killed there -> the next one writes it, and nothing else is left."""
+
+    def saves(kv: Any) -> Any:
+        kv.init("w", torch.arange(3.0))
+        kv.save(Deadly() if kv.rank == 0 else f"{folder}/w.safetensors")
+        return sorted(os.listdir(folder))
+
+    with pytest.warns(match="rank 0 of 2 was killed by SIGKILL; the others go on"):
+        run = kvstore.run(saves, 2, 1)
+    assert list(run) == [None, ["w.safetensors"]]
+    assert load_file(f"{folder}/w.safetensors")["w"].tolist() == [0, 1, 2]
 
 
 @report("apache/mxnet#15923, apache/mxnet#4638", gives=True, servers=2)
