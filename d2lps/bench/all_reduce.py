@@ -73,7 +73,7 @@ def _our_rank(comm: Communicator, door: str) -> None:
     @lru_cache(1)
     def ways(nbytes: int) -> dict[str, Operation]:
         shared, mine, other = comm.empty(nbytes // 4).fill_(0), _ordinary(nbytes), _ordinary(nbytes)
-        calls = [partial(all_reduce, comm, tensor, algorithm="native") for tensor in (shared, mine)]
+        calls: list[Operation] = [partial(all_reduce, comm, tensor, algorithm="native") for tensor in (shared, mine)]
         calls += [partial(all_reduce, comm, mine), lambda: ctypes.memmove(other.data_ptr(), mine.data_ptr(), nbytes)]
         return dict(zip(OURS, calls, strict=True))
 
