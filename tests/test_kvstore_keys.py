@@ -350,3 +350,51 @@ def test_a_list_that_is_refused_leaves_what_was_known() -> None:
         return float(out.sum())
 
     assert kvstore.simulate(worker, star(4, 1e9), 2, 2, split=64) == [120.0] * 2
+
+
+# ---- memory that is pulled into -----------------------------------------------------------------------------------------
+
+
+def into_one_memory(kv: Any) -> list[Any]:
+    base, twice, names = torch.zeros(8), torch.ones(4), ["a", "b{}"]
+    kv.init(names, [torch.full((4,), 1.0), torch.full((4,), 2.0)])
+    kv.barrier()
+    wrong = [
+        lambda: kv.pull(names, [base[:4], base[2:6]]),
+        lambda: kv.peek(names, [twice, twice]),
+        lambda: kv.pull("b{}", torch.zeros(1).expand(4)),
+        lambda: kv.pushpull("a", base[:4], base[1:5]),
+        lambda: kv.pushpull(names, [twice, twice], [twice, base[:4]]),  # a's answer may come before b's value has left
+        lambda: kv.pushpull(names, [base[:4], base[4:]], [base[4:], base[:4]]),
+    ]
+    told = []
+    for call in wrong:
+        with pytest.raises(ValueError) as caught:
+            call()
+        told.append(str(caught.value))
+    kv.pull(names, [base[:4], base[4:]]).wait()
+    works = [kv.pushpull(names, [base[:4], base[4:]], [base[:4], base[4:]]), kv.clock()]
+    columns = torch.zeros(4, 2)
+    works += [kv.pull(names, columns.unbind(1)), kv.push(names, [twice, twice])]
+    for work in works:
+        work.wait()
+    return [told, base.tolist(), columns.tolist()]
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_two_keys_are_not_pulled_into_one_memory(real: bool) -> None:
+    for told, pushed, columns in world(real, into_one_memory, 2, 2, split=8):
+        assert told == [
+            "kv.pull(['a', 'b{}']): out[0], float32[4], and out[1], float32[4], share memory: both are received into",
+            "kv.peek(['a', 'b{}']): out[0], float32[4], and out[1], float32[4], share memory: both are received into",
+            "kv.pull('b{}'): out of shape [4] was expanded: several elements share one place in memory",
+            *(
+                f"kv.pushpull({names}): {pair}, share memory: what arrives would overwrite what is to be sent"
+                for names, pair in (
+                    ("'a'", "out, float32[4], and value, float32[4]"),
+                    ("['a', 'b{}']", "out[0], float32[4], and value[1], float32[4]"),
+                    ("['a', 'b{}']", "out[0], float32[4], and value[1], float32[4]"),
+                )
+            ),
+        ]
+        assert pushed == [3.0] * 4 + [6.0] * 4 and columns == [[3.0, 6.0]] * 4

@@ -324,7 +324,7 @@ def test_over_tcp_with_keys_and_without() -> None:
     [
         (torch.zeros(20_000, dtype=torch.int32), ValueError, "copy needs two tensors alike, not int32"),  # as many bytes
         (torch.zeros(10_000, dtype=torch.float64), ValueError, "copy needs two tensors alike, not float64"),
-        (torch.zeros(1).expand(20_000), RuntimeError, "more than one element of the written-to tensor"),
+        (torch.zeros(1).expand(20_000), ValueError, r"kv.pull\('w'\): out of shape \[20000\] was expanded"),
     ],
     ids=["int32", "float64", "expanded"],
 )
@@ -348,13 +348,16 @@ def test_a_tensor_that_cannot_take_the_value_is_an_error_at_once(address: str, o
         ("pull_rows", [1], (2, 3), r"out is float32\[2, 3\], but 1 rows of key 'e' are \[1, 3\]"),
         ("pull_rows", [1, 2], (2, 1), r"out is float32\[2, 1\], but 2 rows of key 'e' are \[2, 3\]"),
         ("pull_rows", [True, False], (2, 3), r"rows must be flat, of int64, not bool\[2\]"),
+        ("pull_rows", [1, 2], torch.zeros(2, 3).double(), r"out is float64\[2, 3\], but key 'e' is float32\[40, 3\]"),
+        ("push_rows", [1, 2], torch.zeros(2, 3).int(), r"values is int32\[2, 3\], but key 'e' is float32\[40, 3\]"),
+        ("pull_rows", [1, 2], torch.zeros(3).expand(2, 3), r"kv.pull_rows\('e'\): out of shape \[2, 3\] was expanded"),
     ],
 )
-def test_rows_and_their_values_must_be_as_many(call: str, rows: list[int], shape: tuple[int, ...], told: str) -> None:
+def test_rows_and_their_values_must_fit(call: str, rows: list[int], shape: Any, told: str) -> None:
     def worker(kv: Any) -> None:
         kv.init("e", torch.zeros(40, 3))
         with pytest.raises(ValueError, match=told):
-            getattr(kv, call)("e", torch.tensor(rows), torch.ones(shape))
+            getattr(kv, call)("e", torch.tensor(rows), torch.ones(shape) if isinstance(shape, tuple) else shape)
         out = torch.ones(40, 3)
         kv.pull("e", out).wait()
         assert not out.any()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from d2lps.comm import Communicator, Work
+from d2lps.comm.aliasing import check_apart, same_place
 from d2lps.comm.rank import describe
 from d2lps.compress import ErrorFeedback
 from d2lps.compress.codec import check_finite, widened
@@ -105,6 +106,8 @@ class Asking:
     def bring(self, op: Op, priority: int, key: Keys, value: Tensors, *out: Tensors) -> list[tuple[Part, Request]]:
         """Requests with all parts of tensors, encoded if that was wished; `out` must fit, too."""
         cut = self.cut(priority, key, value, *out)
+        for room in out:
+            check_room(op, key, room, value)
         if self.codec is not None:
             for name, tensor in [pair for pair in pairs(key, value) if pair[1].is_floating_point()]:
                 check_finite(tensor, str(name))
@@ -153,6 +156,8 @@ class Asking:
             raise ValueError(f"rows must be flat, of int64, not {describe(rows)}")
         if not (shape := self.placement.shapes[str(key)][0]):
             raise ValueError(f"key {key!r} is {self.placement.describe(str(key))}, one number, which has no rows")
+        if tensor.dtype != self.placement.shapes[str(key)][1]:
+            raise ValueError(f"{name} is {describe(tensor)}, but key {key!r} is {self.placement.describe(str(key))}: of another dtype")
         count, *row = shape
         if list(tensor.shape) != [len(rows), *row]:
             raise ValueError(f"{name} is {describe(tensor)}, but {len(rows)} rows of key {key!r} are {[len(rows), *row]}")
@@ -213,6 +218,17 @@ def pairs(key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
     if counts != [len(key)] * len(counts):
         raise ValueError(f"{len(key)} keys, {list(key)}, need a list of as many tensors, not {counts}")
     return list(zip(key, *tensors, strict=True))
+
+
+def check_room(op: str, key: Keys, out: Tensors, value: Tensors | None = None) -> None:
+    """What is pulled needs a place of its own for each key; a key's may be just where its value is pushed from."""
+    rooms, index = [room for _, room in pairs(key, out)], "[{}]" if isinstance(key, list | tuple) else ""
+    sent = [] if value is None else [pushed for _, pushed in pairs(key, value)]
+    sent = [pushed.new_empty(0) if same_place(room, pushed) else pushed for room, pushed in zip(rooms, sent, strict=False)]
+    try:
+        check_apart(rooms, sent, ("out" + index, "value" + index))
+    except ValueError as error:
+        raise ValueError(f"kv.{op}({key!r}): {error}") from None
 
 
 def check_dense(key: Key, *tensors: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from d2lps.comm import Work
 from d2lps.compress import ErrorFeedback
 from d2lps.kvstore.core import saving
-from d2lps.kvstore.core.asking import Answers, Asking, Key, Keys, Tensors, pairs, wire
+from d2lps.kvstore.core.asking import Answers, Asking, Key, Keys, Tensors, check_room, pairs, wire
 from d2lps.kvstore.core.compression import make_codec
 from d2lps.kvstore.core.events import LOSS, Op, Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part
@@ -88,6 +88,8 @@ class KVWorker(Asking):
     def pull(self, key: Keys, out: Tensors, priority: int = 0) -> Work:
         """Fill `out` with the value, once the slowest worker is no more than the staleness behind. Each receives n bytes.
 
+        Several keys need several tensors: a ValueError that names both, before anything is asked, if two share memory.
+
         Behind this iteration, even if the next one has begun before the answer is there: under bsp it has the rounds before this
         one, no more and no less. Only if a server dies before its answer is there, it is read anew, and may have later ones.
         """
@@ -99,6 +101,7 @@ class KVWorker(Asking):
 
     def _read(self, op: Op, key: Keys, out: Tensors, priority: int) -> Work:
         mine = [found for found in self.cut(priority, key, out) if self.is_mine(found[0])]
+        check_room(op, key, out)
         requests = [(part, Request(op, part.name, priority=priority)) for part, _ in mine]
         return self.fetch(op, key, requests, [to.detach() for _, to in mine])
 
@@ -106,7 +109,8 @@ class KVWorker(Asking):
         """Push, and pull what comes of this iteration: ends this worker's iteration as far as this key is concerned.
 
         So under bsp the answer need not wait until all have called clock(), only until all have pushed this key. Not of a key
-        that is everywhere, of which each server would answer: push it, and pull it.
+        that is everywhere, of which each server would answer: push it, and pull it. A key's `value` and `out` may be one tensor;
+        otherwise no tensor shares memory with an `out`: ValueError.
         """
         if copied := [name for name, *_ in pairs(key, value, out) if str(name) in self.placement.everywhere]:
             raise ValueError(f"pushpull of {copied[0]!r}, which is everywhere: push it, end the iteration, and pull it")
@@ -144,8 +148,9 @@ class KVWorker(Asking):
         return self.work("push_rows", key, requests)
 
     def pull_rows(self, key: Key, rows: torch.Tensor, out: torch.Tensor) -> Work:
-        """Fill out[i] with row rows[i]."""
+        """Fill out[i] with row rows[i]; `out` has the key's dtype, and a place for each of its elements."""
         split = [(*found,) for found in self.split_rows(key, rows, "out", out) if self.is_mine(found[0])]
+        check_room("pull_rows", key, out)
         requests = [(part, Request("pull", part.name, rows=local)) for part, _, local in split]
 
         def place(replies: list[Reply]) -> None:
