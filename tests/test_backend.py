@@ -543,6 +543,90 @@ def after_a_refusal(comm: Communicator) -> list[float]:
     return both.tolist()
 
 
+def whole(comm: Communicator) -> torch.Tensor:
+    return torch.full((6,), float(comm.rank))
+
+
+def rooms(comm: Communicator) -> list[torch.Tensor]:
+    return list(torch.zeros(3, 2))
+
+
+def mine(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.sendrecv(tensor, 1 - comm.rank, tensor, 1 - comm.rank)
+
+
+# By torch's names, of 3 ranks on those that see it.
+REFUSED: dict[str, Callable[[Communicator], Any]] = {
+    "tensor_list[0], float32[2], and tensor_list[1]": lambda comm: dist.all_gather([x := torch.zeros(2), x, x], x.clone()),
+    "gather_list[0], float32[2], and gather_list[2]": lambda comm: (
+        dist.gather(torch.ones(2), [x := torch.zeros(2), x.clone(), x]) if comm.rank == 0 else None
+    ),
+    "tensor, float32[2], and scatter_list[2]": lambda comm: (
+        dist.scatter((x := rooms(comm))[2], x) if comm.rank == 0 else None
+    ),
+    "output_tensor_list[1], float32[2], and input_tensor_list[1]": lambda comm: (
+        dist.all_to_all(x := rooms(comm), x) if comm.rank == 0 else None
+    ),
+    "output, float32[6], and input, float32[6]": lambda comm: dist.all_to_all_single(x := whole(comm), x),
+    "output, float32[6], and input, float32[3, 2]": lambda comm: dist.all_to_all_single(x := whole(comm), x.view(3, 2)),
+    "output_tensor, float32[6], and input_tensor, float32[2]": lambda comm: (
+        dist.all_gather_into_tensor(x := whole(comm), x[1:3])
+    ),
+    "output, float32[2], and input_list[0], float32[2]": lambda comm: (
+        dist.reduce_scatter((x := whole(comm))[1:3], list(x.split(2)))
+    ),
+    "output, float32[2], and input, float32[6]": lambda comm: dist.reduce_scatter_tensor((x := whole(comm))[1:3], x),
+    "tensors[0], float32[6], and tensors[1], float32[2]": lambda comm: (
+        dist.group.WORLD.allreduce_coalesced([x := whole(comm), x[:2]]).wait()  # type: ignore[union-attr]
+    ),
+    "of shape [3] was expanded": lambda comm: dist.broadcast(torch.zeros(1).expand(3), 0),
+    "op=SUM of torch.uint16 tensors": lambda comm: dist.all_reduce(torch.ones(2).to(torch.uint16)),
+    "op=SUM of torch.bool tensors": lambda comm: dist.reduce(torch.ones(2) > 0, 1),
+    "op=MIN of torch.float8_e5m2 tensors": lambda comm: (
+        dist.reduce_scatter_tensor(*(torch.ones(n).to(torch.float8_e5m2) for n in (2, 6)), op=dist.ReduceOp.MIN)
+    ),
+}
+
+
+def refused(comm: Communicator) -> tuple[list[str], list[float], list[float]]:
+    """What each is answered with; then an all-gather and a reduce-scatter in place, which are right."""
+    answers = []
+    for call in REFUSED.values():
+        try:
+            call(comm)
+            answers.append("")
+        except ValueError as error:
+            answers.append(str(error))
+    x, y = whole(comm), whole(comm)
+    dist.all_gather_into_tensor(x, x[2 * comm.rank :][:2])
+    dist.reduce_scatter_tensor(y[2 * comm.rank :][:2], y)
+    return answers, x.tolist(), y[2 * comm.rank :][:2].tolist()
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_memory_that_meets_and_sums_that_are_none_are_refused_and_the_group_goes_on(transport: str) -> None:
+    found = job(refused, 3, transport=transport)
+    assert [there[1:] for there in found] == [([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [3.0, 3.0])] * 3
+    for words, answers in zip(REFUSED, zip(*(answers for answers, *_ in found), strict=True), strict=True):
+        assert any(answers) and all(words in answer for answer in answers if answer), (words, answers)
+
+
+def by_ones_own(comm: Communicator) -> str:
+    """A function that all-reduces is looked at as every other: it isn't the library's."""
+    d2lps.backend.use(all_reduce=mine)
+    try:
+        dist.all_reduce(torch.ones(4))
+    except ValueError as error:
+        return str(error)
+    finally:
+        d2lps.backend.use(all_reduce=None)
+    return ""
+
+
+def test_a_function_of_ones_own_may_not_receive_into_what_it_sends() -> None:
+    assert all(told.startswith("into, float32[4], and tensor, float32[4], share memory") for told in job(by_ones_own, 2))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_what_is_refused_before_it_is_sent_harms_no_group() -> None:
     assert job(after_a_refusal, 2) == [[5.0, 6.0]] * 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from d2lps.backend.choice import all_reduce_dense, call
-from d2lps.collectives.arguments import divide
+from d2lps.collectives.arguments import check_apart, divide, is_part, only
 from d2lps.comm import Communicator
 from d2lps.comm.ops import check_op
 
@@ -54,6 +54,7 @@ def all_reduce(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> N
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, opts: Any = _DEFAULTS) -> None:
     if len(dtypes := list(dict.fromkeys(tensor.dtype for tensor in tensors))) > 1:
         raise ValueError(f"all_reduce_coalesced: the tensors must all have one dtype, not {', '.join(map(str, dtypes))}")
+    check_apart("tensors", tensors)
     data = torch.cat([tensor.reshape(-1) for tensor in tensors])
     all_reduce(comm, [data], opts)
     for tensor, part in zip(tensors, data.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -65,11 +66,13 @@ def all_gather(comm: Communicator, outputs: Sequence[Tensors], inputs: Tensors, 
 
 
 def all_gather_coalesced(comm: Communicator, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> None:
+    check_apart("output_tensor_lists", leaves(outputs), "input_tensor_list", inputs)
     for index, tensor in enumerate(inputs):
         call("all_gather", comm, [theirs[index] for theirs in outputs], tensor)  # a list of all tensors for each rank
 
 
 def all_gather_into_tensor(comm: Communicator, output: Any, input: Any, opts: Any = None) -> None:
+    check_apart("output_tensor", output, "input_tensor", input, lambda whole, part: is_part(whole, part, comm.size))
     for whole, tensor in zip(leaves(output), leaves(input), strict=True):  # one of each, or lists
         call("all_gather_into_tensor", comm, whole, tensor)
 
@@ -79,18 +82,22 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, inputs: Sequence[Tensor
 
 
 def reduce_scatter_tensor(comm: Communicator, output: Any, input: Any, opts: Any = _DEFAULTS) -> None:
+    check_apart("output", output, "input", input, lambda part, whole: is_part(whole, part, comm.size))
     wholes, op = scaled(leaves(input), opts.reduceOp)
     for part, tensor in zip(leaves(output), wholes, strict=True):  # one of each, or lists
         call("reduce_scatter_tensor", comm, part, tensor, op)
 
 
 def all_to_all(comm: Communicator, outputs: Tensors, inputs: Tensors, opts: Any = None) -> None:
+    stays = only(*(tensors[comm.rank] if comm.rank < len(tensors) else torch.empty(0) for tensors in (outputs, inputs)))
+    check_apart("output_tensor_list", outputs, "input_tensor_list", inputs, stays)
     call("all_to_all", comm, outputs, inputs)
 
 
 def all_to_all_single(
     comm: Communicator, output: Tensor, input: Tensor, out_rows: list[int], in_rows: list[int], opts: Any = None
 ) -> None:
+    check_apart("output", output, "input", input, lambda *_: comm.size == 1)
     room = output.contiguous()  # of which rows can be written
     call("all_to_all", comm, rows(room, out_rows, comm.size), rows(input, in_rows, comm.size))
     output.copy_(room)
