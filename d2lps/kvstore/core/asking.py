@@ -157,7 +157,7 @@ class Asking:
         if not (shape := self.placement.shapes[str(key)][0]):
             raise ValueError(f"key {key!r} is {self.placement.describe(str(key))}, one number, which has no rows")
         if tensor.dtype != self.placement.shapes[str(key)][1]:
-            raise ValueError(f"{name} is {describe(tensor)}, but key {key!r} is {self.placement.describe(str(key))}: of another dtype")
+            raise ValueError(f"{name} is {describe(tensor)}, but key {key!r} is {self.placement.describe(str(key))}")
         count, *row = shape
         if list(tensor.shape) != [len(rows), *row]:
             raise ValueError(f"{name} is {describe(tensor)}, but {len(rows)} rows of key {key!r} are {[len(rows), *row]}")
