@@ -93,13 +93,21 @@ class ProcessGroupCommunicator(Communicator):
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if self.backend == "gloo" and tensor.dtype not in _GLOO and not (tensor.is_complex() and op == ReduceOp.SUM):
             raise ValueError(f"gloo's own all-reduce has no {op_name(op)} of {tensor.dtype} tensors: choose another algorithm")
+        host = tensor.detach().to(self._wire())
+        extreme = op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point()
+        with self.waiting("native", nbytes=tensor.numel() * tensor.element_size()):
+            nan = host.isnan().byte() if extreme else None
+            self._engines_all_reduce(host, op)
+            if nan is not None:  # of NaN and a number the engines take the number
+                self._engines_all_reduce(nan, ReduceOp.MAX)
+                host.masked_fill_(nan.bool(), torch.nan)
+        tensor.detach().copy_(host)  # which costs nothing where the two are the same
+
+    def _engines_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
-        host = tensor.to(self._wire())
-        with self.waiting("native", nbytes=tensor.numel() * tensor.element_size()):
-            work = self.group.allreduce([host], options)
-            (_on_stream(work) if self.backend == "nccl" else work).wait()
-        tensor.detach().copy_(host)  # which costs nothing where the two are the same
+        work = self.group.allreduce([tensor], options)
+        (_on_stream(work) if self.backend == "nccl" else work).wait()
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ def test_what_one_algorithm_adds_up_or_refuses_all_do(world: str) -> None:
     if world == "simulated":
         [one, other] = simulate(each_dtype, star(2, 1e9), algorithms)
     else:
-        [one, other] = d2lps.run(each_dtype, 2, algorithms, backend=world, timeout=20)
+        [one, other] = d2lps.run(each_dtype, 2, algorithms, backend=world)
     assert one == other  # on both ranks
     for call, results in one.items():
         assert len({str(result) for result in results if result != "gloo's own "}) == 1, call  # which has not all of them

@@ -345,10 +345,8 @@ def average(comm: Any) -> Any:
     return [tensor.tolist(), scalar.item()]
 
 
-@report("ml-explore/mlx#4072, openshmem-org/specification#467", ranks=3)
-def maximum_of_nan(comm: Any) -> None:
-    """MAX and MIN where one rank has NaN, first, in the middle or last -> NaN, as torch.maximum gives, by every algorithm."""
-    for algorithm in ("flat", "tree", "ring", "double_tree", "two_rings", "blockwise", "halving_doubling", "auto"):
+def extremes_of_nan(comm: Any, *algorithms: str) -> None:
+    for algorithm in algorithms:
         for who in range(comm.size):
             tensor = torch.full((6,), float(comm.rank))
             tensor[who] = torch.nan if comm.rank == who else tensor[who]
@@ -357,6 +355,24 @@ def maximum_of_nan(comm: Any) -> None:
                 wanted = torch.full((6,), right)
                 wanted[who] = torch.nan
                 assert_close(found, wanted, equal_nan=True, rtol=0, atol=0)
+
+
+@report("ml-explore/mlx#4072, openshmem-org/specification#467", ranks=3)
+def maximum_of_nan(comm: Any) -> None:
+    """MAX and MIN where one rank has NaN, first, in the middle or last -> NaN, as torch.maximum gives, by every algorithm."""
+    extremes_of_nan(comm, "flat", "tree", "ring", "double_tree", "two_rings", "blockwise", "halving_doubling", "auto")
+
+
+@report("ml-explore/mlx#4072", ranks=3, simulated=False, options={"backend": "gloo"})
+def maximum_of_nan_by_gloo(comm: Any) -> None:
+    """MAX and MIN of NaN by gloo's own all-reduce, which takes the number of the two -> NaN, as by all others."""
+    extremes_of_nan(comm, "native")
+
+
+@report("ml-explore/mlx#4072", ranks=3, simulated=False)
+def maximum_of_nan_in_shared_memory(comm: Any) -> None:
+    """MAX and MIN of NaN by shared memory's own all-reduce -> NaN, as by all others."""
+    extremes_of_nan(comm, "native")
 
 
 @report("NVIDIA/nccl#1417, NVIDIA/nccl#1394", raises=(Mismatch, "float32[100]", "float32[50]"), options=SOON)
