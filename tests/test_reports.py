@@ -8,6 +8,8 @@ and in a simulation; any other by itself.
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -1130,6 +1132,43 @@ def first_run(kv: Any, folder: str) -> list[float]:
     kv.clock()
     kv.pull("w", out := torch.zeros(2)).wait()
     return out.tolist()
+
+
+@report("pytorch/pytorch#52040")
+def by_ipv6(folder: str) -> None:
+    """The processes of a job meet at an address of IPv6 -> they meet, and the store serves them."""
+    Path(program := f"{folder}/job.py").write_text(
+        "import torch\nfrom d2lps import kvstore\n\ndef worker(kv):\n    kv.init('w', out := torch.zeros(1))\n"
+        "    kv.pushpull('w', torch.ones(1), out).wait()\n    return out.tolist()\n\nprint(kvstore.run(worker, 1, 1).results)"
+    )
+    with socket.socket(socket.AF_INET6) as free:
+        try:
+            free.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        job = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = [subprocess.Popen([sys.executable, program], env=job | {"RANK": rank}, stdout=-1, text=True) for rank in "01"]
+    try:
+        assert [process.communicate(timeout=100)[0] for process in processes] == ["[[1.0]]\n"] * 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@report("apache/mxnet#9190, apache/mxnet#9887", gives=True)
+def unfit_rooms(kv: Any) -> bool:
+    """Rows are pulled into a tensor of another dtype, and into an expanded one -> refused, with the key."""
+    kv.init("w", torch.arange(8.0).view(4, 2))
+    for out in (torch.zeros(2, 2, dtype=torch.float64), torch.zeros(1, 2).expand(2, 2)):
+        try:
+            kv.pull_rows("w", torch.tensor([0, 3]), out).wait()
+        except (TypeError, ValueError) as error:
+            says(str(error), "'w'")
+        else:
+            raise AssertionError("nothing was refused")
+    kv.pull_rows("w", torch.tensor([0, 3]), out := torch.zeros(2, 2)).wait()
+    return out.tolist() == [[0.0, 1.0], [6.0, 7.0]]
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
