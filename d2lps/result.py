@@ -1,6 +1,10 @@
-"""What a run gives back, in whichever world it ran."""
+"""What a run is given and gives back, in whichever world it runs."""
 
+import io
 from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
 
 from d2lps.trace import Trace
 
@@ -38,3 +42,18 @@ class Run(list[Any]):
 
     def __repr__(self) -> str:
         return f"Run({super().__repr__()})"
+
+
+class _Packer(cloudpickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """torch's own way takes the whole storage along, of which a view may be the smallest part."""
+        if type(value) is torch.Tensor and value.layout is torch.strided and value.untyped_storage().nbytes() > value.nbytes:
+            value = value.detach().clone().requires_grad_(value.requires_grad)
+            return value.__reduce_ex__(cloudpickle.DEFAULT_PROTOCOL)
+        return super().reducer_override(value)
+
+
+def pickled(value: Any) -> bytes:
+    """As it goes to another rank or process: `pickled(big[:1])` has one element, and not all of `big`."""
+    _Packer(file := io.BytesIO()).dump(value)
+    return file.getvalue()

@@ -26,6 +26,7 @@ from oracles import TORCH
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankFailed, RankHung, ReduceOp
 from d2lps.collectives import all_gather, all_reduce, broadcast
+from d2lps.topology import star
 
 Runner = Callable[..., d2lps.Run]
 
@@ -86,6 +87,30 @@ def test_big_results(run: Runner) -> None:
     result = run(lambda comm: torch.full((12_500_000,), float(comm.rank)), 2)
     assert [tensor.nbytes for tensor in result] == [50_000_000] * 2
     assert all(bool((tensor == rank).all()) for rank, tensor in enumerate(result))
+
+
+def test_of_a_part_of_a_tensor_only_the_part_is_sent() -> None:
+    """There and back, in every container, under a parameter; what is whole stays as it is, and one tensor stays one."""
+    big = torch.arange(1_000_000.0)
+    parts = {"first": big[:2], "column": [big.view(1000, 1000)[:3, 7]], "weight": torch.nn.Parameter(big[5:7]), "none": big[:0]}
+    parts |= {"again": parts["first"], "spread": torch.ones(1).expand(4), "history": (torch.ones(9, requires_grad=True) * 2)[3:]}
+
+    def sizes(tensors: Any) -> list[int]:
+        flat = [each for value in tensors.values() for each in (value if isinstance(value, list) else [value])]
+        return [tensor.untyped_storage().nbytes() for tensor in flat]
+
+    def work(comm: Communicator, parts: Any) -> Any:
+        whole = torch.arange(1_000_000.0)
+        parts["mine"] = whole[comm.rank : comm.rank + 1]
+        return sizes(parts), parts
+
+    for found in (d2lps.run(work, 2, parts), d2lps.simulate(work, star(2, 1e9), parts)):
+        for rank, (there, back) in enumerate(found):
+            assert there[:7] == [8, 12, 8, 0, 8, 4, 24] and back["mine"].tolist() == [float(rank)]
+            assert back["again"] is back["first"] and isinstance(back["weight"], torch.nn.Parameter)
+            assert back["history"].requires_grad and back["weight"].tolist() == [5.0, 6.0] == [*big[5:7]]
+            assert back["column"][0].tolist() == [7.0, 1007.0, 2007.0] and back["spread"].stride() == (0,)
+    assert all(sizes(back) == [8, 12, 8, 0, 8, 4, 24, 4] for _, back in d2lps.run(work, 2, parts))
 
 
 def test_big_arguments(run: Runner) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 from d2lps.cost.numbers import named, whole
 from d2lps.feeding.shuffle import Shuffle
+from d2lps.result import pickled
 
 ENDS = {"short": 1, "pad": 1, "drop": 0}  # how many batches are made of what is left of an epoch when no whole one is
 
@@ -192,7 +193,7 @@ def _become(source: bytes) -> None:
 def _load(source: Source | None, epoch: int, samples: list[int]) -> Any:
     """A batch, or from another process its bytes: a tensor itself would come in shared memory, which may be small."""
     if source is None:
-        return cloudpickle.dumps(_source.load(epoch, samples) if samples else None)
+        return pickled(_source.load(epoch, samples) if samples else None)
     return source.load(epoch, samples) if samples else None
 
 

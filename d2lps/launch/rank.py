@@ -23,7 +23,7 @@ from d2lps.comm.rank import SEED, runs_here
 from d2lps.comm.status import SharedBoard, Status, noted
 from d2lps.launch.failure import Failure, pack
 from d2lps.processgroup import ProcessGroupCommunicator
-from d2lps.result import Run
+from d2lps.result import Run, pickled
 from d2lps.signatures import store_at
 from d2lps.trace import Recorder, Trace
 
@@ -121,7 +121,7 @@ def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, .
     ended = comm.now()
     logs = recorder.logs(started, ended, str(comm.node)) if recorder else ()
     try:
-        packed = cloudpickle.dumps(result)
+        packed = pickled(result)
     except Exception as error:
         kind = type(result.result if isinstance(result, Timed) else result).__name__
         told = f"rank {comm.rank} returned a {kind}, which cannot be sent back to the caller ({error})"

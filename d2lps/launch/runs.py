@@ -23,7 +23,7 @@ from d2lps.launch.failure import meaning, release
 from d2lps.launch.group import Group
 from d2lps.launch.rank import Job, Success, execute, place, run_of
 from d2lps.processgroup import ProcessGroupCommunicator
-from d2lps.result import Run
+from d2lps.result import Run, pickled
 
 _BACKENDS = ("auto", "shm", "gloo", "nccl")
 _inside = False  # a joined run
@@ -106,7 +106,7 @@ def packed(function: Callable[..., Any], *args: Any) -> bytes:
     if "__mp_main__" in sys.modules:  # in a child of multiprocessing: its script's name, which no other process knows
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     try:
-        return cloudpickle.dumps((function, args))
+        return pickled((function, args))
     except Exception as error:
         raise TypeError(f"the function or its arguments cannot be sent to other processes: {error}") from None
 

@@ -16,7 +16,7 @@ from torch.utils import _device as last_device
 
 from d2lps.comm import RankFailed
 from d2lps.comm.rank import SEED
-from d2lps.result import Run
+from d2lps.result import Run, pickled
 from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
@@ -90,7 +90,7 @@ def _placed(topology: Topology, ranks: int | Sequence[Hashable] | None) -> list[
 
 class _Simulation(World):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], faults: Sequence[Fault]) -> Run:
-        self.program = cloudpickle.dumps((function, args))
+        self.program = pickled((function, args))
         self.kills = Counter[int]()  # by rank: how many faults keep it dead
         self.killed: set[int] = set()  # who had not returned
         self.harmed: defaultdict[int, list[Slow | Cut | Narrow]] = defaultdict(list)  # by link: what is wrong with it
