@@ -805,6 +805,27 @@ def test_a_message_that_does_not_fit_is_named() -> None:
             assert str(caught.value) == said
 
 
+def test_a_tensor_with_contents_among_those_without_is_named() -> None:
+    def swap(comm: Communicator) -> None:
+        mine = torch.ones(4, device="cpu" if comm.rank == 1 else comm.device)
+        comm.sendrecv(mine, 1 - comm.rank, mine.clone(), 1 - comm.rank)
+
+    def add(comm: Communicator) -> None:
+        all_reduce(comm, torch.ones(4, device="cpu" if comm.rank == 1 else comm.device))
+
+    def gather(comm: Communicator) -> None:
+        all_gather(comm, [torch.ones(4) for _ in range(comm.size)], torch.ones(4, device=comm.device))
+
+    between = r"message from rank 0 to rank 1, tag 0: the sender sends float32\[[24]\] on meta, the receiver expects .* on cpu|"
+    between += r"message from rank 1 to rank 0, tag 0: the sender sends float32\[[24]\] on cpu, the receiver expects .* on meta"
+    for model, trace in itertools.product((Model(), Model(eager=math.inf)), (True, False)):
+        for work in (swap, add):
+            with pytest.raises(Mismatch, match=between):
+                simulate(work, star(2, 1e9), device="meta", model=model, trace=trace)
+    with pytest.raises(ValueError, match=r"tensor is on meta but tensor_list\[0\] is on cpu: only one of them has contents"):
+        simulate(gather, star(2, 1e9), device="meta")
+
+
 def test_debug_compares_calls_of_collectives() -> None:
     def work(comm: Communicator) -> None:
         broadcast(comm, torch.zeros(2), src=comm.rank)

@@ -88,6 +88,8 @@ def check_fits(name: str, tensor: Any, other_name: str, other: Tensor) -> None:
     check_tensor(name, tensor)
     if tensor.dtype != other.dtype or tensor.numel() != other.numel():
         raise ValueError(f"{name} is {describe(tensor)} but {other_name} is {describe(other)}: they must hold the same")
+    if tensor.is_meta is not other.is_meta:
+        raise ValueError(f"{name} is on {tensor.device} but {other_name} is on {other.device}: only one of them has contents")
 
 
 def check_root_list(comm: Communicator, name: str, tensors: Any, root_name: str, root: int, tensor: Tensor) -> None:

@@ -17,7 +17,8 @@ def reduce(comm: Communicator, tensor: Tensor, dst: int = 0, op: ReduceOp = Redu
 
     tensor: any shape, the same on every rank. algorithm: "flat" (p - 1 steps; dst receives (p - 1) n bytes) or "tree"
     (ceil(log2 p) steps; dst receives ceil(log2 p) n bytes). Each other rank sends n bytes.
-    Errors: AVG of integers is a ValueError. Source: Thakur, Rabenseifner, Gropp 2005 (binomial tree).
+    Errors: AVG of integers is a ValueError; sums may overflow before they are divided: see `all_reduce`. Source: Thakur,
+    Rabenseifner, Gropp 2005 (binomial tree).
     """
     check_tensor("tensor", tensor)
     check_rank(comm, "dst", dst)

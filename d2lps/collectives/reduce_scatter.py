@@ -21,7 +21,8 @@ def reduce_scatter(
 
     input_list: p tensors, n bytes together, of any sizes, the same on every rank. algorithm: "ring" (p - 1 steps, to
     the neighbor only) or "pairwise" (p - 1 steps, to every rank once). Each rank sends (p - 1)/p n bytes in both.
-    Errors: AVG of integers is a ValueError. Source: Thakur, Rabenseifner, Gropp 2005.
+    Errors: AVG of integers is a ValueError; sums may overflow before they are divided: see `all_reduce`. Source: Thakur,
+    Rabenseifner, Gropp 2005.
     """
     check_list(comm, "input_list", input_list)
     check_fits("output", output, f"input_list[{comm.rank}]", input_list[comm.rank])

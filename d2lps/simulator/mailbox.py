@@ -93,7 +93,7 @@ class Mailbox:
         """Post a send or a receive. A buffered send travels at once, and is delivered when it has been asked for."""
         if self.careful:
             end = self._looked_at(end)
-        stream, _, nbytes, dtype, sends, _, _ = end
+        stream, content, nbytes, dtype, sends, _, _ = end
         queue = stream.queue
         if not queue or queue[0].first[4] is sends:
             message = Message(self, end)
@@ -103,7 +103,7 @@ class Mailbox:
         else:
             message = queue.pop(0)
             message.second, first = end, message.first
-            if nbytes != first[2] or dtype is not first[3]:
+            if nbytes != first[2] or dtype is not first[3] or (content is None) is not (first[1] is None):
                 raise _differ(first, end)
             if self.eager and self.is_buffered(first):
                 if message.end < 0:  # it is here
@@ -182,8 +182,10 @@ class Mailbox:
 
 
 def _differ(first: End, second: End) -> Mismatch:
-    """Both ends must speak of as many bytes of one dtype."""
+    """Both ends must speak of as many bytes of one dtype, with contents or both without."""
     _, src, dst, tag = first[0].key
     rank, peer = (src, dst) if first[4] else (dst, src)
     mine, theirs = (f"{str(dtype).removeprefix('torch.')}[{n // dtype.itemsize}]" for _, _, n, dtype, *_ in (first, second))
+    if (first[1] is None) is not (second[1] is None):
+        mine, theirs = (f"{said} on {'meta' if end[1] is None else 'cpu'}" for said, end in ((mine, first), (theirs, second)))
     return mismatch(first[4], rank, peer, tag, mine, theirs)
