@@ -44,10 +44,10 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, 
     "native"            the world's own, shared memory's, gloo's or NCCL's: no trace sees what it moves
     "auto"              the one that `d2lps.cost.choose` finds cheapest, for links of `alpha` and `beta`, and `overhead`
     The result is the same on all ranks to the bit; sums of floats differ in the last digits from algorithm to algorithm.
-    AVG divides once, when all is added: a float16 sum beyond 65,504 is inf, even where the average would fit (NCCL divides first).
+    AVG divides once, when all is added: a float16 sum beyond 65,504 is inf, even if the average would fit (NCCL divides first).
     Where that may be, divide by comm.size before, and add.
-    Errors: AVG of integers is a ValueError; so are sums of bools and of what torch cannot add (uint16, float8), and an option that
-    the algorithm does not have. Sources: in each file.
+    Errors: AVG of integers is a ValueError; so are sums of bools and of what torch cannot add (uint16, float8), and an option
+    that the algorithm does not have. Sources: in each file.
     """
     check_tensor("tensor", tensor)
     check_op(op, tensor.dtype)
