@@ -36,7 +36,8 @@ def table(rounds: int = 11) -> tuple[str, list[Row]]:
 
 
 def _rank(rank: int, door: str, way: str, ranks: str) -> None:
-    """A process as in PyTorch's tutorial on DDP."""
+    """A process as in PyTorch's tutorial on DDP, and with one thread, as torchrun has it."""
+    torch.set_num_threads(1)
     if way in OURS:
         transport, algorithm = OURS[way]
         backend.use(transport=transport, all_reduce=algorithm)
