@@ -1,15 +1,19 @@
 """Mixed precision: torch's own scaler, optimizers and sums are the oracle, in both worlds."""
 
 import copy
+import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import d2lps
+from d2lps import Communicator
 from d2lps.parallel import LossScaler, MixedPrecision, wide_all_reduce
 from d2lps.topology import star
 
@@ -300,3 +304,70 @@ def test_weights_loaded_over_copies_of_masters_are_not_lost_without_a_word():
 def test_a_model_without_gradients_is_refused():
     with pytest.raises(ValueError, match="Tanh has no parameters that need gradients"):
         d2lps.simulate(lambda comm: MixedPrecision(comm, nn.Tanh(), lambda masters: None), star(2, 1e9))
+
+
+# ---- who trains, and a scale that can't get smaller -------------------------------------------------------------------
+
+
+def changing(comm: Communicator, mine: bool, main_grads: bool) -> Tensor:
+    """FP32 as "half" precision, for an oracle to the digit: a layer is unfrozen, one frozen and trained again, one added."""
+    torch.manual_seed(comm.rank if mine else 0)
+    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    model[0].requires_grad_(False)
+    make = partial(torch.optim.AdamW, lr=0.05)
+    trainer: Any = MixedPrecision(comm, model, make, torch.float32, main_grads=main_grads) if mine else make(model.parameters())
+    for step in range(7):
+        if step == 2:
+            model[0].requires_grad_(True)
+        if step in (3, 5):
+            model[1].requires_grad_(step == 5)
+        if step == 4:
+            torch.manual_seed(9)
+            model.append(nn.Linear(4, 4))
+            if not mine:
+                trainer.param_groups[0]["params"] += model[3].parameters()
+        x = torch.randn(12, 4, generator=torch.Generator().manual_seed(step)).chunk(comm.size)[comm.rank]
+        for part in x.chunk(2):
+            loss = model(part).square().mean() / 2
+            trainer.backward(loss) if mine else loss.backward()
+        trainer.step()
+        if not mine:
+            trainer.zero_grad()
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_who_trains_is_asked_anew(ranks: int, main_grads: bool) -> None:
+    expected = d2lps.simulate(changing, star(1, 1e9), False, False)[0]
+    for found in d2lps.simulate(changing, star(ranks, 1e9), True, main_grads):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_begins_to_train_gets_masters_and_must_be_equal() -> None:
+    def work(comm: Communicator, equal: bool) -> list[torch.dtype]:
+        model: Any = nn.Sequential(nn.Linear(3, 3))
+        trainer = MixedPrecision(comm, model, partial(torch.optim.SGD, lr=0.1))
+        torch.manual_seed(0 if equal else comm.rank)
+        model.append(nn.Linear(3, 3))  # of FP32
+        trainer.backward(model(torch.ones(1, 3).bfloat16()).sum())
+        trainer.step()
+        return [tensor.dtype for tensor in (model[1].weight, trainer.masters[2])]
+
+    assert d2lps.run(work, 2, True) == [[torch.bfloat16, torch.float32]] * 2
+    with pytest.raises(d2lps.Mismatch, match=r"1.weight: rank 0 and rank 1 have different ones.*must be equal on all ranks"):
+        d2lps.run(work, 2, False)
+
+
+def test_a_scale_that_cannot_recover_is_an_error_on_all_ranks() -> None:
+    def work(comm: Communicator) -> tuple[int, float]:
+        model, steps = nn.Linear(2, 1), 0
+        trainer = MixedPrecision(comm, model, partial(torch.optim.SGD, lr=0.1), torch.float16, scaler=LossScaler())
+        with pytest.raises(OverflowError, match=r"has overflowed though the loss scale is down to 5\.96046e-08"):
+            while True:
+                trainer.backward(model(torch.ones(1, 2).half()).sum() * (math.inf if comm.rank else 1.0))
+                trainer.step()
+                steps += 1
+        return steps, trainer.scaler.scale
+
+    assert d2lps.run(work, 2) == [(40, 2.0**-24)] * 2  # from 2**16

@@ -124,3 +124,31 @@ def test_a_gradient_that_is_cleared_before_the_update_is_named() -> None:
             scale.update()
 
     d2lps.simulate(work, star(2, 1e9, 1e-6))
+
+
+def test_what_is_unfrozen_counts_and_what_is_frozen_does_not() -> None:
+    """From the second step on, as one that was made then; of a frozen one a gradient is left over."""
+
+    def work(comm: Communicator, first: int, last: int) -> float:
+        """Of the last step, by who listens from the first on."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        net = DataParallel(comm, model)
+        model[0].requires_grad_(False)
+        for step in range(last + 1):
+            if step == 2:
+                model[0].requires_grad_(True)
+            if step == 4:
+                model[1].requires_grad_(False)
+            if step == first:
+                noise = NoiseScale(comm, model.parameters(), batch=4, smooth=0.0)
+            (model[0] if step == 4 else model).zero_grad()
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+            net(x).square().sum(1).mean().backward()
+            if step >= first:
+                noise.update()
+        return noise.scale
+
+    for step in (1, 3, 4):
+        all_along, made_then = (d2lps.simulate(work, star(3, 1e9), first, step)[0] for first in (0, step))
+        assert all_along == pytest.approx(made_then)

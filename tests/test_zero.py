@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -372,6 +373,241 @@ def test_who_looks_at_weights_that_are_not_there_sees_no_numbers() -> None:
     options = {"stage": 3, "layers": True}
     for losses in simulated(losses_of, 2, lambda: nn.Sequential(Scaled(), nn.Linear(8, 8).double()), options):
         assert all(map(math.isnan, losses))
+
+
+# ---- who trains, and what is dropped -----------------------------------------------------------------------------------------
+
+ADAM = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+
+
+def change(model: Any, step: int, freezes: bool) -> None:
+    """Before this step: a layer is unfrozen, another frozen and trained again, one is added."""
+    if step in (0, 2):
+        model[0].requires_grad_(step == 2)
+    if step in (3, 5) and freezes:
+        model[1].requires_grad_(step == 5)
+    if step == 4:
+        torch.manual_seed(9)
+        model.append(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double())
+
+
+def changing(comm: Communicator, options: dict[str, Any] | None, freezes: bool) -> Tensor:
+    model: Any = Chain()
+    change(model, 0, freezes)
+    optimizer: Any = ADAM([*model.parameters()]) if options is None else Zero(comm, model, ADAM, **options)
+    for step in range(8):
+        change(model, step, freezes)
+        if options is None and step == 4:
+            optimizer.param_groups[0]["params"] += model[3].parameters()
+        optimizer.zero_grad()
+        (optimizer if options is None else optimizer.optimizer).param_groups[0]["lr"] = 0.05 / (1 + step)  # a schedule
+        model(X.chunk(comm.size)[comm.rank]).square().mean().backward()
+        optimizer.step()
+    with optimizer.gathered() if options else torch.no_grad():
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+CHANGING = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "layers": True}, {"stage": 2, "overlap": True}]
+CHANGING += [{"stage": 3, "overlap": True}, {"stage": 3, "group": 1}]
+
+
+@pytest.mark.parametrize("options", CHANGING, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_who_trains_is_asked_anew(ranks: int, options: dict[str, Any]) -> None:
+    freezes = options["stage"] > 1
+    expected = simulated(changing, 1, None, freezes)[0]
+    for found in simulated(changing, ranks, options, freezes):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_so_it_is_on_processes() -> None:
+    expected = simulated(changing, 1, None, True)[0]
+    for found in d2lps.run(changing, 2, {"stage": 3}, True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("what", "error", "told"),
+    [
+        ("unequal", d2lps.Mismatch, r"3.weight: rank 0 and rank 1 have different ones.*must be equal on all ranks"),
+        ("a part", RuntimeError, r"rank \d: 1.0.bias has been frozen, and others of its flat tensor have not"),
+        ("unseen", RuntimeError, r"rank \d: 0.0.weight, 0.0.bias has begun to train without a forward pass of the whole module"),
+    ],
+)
+def test_who_cannot_begin_to_train_is_named(stage: int, what: str, error: type[Exception], told: str) -> None:
+    def work(comm: Communicator) -> None:
+        model: Any = Chain()
+        model[0].requires_grad_(False)
+        zero, forward = Zero(comm, model, SGD, stage), model
+        if what == "unequal":
+            torch.manual_seed(comm.rank)
+            model.append(nn.Linear(6, 6).double())
+        elif what == "a part":
+            model[1][0].bias.requires_grad_(False)
+        else:
+            model[0].requires_grad_(True)
+            forward = lambda x: model[2](model[1](model[0](x)))  # noqa: E731
+        forward(X).sum().backward()
+        zero.step()
+
+    with pytest.raises(error, match=told):
+        simulated(work, 2)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_before_the_reduction_is_an_error(stage: int, sync: bool) -> None:
+    def work(comm: Communicator) -> float:
+        model = nn.Linear(4, 1, bias=False)
+        zero = Zero(comm, model, partial(torch.optim.SGD, lr=1.0), stage)
+        before = nn.utils.parameters_to_vector(zero.shards).detach().clone()
+        zero.synchronize = sync
+        model(torch.full((1, 4), 100.0)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"call zero.reduce\(\) before you clip"):
+            clip_by_global_norm(zero.shards, 1.0)
+        zero.reduce()
+        assert clip_by_global_norm(zero.shards, 1.0).item() == pytest.approx(200.0)
+        zero.step()
+        assert clip_by_global_norm(zero.shards, 1.0).item() == 0.0  # of no gradients
+        moved = (nn.utils.parameters_to_vector(zero.shards).detach() - before).square()
+        d2lps.collectives.all_reduce(comm, moved := moved.sum())
+        return moved.sqrt().item()
+
+    for ranks in (1, 2):
+        assert list(simulated(work, ranks)) == pytest.approx([1.0] * ranks, rel=1e-5)
+
+
+DROPS: dict[str, Callable[[Any, Any], None]] = {
+    "model": lambda model, zero: model.zero_grad(),
+    "model, to zeros": lambda model, zero: model.zero_grad(set_to_none=False),
+    "optimizer": lambda model, zero: zero.optimizer.zero_grad(),
+    "zero": lambda model, zero: zero.zero_grad(),
+    "drop": lambda model, zero: zero.drop(),
+}
+
+
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_batch_that_is_dropped_leaves_nothing(stage: int, how: str) -> None:
+    def work(comm: Communicator, drops: bool) -> Tensor:
+        model = Chain()
+        zero = Zero(comm, model, SGD, stage, overlap=stage == 2)
+        for step in range(3):
+            if step == 1 and drops:
+                with zero.no_sync():
+                    model(7 * X).sum().backward()
+                model(9 * X).sum().backward()
+                copy.deepcopy(model).zero_grad()  # another model's
+                if stage > 1:
+                    zero.reduce()
+                DROPS[how](model, zero)
+            model(X[step:]).square().mean().backward()
+            zero.step()
+        with zero.gathered():
+            return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    for found, expected in zip(simulated(work, 2, True), simulated(work, 2, False), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_model_can_still_be_copied_and_sent() -> None:
+    def work(comm: Communicator) -> nn.Module:
+        model = Chain()
+        zero = Zero(comm, model, SGD, 1)
+        model(X).square().mean().backward()
+        copied = copy.deepcopy(model)
+        copied.zero_grad()
+        copied(X).square().mean().backward()
+        assert all(p.grad is not None for p in copied.parameters())
+        copied.zero_grad()
+        assert all(p.grad is None for p in copied.parameters()) and zero.units[0].unreduced()
+        return model
+
+    for model in d2lps.run(work, 2):
+        torch.testing.assert_close([*model.parameters()], [*Chain().parameters()])
+        model(X).sum().backward()
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+
+
+# ---- loss scales and buffers ----------------------------------------------------------------------------------------------
+
+
+def scaled(comm: Communicator, stage: int) -> tuple[list[float], Tensor]:
+    """A torch.amp.GradScaler, and an overflow in the second step: on one rank, in a bias that one rank has."""
+    model = Chain().float()
+    optimizer: Any = Zero(comm, model, SGD, stage) if stage else SGD(model.parameters())
+    scaler, scales, factors = torch.amp.GradScaler("cpu", growth_interval=2), [], [1.0]
+    model[2][0].bias.register_hook(lambda gradient: gradient * factors[-1])
+    for step in range(6):
+        factors.append(math.inf if step == 1 and comm.rank == 0 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(model(X.float().chunk(comm.size)[comm.rank]).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if stage:
+            clip_by_global_norm(optimizer.shards, 0.1)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    with optimizer.gathered() if stage else torch.no_grad():
+        return scales, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_grad_scaler_skips_on_all_ranks_or_none(ranks: int, stage: int) -> None:
+    scales, expected = simulated(scaled, 1, 0)[0]
+    assert min(scales) < 2.0**16 < max(scales)
+    for found, weights in simulated(scaled, ranks, stage):
+        assert found == scales
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizers_step_alone_is_refused(stage: int) -> None:
+    def work(comm: Communicator) -> None:
+        model = Chain()
+        zero = Zero(comm, model, SGD, stage)
+        model(X).square().mean().backward()
+        zero.reduce()
+        zero.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"call zero.step\(\), or a GradScaler's step\(zero\)"):
+        simulated(work, 2)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_buffers_are_rank_0s_after_a_step(stage: int, shared: bool) -> None:
+    def work(comm: Communicator) -> list[Tensor]:
+        model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+        kind = {"broadcast_buffers": shared}
+        trainer: Any = Zero(comm, model, SGD, stage, **kind) if stage else MixedPrecision(comm, model, SGD, torch.float32, **kind)
+        for step in range(2):
+            loss = model(X.float()[step:] * (1 + comm.rank)).square().mean()
+            loss.backward() if stage else trainer.backward(loss)
+            trainer.step()
+        return [buffer.clone() for buffer in model.buffers()]
+
+    alone = simulated(work, 1)[0]
+    for rank, found in enumerate(simulated(work, 2)):
+        same = [torch.equal(one, other) for one, other in zip(found, alone, strict=True)]
+        assert same == ([True] * 3 if shared or rank == 0 else [False, False, True])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_sparse_gradient_is_refused_by_name(stage: int) -> None:
+    def work(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+        zero = Zero(comm, model, SGD, stage)
+        model(torch.tensor([1, 2])).sum().backward()
+        zero.step()
+
+    with pytest.raises(ValueError, match=r"0\.weight has a sparse gradient, and what is summed is dense"):
+        simulated(work, 2)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------------

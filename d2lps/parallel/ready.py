@@ -1,8 +1,8 @@
 """What happens when a parameter's gradient is complete, in the midst of a backward pass."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ def when_ready(parameter: nn.Parameter, method: Callable[..., None], *given: Any
     circle that goes through such a hook of torch's, so neither would ever be freed. RuntimeError, in the backward pass, once the
     object is gone: others may wait for what it would have sent.
     """
-    alive, owner = weakref.WeakMethod(method), type(getattr(method, "__self__", None)).__name__
+    alive, owner = WeakMethod(method), type(getattr(method, "__self__", None)).__name__
 
     def hook(ready: nn.Parameter) -> None:
         if (called := alive()) is None:
@@ -33,7 +33,7 @@ class Weakly:
     """A method as a hook of a module, which keeps no object alive: once that is gone, and in copies, it does nothing."""
 
     def __init__(self, method: Callable[..., None] | None = None) -> None:
-        self.method = weakref.WeakMethod(method) if method else None
+        self.method = WeakMethod(method) if method else None
 
     def __call__(self, *given: Any) -> None:
         if self.method is not None and (called := self.method()) is not None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from d2lps.collectives import broadcast
-from d2lps.comm import Communicator, Mismatch
+from d2lps.comm import Communicator
 from d2lps.parallel.data.buckets import MIB, buckets, flatten
 from d2lps.parallel.data.priority import Scheduler
-from d2lps.parallel.data.replicas import Replicas, differences, share_buffers
+from d2lps.parallel.data.replicas import Replicas, begin_alike, share_buffers
 from d2lps.parallel.ready import Weakly, dense, when_ready
 
 
@@ -172,8 +172,7 @@ class DataParallel(nn.Module):
         if self._pass is not None:  # it has failed: what was ready then has to come to its end, or buckets would be used twice
             self._scheduler.finish()
         if (trained := self._trained()).keys() != self._names.keys():
-            if found := differences(self.comm, {name: parameter for parameter, name in trained.items()}):
-                raise Mismatch(f"{found[0]}: who begins to train must be equal on all ranks, as by d2lps.collectives.broadcast")
+            begin_alike(self.comm, {name: parameter for parameter, name in trained.items()})
             self._begin_to_train(trained)
         self._missing = [set(bucket) for bucket in self.buckets]
         self._scheduler = self._schedule(self.comm, self._flat)

@@ -8,6 +8,7 @@ Source: Micikevicius et al. 2018, "Mixed precision training".
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from d2lps.collectives import all_reduce, all_to_all, broadcast
 from d2lps.collectives.arguments import check_tensor, collective
 from d2lps.comm import Communicator
 from d2lps.comm import flat as flattened
+from d2lps.comm.rank import describe
+from d2lps.parallel.data.replicas import begin_alike, share_buffers
+from d2lps.parallel.optimizers import join
+from d2lps.parallel.ready import Weakly, dense
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
@@ -30,7 +35,8 @@ class LossScaler:
     [8.0, 16.0, 8.0, 8.0, 16.0]
 
     A state machine that holds no tensor; it is the same on all ranks as long as all tell it the same. Factors and interval are
-    those of `torch.amp.GradScaler`. ValueError unless backoff_factor < 1 < growth_factor, and the others are above 0.
+    those of `torch.amp.GradScaler`. least: OverflowError rather than a scale below it: what overflows at each scale is inf or NaN
+    by itself. ValueError unless backoff_factor < 1 < growth_factor, and the others are above 0.
     """
 
     scale: float = 2.0**16
@@ -38,6 +44,7 @@ class LossScaler:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     good: int = 0  # steps without an overflow since the scale has last changed
+    least: float = 2.0**-24
 
     def __post_init__(self) -> None:
         if not 0 < self.backoff_factor < 1 < self.growth_factor or not self.scale > 0 or not self.growth_interval > 0:
@@ -46,6 +53,9 @@ class LossScaler:
     def update(self, overflow: bool) -> float:
         """Take note of a step, and return the scale of the next one."""
         self.good = 0 if overflow else self.good + 1
+        if overflow and self.scale * self.backoff_factor < self.least:
+            told = "what is still inf or NaN is so in the loss, the weights or the data"
+            raise OverflowError(f"a gradient has overflowed though the loss scale is down to {self.scale:g}: {told}")
         if overflow:
             self.scale *= self.backoff_factor
         elif self.good == self.growth_interval:
@@ -67,6 +77,8 @@ class MixedPrecision:
     without one nothing is scaled and no step skipped. max_norm: clip the mean gradient to this norm, once the scale is out.
     Bytes a parameter with Adam: 2 + 2 + 4 + 4 + 4. A step is one all-reduce of all gradients: 2(p - 1)/p n bytes a rank; n has a
     number for each weight, too, of how many ranks have a gradient of it: a weight of which none has one stays what it is.
+    Who trains is asked anew in each forward pass of `model`: what is unfrozen or added, on all ranks alike and with equal values,
+    gets masters, too. Buffers are rank 0's after each step, unless broadcast_buffers=False.
     TypeError for weights that are not FP32, ValueError for a dtype that is none of FP16, BF16 and FP32; RuntimeError in a step,
     if somebody has written into the weights.
     """
@@ -75,6 +87,7 @@ class MixedPrecision:
         self, comm: Communicator, model: nn.Module, optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
         param_dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype | None = None, wide: bool = False,
         main_grads: bool = False, scaler: LossScaler | None = None, max_norm: float | None = None,
+        broadcast_buffers: bool = True,
     ) -> None:  # fmt: skip
         self.reduce_dtype = reduce_dtype or param_dtype
         if max_norm is not None and not max_norm > 0:
@@ -86,6 +99,7 @@ class MixedPrecision:
         self.comm, self.max_norm, self.skips = comm, max_norm, scaler is not None
         self.scaler = scaler or LossScaler(1.0)  # which never learns of a step then
         self.reduce = wide_all_reduce if wide else all_reduce
+        self.model, self.param_dtype, self.broadcast_buffers, self._make = model, param_dtype, broadcast_buffers, optimizer
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
         if not self.weights:
             raise ValueError(f"{type(model).__name__} has no parameters that need gradients: there is nothing to train")
@@ -101,9 +115,24 @@ class MixedPrecision:
         self._versions = [weight._version for weight in self.weights]
         self.holders = self.masters if main_grads else self.weights  # of the gradients, between backward and step
         self.optimizer = optimizer(self.masters)
+        self._joined: dict[str, Tensor] = {}  # the masters of what has begun to train since the last step
+        model.register_forward_pre_hook(Weakly(self._listen))
+
+    def _listen(self, *_: Any) -> None:
+        """Who trains from now on? No rank waits for others here: it may be one that looks at the model by itself."""
+        known = set(self.weights)
+        new = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad and weight not in known}
+        for name, weight in new.items():
+            self._joined[name] = weight.data.float()
+            weight.data = weight.data.to(self.param_dtype)
+            self.weights.append(weight)
+            self.masters.append(self._joined[name])
+            self._versions.append(weight._version)
+            join(self.optimizer, self._make([self._joined[name]]))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch, times the scale, to those that there are."""
+        self._listen()
         (loss.float() * self.scaler.scale).backward()  # in FP32: an FP16 loss times 65,536 is inf
         for weight, holder in zip(self.weights, self.holders, strict=True):
             if holder is not weight and weight.grad is not None:
@@ -118,12 +147,17 @@ class MixedPrecision:
         if [weight._version for weight in self.weights] != self._versions:
             told = "somebody has written into the model's weights, which the step would undo: they are copies of the masters"
             raise RuntimeError(f"rank {self.comm.rank}: {told}; load weights before MixedPrecision is made, or into its masters")
-        parts = [torch.zeros_like(holder) if holder.grad is None else holder.grad for holder in self.holders]
-        there = parts[0].new_tensor([holder.grad is not None for holder in self.holders])
+        joined, self._joined = self._joined, {}
+        begin_alike(self.comm, joined)
+        gradients = [None if holder.grad is None else dense(describe(holder), holder.grad) for holder in self.holders]
+        parts = [torch.zeros_like(h) if part is None else part for h, part in zip(self.holders, gradients, strict=True)]
+        there = parts[0].new_tensor([part is not None for part in gradients])
         total = torch.cat([part.flatten().to(self.reduce_dtype) for part in (*parts, there)])
         for holder in self.holders:
             holder.grad = None
         self.reduce(self.comm, total)
+        if self.broadcast_buffers:
+            share_buffers(self.comm, self.model)
         total, there = total.split([len(total) - len(there), len(there)])
         mean = total.float() / (self.scaler.scale * self.comm.size)
         if self.skips:

@@ -56,6 +56,7 @@ class NoiseScale:
     Hooks see each rank's gradient before it is averaged; `update` looks at the mean. The loss must be a mean over the rank's
     examples. smooth: how much of the running means a step keeps: |G|^2 and S are averaged before one is divided by the other,
     since a mean of quotients would be far off. Cost: an all-reduce of 8 bytes a step, and reading the gradients twice.
+    Parameters that are unfrozen count from the second step on in which they train, frozen ones no more.
     RuntimeError if no backward pass, or more than one, has come since the last update.
     """
 
@@ -64,11 +65,17 @@ class NoiseScale:
         if not 0 <= smooth < 1:
             raise ValueError(f"smooth={smooth!r}: what a running mean keeps in a step, from 0 up and below 1")
         self.comm, self.batch, self.smooth = comm, batch, smooth
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters = list(parameters)
+        self._heard = set[int]()  # whose gradients have come through a hook of ours
         self.steps, self._gradient, self._noise = 0, 0.0, 0.0
         self._local: dict[int, float] = {}
+        self._listen()
+
+    def _listen(self) -> None:
         for number, parameter in enumerate(self.parameters):
-            parameter.register_hook(partial(self._see, number))
+            if parameter.requires_grad and number not in self._heard:
+                parameter.register_hook(partial(self._see, number))
+                self._heard.add(number)
 
     def _see(self, number: int, gradient: Tensor) -> None:
         if number in self._local:
@@ -85,8 +92,10 @@ class NoiseScale:
                 raise RuntimeError(f"{told}: the mean is looked for there, and Zero and DataParallel's optimizer take it away")
         all_reduce(self.comm, small := torch.tensor([sum(self._local.values())], dtype=torch.float64))
         self._local = {}
-        large = squares(parameter.grad for parameter in self.parameters if parameter.grad is not None)
+        heard = (parameter for number, parameter in enumerate(self.parameters) if number in self._heard)
+        large = squares(parameter.grad for parameter in heard if parameter.requires_grad and parameter.grad is not None)
         self.add(float(small) / self.comm.size, large)
+        self._listen()
 
     def add(self, small: float, large: float) -> None:
         """The squares of a step, as `estimate` wants them."""

@@ -101,6 +101,12 @@ def grouped(marks: Iterable[tuple[int, Hashable]]) -> list[list[int]]:
     return sorted(ranks.values(), key=lambda group: (-len(group), group))
 
 
+def begin_alike(comm: Communicator, trained: Mapping[str, Tensor]) -> None:
+    """Mismatch, on all ranks, where what begins to train is not the same on all of them."""
+    if trained and (found := differences(comm, trained)):
+        raise Mismatch(f"{found[0]}; what begins to train must be equal on all ranks, as after d2lps.collectives.broadcast")
+
+
 def share_buffers(comm: Communicator, module: nn.Module) -> None:
     """A module's buffers, such as a batch norm's statistics, become rank 0's: a message for each dtype among them."""
     together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

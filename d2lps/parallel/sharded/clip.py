@@ -22,11 +22,15 @@ def clip_by_global_norm(parameters: Iterable[Tensor], max_norm: float, groups: I
     groups: over which all parameters are different ones, as over a pipeline's stages. Where two stages hold the same parameter,
     as with tied embeddings, one of them has an attribute `duplicate`, True, and is scaled, but not counted.
     The factor is torch's: max_norm / (norm + 1e-6), at most 1; squares are added up in float64, so ranks agree to the bit.
-    ValueError unless max_norm is above 0. Cost: an all-reduce of one number for each group, and each kind of piece.
+    ValueError unless max_norm is above 0; RuntimeError for shards that `Zero.reduce` has still to give their gradients.
+    Cost: an all-reduce of one number for each group, and each kind of piece.
     Source: `torch.nn.utils.clip_grad_norm_`; Pascanu et al. 2013.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm!r} is not above 0")
+    parameters = list(parameters)
+    if any(p.unreduced() for p in parameters if hasattr(p, "unreduced")):
+        raise RuntimeError("the shards do not have the gradients of all backward passes yet: call zero.reduce() before you clip")
     gradients = [(p, p.grad) for p in parameters if p.grad is not None]
     kinds: dict[tuple[Communicator, ...], Tensor] = {}
     for parameter, gradient in gradients:

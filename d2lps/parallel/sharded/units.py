@@ -47,7 +47,7 @@ class Unit:
         self.mine = own if keeps else own.clone()  # of the weights: what the other ranks gather
         same = self.mine.dtype == first.dtype
         self.shard = nn.Parameter(self.mine if same else whole.view(comm.size, -1)[comm.rank].clone())
-        self.shard.shard, self.shard.parts = Shard(comm, 0), self.parts  # type: ignore[attr-defined]
+        self.shard.shard, self.shard.parts, self.shard.unreduced = Shard(comm, 0), self.parts, self.unreduced  # type: ignore
         comm.hold((self.weights if keeps else self.mine).nbytes, "weights")
         comm.hold(0 if same else self.shard.nbytes, "optimizer")  # the master weights
         self.missing = set(range(len(self.sizes)))  # whose gradients are still to come in this backward pass,
@@ -173,7 +173,17 @@ class Unit:
         Passes of a pipeline's stages come in turns: where a unit spans several stages, none of its passes is over in between.
         """
         some = not ever and len(self.missing) < len(self.sizes)
-        return [self.names[number] for number in sorted(self.missing if some else self.never)]
+        missing = sorted(self.missing if some else self.never)
+        return [self.names[number] for number in missing if self.parameters[number].requires_grad]
+
+    def frozen(self) -> list[str]:
+        """Names of parameters that have been frozen, while others in the same flat tensor go on: a step would move all of it."""
+        names = [name for name, p in zip(self.names, self.parameters, strict=True) if not p.requires_grad]
+        return names if len(names) < len(self.names) else []
+
+    def unreduced(self) -> bool:
+        """Whether there are gradients that the shard does not have yet."""
+        return not (self.gradient is self.reduced is self._reducing is None)
 
     def reduce(self, replicas: Communicator, turn: Event | None = None) -> Event | None:
         """Begin to average: every rank gets the mean of its shard, by a reduce-scatter, and adds it to what it has.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -16,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator, Event
 from d2lps.cost.numbers import whole
-from d2lps.parallel.ready import when_ready
+from d2lps.parallel.data.replicas import begin_alike, fingerprint, share_buffers
+from d2lps.parallel.optimizers import clears, for_shards, guard_step, join, spread_overflow
+from d2lps.parallel.ready import Weakly, dense, when_ready
 from d2lps.parallel.saving.pieces import Piece, lasting, optimizer_pieces, piece_of
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.parallel.shard import guard
 from d2lps.parallel.sharded.owners import together
 from d2lps.parallel.sharded.units import Unit
-
-BY_TENSOR = {"ADAFACTOR", "LAMB", "LARS", "MUON"}  # optimizers whose step on a number depends on others of its tensor
 
 
 class Zero:
@@ -43,10 +42,12 @@ class Zero:
     their own, and are there for all of them. layers: each module with parameters of its own is a unit (nn.MultiheadAttention as a
     whole), so that less is whole at a time. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN,
     and what is to outlive a pass must be a copy (`w.detach().clone()`). All ranks call the units in the same order.
-    Frozen parameters stay whole. `shards` are flat parameters, one for each unit, that `optimizer(shards)` steps on: so an
-    optimizer that looks at each tensor by itself (LAMB, Adafactor) is not for them.
-    Gradients are in the `shards`' once `reduce` has returned, the means over all ranks; a parameter's own `.grad` stays None.
-    A parameter with an attribute `partial` has its gradient summed over that group first (see tensor/layers.py).
+    Frozen parameters stay whole. Who trains is asked anew in each forward pass of `module`: what is unfrozen or added, on all
+    ranks alike and with equal values, gets units of its own; a whole unit may be frozen again. Buffers are rank 0's after a step,
+    unless broadcast_buffers=False. `shards`, flat, one for each unit, are what `optimizer(shards)` steps on: so one that looks at
+    each tensor by itself (LAMB, Adafactor) is not for them. Gradients are in the shards' once `reduce` has returned, the means
+    over all ranks; a parameter's own `.grad` stays None. `module.zero_grad()` is `drop`, too. A torch.amp.GradScaler is given the
+    Zero itself: `scaler.step(zero)`. What has an attribute `partial` is summed over that group first (see tensor/layers.py).
 
     group: so many consecutive ranks share the state, and such groups hold copies: FSDP2's two-dimensional mesh, or hybrid
     sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters.
@@ -54,20 +55,22 @@ class Zero:
     overlap: reductions go on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one
     unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
-    are not alike; RuntimeError with the names of parameters that a backward pass has left out, or comes to unannounced, since
-    their module was not called, or returned something else than tensors, lists, tuples and dicts (or torch's own, if it notices);
-    also of those that are copies of masters and that somebody has written into, and after a backward pass that has failed.
+    are not alike; RuntimeError with the names of parameters that a backward pass has left out, or comes to unannounced, as their
+    module was not called, or returned something else than tensors, lists, tuples and dicts (or torch's own, if it notices); of
+    copies of masters that somebody has written into, and of what is frozen while others of its unit train; and after a backward
+    pass that has failed.
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
     Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
     """
 
     _kept = 0  # in how many blocks that keep all weights this is
+    _stepping = False  # whether it is zero.step that calls the optimizer's
     _passing = False  # whether a backward pass goes on, or has failed
 
     def __init__(
         self, comm: Communicator, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         stage: int, group: int | None = None, param_dtype: torch.dtype | None = None, overlap: bool = False,
-        parameters: Iterable[nn.Parameter] | None = None, layers: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None, layers: bool = False, broadcast_buffers: bool = True,
     ) -> None:  # fmt: skip
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
@@ -78,36 +81,71 @@ class Zero:
         size = whole("group", comm.size if group is None else group)
         if comm.size % size:
             raise ValueError(f"group={group} must divide the {comm.size} ranks, so many of which share the state")
-        chosen = set(module.parameters() if parameters is None else parameters)
-        trained = {name: p for name, p in module.named_parameters() if p in chosen and p.requires_grad}
-        if not trained:
+        self.comm, self.stage, self.overlap, self.layers, self.module = comm, stage, overlap, layers, module
+        self._chosen = None if parameters is None else set(parameters)
+        self.units, self.shards = list[Unit](), list[nn.Parameter]()
+        if not (trained := self._newcomers()):
             raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is no state to share")
-        self.comm, self.stage, self.overlap, self.module = comm, stage, overlap, module
         shapes = [(name, list(p.shape)) for name, p in trained.items()]
         comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {layers=}) of {len(shapes)} parameters, {shapes}")
-        self._elsewhere = {*module.parameters()} - chosen  # what others look after
+        self._elsewhere = set() if self._chosen is None else {*module.parameters()} - self._chosen  # what others look after
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor not in self._elsewhere:
                 broadcast(comm, tensor)
         sharing, replicas = comm.split(comm.rank // size), comm.split(comm.rank % size)
         assert sharing is not None and replicas is not None
         self.sharing, self.replicas = sharing, replicas  #: those that own one copy of the state, those that own this shard
-        parts = together(module, trained, layers) if stage > 1 else [([module], trained)]
-        self.units = [Unit(sharing, members, stage < 3, param_dtype, overlap) for _, members in parts]
-        self.shards = [unit.shard for unit in self.units]
-        self.optimizer = _for_shards(optimizer(self.shards), self.shards)
+        self.param_dtype, self.broadcast_buffers, self._make = param_dtype, broadcast_buffers, optimizer
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
-        self.synchronize, self._counted = True, False  #: as `no_sync` sets it, for who can't be in a block
-        if stage == 3:
-            guard(module)
-        for place, (unit, (owners, _)) in enumerate(zip(self.units, parts, strict=True)):
+        self.synchronize, self._counted = True, 0  #: as `no_sync` sets it, for who can't be in a block
+        self._prints: dict[str, Tensor] = {}  # of what has begun to train since the last reduction
+        self._share(trained)
+        self.optimizer = for_shards(optimizer(self.shards), self.shards)
+        guard_step(self.optimizer, lambda: self._stepping)
+        module.register_forward_pre_hook(Weakly(self._listen))
+        clears(self.drop, module, self.optimizer)
+
+    # ---- who trains -----------------------------------------------------------------------------------------------
+
+    def _newcomers(self) -> dict[str, nn.Parameter]:
+        """What trains now, and is in no unit."""
+        known = {p for unit in self.units for p in unit.parameters}
+        ours = ((name, p) for name, p in self.module.named_parameters() if self._chosen is None or p in self._chosen)
+        return {name: p for name, p in ours if p.requires_grad and p not in known}
+
+    def _share(self, named: dict[str, nn.Parameter]) -> list[Unit]:
+        """Make units of parameters that all ranks have alike."""
+        parts = together(self.module, named, self.layers) if self.stage > 1 else [([self.module], named)]
+        units = [Unit(self.sharing, members, self.stage < 3, self.param_dtype, self.overlap) for _, members in parts]
+        for place, (unit, (owners, _)) in enumerate(zip(units, parts, strict=True), len(self.units)):
             for number, p in enumerate(unit.parameters):
                 when_ready(p, self._add, place, number)
-            for part in owners if stage == 3 else ():
+            for part in owners if self.stage == 3 else ():
+                guard(part)
                 part.register_forward_pre_hook(lambda _, __, unit=unit: self._fetch(unit, 1))
                 part.register_forward_hook(lambda _, __, output, unit=unit: self._leave(unit, output))
+        self.units += units
+        self.shards += [unit.shard for unit in units]
+        return units
+
+    def _listen(self, *_: Any) -> None:
+        """A forward pass begins, in which, but for stage 3, a rank may be alone: what is new is compared in `reduce`."""
+        if torch.is_grad_enabled() and (named := self._newcomers()):
+            self._prints |= {name: torch.tensor(fingerprint(p)) for name, p in named.items()}
+            for unit in self._share(named):
+                join(self.optimizer, self._make([unit.shard]))
+                self._fetch(unit, 1)  # in this very pass, for which a hook of the module itself comes too late
+
+    def _check_trained(self) -> None:
+        if late := ", ".join(name for name, p in self._newcomers().items() if p.grad is not None):
+            raise RuntimeError(f"rank {self.comm.rank}: {late} has begun to train without a forward pass of the whole module")
+        if frozen := ", ".join(name for unit in self.units for name in unit.frozen()):
+            told = "freeze a whole unit (a child, with layers=True a layer, in stage 1 all), or freeze before Zero is made"
+            raise RuntimeError(f"rank {self.comm.rank}: {frozen} has been frozen, and others of its flat tensor have not: {told}")
+        prints, self._prints = self._prints, {}
+        begin_alike(self.comm, prints)
 
     # ---- stage 3: weights come and go -----------------------------------------------------------------------------
 
@@ -154,6 +192,7 @@ class Zero:
             engine.queue_callback(self._passed)
         unit, gradient, parameter.grad = self.units[place], parameter.grad, None
         assert gradient is not None
+        dense(unit.names[number], gradient)
         if self.stage == 3 and unit not in self._in_backward and not self._kept:  # it may have used what was not there
             how = "its module must be called, and return tensors, or lists, tuples and dicts of them: else nobody sees when"
             raise RuntimeError(f"{unit.names[number]}: a backward pass has come to it unannounced; {how} it is needed")
@@ -196,6 +235,7 @@ class Zero:
         if self._passing:
             told = "a backward pass has failed, and left a part of its gradients"
             raise RuntimeError(f"rank {self.comm.rank}: {told}: drop() lets go of all since the last step")
+        self._check_trained()
         if names := ", ".join(name for unit in self.units for name in unit.overwritten()):
             told = f"somebody has written into {names}, which the step would undo: they are copies of the masters in the shards"
             raise RuntimeError(f"rank {self.comm.rank}: {told}; load weights before Zero is made, or into its pieces()")
@@ -210,22 +250,35 @@ class Zero:
             unit.hand_over()
         self._turn, self._reducing = None, []
 
-    def drop(self) -> None:
+    def drop(self, set_to_none: bool = True) -> None:
         """Let go of all gradients since the last step, on all ranks: those of a batch that is not to count, or has failed."""
         for unit in self.units:
             unit.drop()
             self._free(unit)
         self._turn, self._reducing, self._passing = None, [], False
 
+    zero_grad = drop  # as training loops call it
+
     def step(self) -> None:
         """Reduce if that is still to be done, step on the shards, and give all ranks the new weights; gradients are gone then."""
         self.reduce()
+        self._stepping = True
         self.optimizer.step()
-        if not self._counted:
-            state = [leaf for entry in self.optimizer.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
-            self.comm.hold(sum(tensor.nbytes for tensor in state if tensor.dim()), "optimizer")
-            self._counted = True
+        self._stepping = False
+        for shard in self.shards[self._counted :]:
+            state = [leaf for leaf in self.optimizer.state.get(shard, {}).values() if isinstance(leaf, Tensor) and leaf.dim()]
+            self.comm.hold(sum(tensor.nbytes for tensor in state), "optimizer")
+        self._counted = len(self.shards)
         self.refresh()
+        if self.broadcast_buffers:
+            share_buffers(self.comm, self.module)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """What a torch.amp.GradScaler looks at: the reduced gradients; one that is inf or NaN on some rank is so on all ranks."""
+        self.reduce()
+        spread_overflow(self.comm, [shard.grad for shard in self.shards if shard.grad is not None])
+        return self.optimizer.param_groups
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -245,17 +298,3 @@ class Zero:
             if self._kept:
                 unit.gather()
                 unit.wait()
-
-
-def _for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same, if it can be one of flat shards."""
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer gave {name}, and not a torch.optim.Optimizer")
-    if name.upper() in BY_TENSOR:
-        raise ValueError(f"{name} looks at each weight as a whole, and is given flat shards, pieces of many weights: use another")
-    if any(p.default is p.empty for p in signature(optimizer.step).parameters.values() if p.name == "closure"):
-        raise ValueError(f"{name} computes the loss several times a step (step(closure)), which is not carried out")
-    if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(shard) for shard in shards}:
-        raise ValueError(f"the {name} steps on other parameters than the {len(shards)} shards that it was given")
-    return optimizer

@@ -1,0 +1,75 @@
+"""Optimizers of torch's that step on flat shards or on masters: which can, who joins later, what clears, what overflows."""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from d2lps.collectives import all_reduce
+from d2lps.comm import Communicator, ReduceOp
+
+BY_TENSOR = {"ADAFACTOR", "LAMB", "LARS", "MUON"}  # optimizers whose step on a number depends on others of its tensor
+
+
+def for_shards(optimizer: torch.optim.Optimizer, shards: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The same, if it can be one of flat shards."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer gave {name}, and not a torch.optim.Optimizer")
+    if name.upper() in BY_TENSOR:
+        raise ValueError(f"{name} looks at each weight as a whole, and is given flat shards, pieces of many weights: use another")
+    if any(p.default is p.empty for p in signature(optimizer.step).parameters.values() if p.name == "closure"):
+        raise ValueError(f"{name} computes the loss several times a step (step(closure)), which is not carried out")
+    if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(shard) for shard in shards}:
+        raise ValueError(f"the {name} steps on other parameters than the {len(shards)} shards that it was given")
+    return optimizer
+
+
+def join(optimizer: torch.optim.Optimizer, newcomers: torch.optim.Optimizer) -> None:
+    """Let an optimizer step on what another one steps on, too, under the options that it has now."""
+    if len(optimizer.param_groups) > 1:
+        told = f"the {type(optimizer).__name__} has {len(optimizer.param_groups)} groups of parameters"
+        raise ValueError(f"{told}, and does not say to which one comes that trains from now on")
+    optimizer.param_groups[0]["params"] += newcomers.param_groups[0]["params"]
+    optimizer.state.update(newcomers.state)
+
+
+_also: WeakKeyDictionary[Any, list[WeakMethod[Any]]] = WeakKeyDictionary()  # what else is to be cleared with it
+
+
+def clears(drop: Callable[[], None], *owners: nn.Module | torch.optim.Optimizer) -> None:
+    """Have the owners' `zero_grad` call `drop`, too, as long as that one's object lives; copies of the owners are free of it."""
+    for owner in owners:
+        _also.setdefault(owner, []).append(WeakMethod(drop))
+        owner.zero_grad = MethodType(zero_grad, owner)  # type: ignore[method-assign]
+
+
+def zero_grad(owner: Any, set_to_none: bool = True) -> None:
+    """What is bound to the owner; copies of it are in no table, and what is unpickled has its class's own again."""
+    type(owner).zero_grad(owner, set_to_none)
+    for method in _also.get(owner, ()):
+        if (drop := method()) is not None:
+            drop()
+
+
+def guard_step(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> None:
+    """RuntimeError if anybody but Zero calls the optimizer's step."""
+
+    def check(*_: Any) -> None:
+        if not allowed():
+            told = "its optimizer's step alone would neither reduce gradients nor give all ranks the new weights"
+            raise RuntimeError(f"call zero.step(), or a GradScaler's step(zero): {told}")
+
+    optimizer.register_step_pre_hook(check)
+
+
+def spread_overflow(comm: Communicator, gradients: Sequence[Tensor]) -> None:
+    """What is inf or NaN on some rank, of gradients that are cut, is inf on all: as one, they skip a step or take it."""
+    finite = torch.tensor(all(bool(gradient.isfinite().all()) for gradient in gradients)).int().to(comm.device)
+    all_reduce(comm, finite, ReduceOp.MIN)
+    for gradient in gradients if not finite else ():
+        gradient.fill_(torch.inf)
