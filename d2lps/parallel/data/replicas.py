@@ -127,7 +127,7 @@ class Replicas:
 
     With two ranks it can say that they differ, not which of them is wrong: a majority names the odd one. What comes first in a
     step is told first: inputs, then gradients, then weights. buffers, gradients: whether to look at them; a batch norm's
-    statistics, for one, are each rank's own in data parallelism. Cost: see `differences`.
+    statistics, for one, are rank 0's after a step, and each rank's own in the next forward pass. Cost: see `differences`.
     """
 
     def __init__(self, comm: Communicator, module: nn.Module, buffers: bool = True, gradients: bool = True) -> None:
