@@ -109,6 +109,22 @@ def test_logs_are_written_over_in_turn(tmp_path: Path) -> None:
     assert alike(reopened(tmp_path).state(), after(story()).state())
 
 
+@pytest.mark.parametrize(("floats", "log_bytes", "longest"), [(10, 1 << 30, 3000), (1000, 1 << 30, 16_000), (1000, 5000, 5000)])
+def test_logs_are_as_long_as_the_state_asks_and_no_longer_than_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floats: int, log_bytes: int, longest: int
+) -> None:
+    """Short ones are written over sooner, in pages that are there; but what is written shall be the log, by and large."""
+    monkeypatch.setattr("d2lps.kvstore.storage.durable._SHORT", 3000)
+    durable, lengths = Durable(Server([0], "asp"), tmp_path, "log", log_bytes=log_bytes), [0]
+    told(durable, [Request("init", "w", torch.zeros(floats), sequence=1)])
+    durable.checkpoint()
+    while durable.log.end >= lengths[-1]:
+        lengths.append(durable.log.end)
+        told(durable, [Request("push", "w", torch.ones(floats), sequence=durable.number + 1)])
+    durable.close()
+    assert lengths[-1] <= longest < lengths[-1] + 4 * floats + 300  # bytes of a push
+
+
 def test_another_level_and_another_size_read_the_same(tmp_path: Path) -> None:
     durable = made(tmp_path, "log")
     told(durable, story())

@@ -29,7 +29,8 @@ class Deployment:
     backup, which takes over when the server is dead or has been silent for `patience` seconds, and then gets a backup itself.
     folder: where logs and checkpoints stay: new, empty, or that of an earlier run with as many servers, the same split and
     placement by "hash". Then its values, its optimizer and the optimizer's state are there from the start, and `init` leaves them
-    as they are; its workers, clocks and open rounds are gone. log_bytes: after so many comes a checkpoint.
+    as they are; its workers, clocks and open rounds are gone. log_bytes: after so many comes a checkpoint, or
+    sooner, after 128 MB at least and four times what the server holds.
     memory_budget: bytes of tensors, the optimizer's too, that each server keeps in memory, those used last; the others lie on
     disk, in `folder` or else with the run's temporary files. A checkpoint, and the report at the end, read them all.
     absent: workers that begin with kv.join(). split, placement: see `Placement`. address: "ipc", "tcp" (loopback), or

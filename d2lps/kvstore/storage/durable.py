@@ -28,6 +28,7 @@ from d2lps.kvstore.storage import checkpoint
 from d2lps.kvstore.storage.frame import frame, parse
 from d2lps.kvstore.storage.log import Level, Log, LogDamaged
 
+_SHORT, _TIMES = 1 << 27, 4  # bytes of a log that is long enough, unless the state is more than a quarter of them
 LASTING = {"values", "moments", "versions", "options", "wholes"}  # what of a server's state is not about its run
 
 
@@ -47,7 +48,8 @@ class Durable:
 
     Made with a new server, it brings that to where the last one was: from the checkpoint, by what the log has after it, through
     the same `step`. folder: there, and nobody else uses it (see `lock`). level: see `Log`. limit: bytes of the tensors of an
-    event. log_bytes: when a log is longer, a checkpoint comes. promised: how many events somebody knows to have been executed.
+    event. log_bytes: when a log is longer, a checkpoint comes, or sooner (see `_longest`). promised: how many events somebody
+    knows to have been executed.
     LogDamaged where fewer are found, or files are missing. Cost of a restart: all that is read once; of a checkpoint, the
     server's state written once, to the disk itself, while nobody is answered; on disk, the state and twice `log_bytes`.
     """
@@ -71,6 +73,7 @@ class Durable:
                     path.rename(folder / "spare")
             for _, data in self.log.read():
                 server.step(cast(Event, parse([data], limit)))
+            self.until = self._longest()
         except BaseException:
             self.log.close()
             raise
@@ -92,7 +95,7 @@ class Durable:
     def sync(self) -> None:
         """Return when all that was appended is as safe as the level promises."""
         self.log.sync()
-        if self.log.end > self.log_bytes and self.number > self.log.begin:
+        if self.log.end > self.until and self.number > self.log.begin:
             self.checkpoint()
 
     def checkpoint(self) -> None:
@@ -109,6 +112,12 @@ class Durable:
             self.log.close()
             self.log.path.rename(self.folder / "spare")
             self.log = following
+        self.until = self._longest()
+
+    def _longest(self) -> int:
+        """Bytes: the shorter logs are, the sooner they are written over, in pages that the kernel still has; but the state, which
+        is written each time, shall be a small part of what is written."""
+        return min(self.log_bytes, max(_SHORT, _TIMES * sum(entry.nbytes for entry in self.server.entries.values())))
 
     def close(self) -> None:
         self.log.close()
