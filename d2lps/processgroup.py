@@ -80,7 +80,7 @@ class ProcessGroupCommunicator(Communicator):
         said = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._wire())
         rows = [torch.empty_like(said) for _ in range(self.size)]
         self.group.allgather([rows], [said]).wait()
-        return [bytes(row.tolist()) for row in rows]
+        return [row.cpu().numpy().tobytes() for row in rows]
 
     def _barrier(self) -> None:
         self._post_barrier().wait()

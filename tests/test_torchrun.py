@@ -6,7 +6,9 @@ Starting such a job takes seconds, so a script runs much in one go, and each tes
 # ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
 
 import json
+import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,10 +21,12 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from launching import environment, nothing_left, running, script, started, until
+from launching import environment, nothing_left, output_of, running, script, started, until
 from oracles import TORCH
 
+import d2lps
 from d2lps.comm.rank import SEED
+from d2lps.launch.launched import JOB_VARIABLES, under_launcher
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
@@ -30,6 +34,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 NOTES = """
 import json, os, sys, time
 import torch
+import torch.distributed as dist
 import d2lps
 from d2lps.collectives import all_reduce
 
@@ -117,6 +122,27 @@ def fail(comm):
         comm.barrier()
 
 note("failure", lambda: run(fail, timeout=1000))
+
+def fail_early(comm, then):
+    if comm.rank == 1:
+        raise RuntimeError("on purpose")
+    if comm.rank == 2:                  # what it posts meets a connection that is closed already
+        comm.sleep(1.0)
+        then(comm)
+
+LATE = {
+    "all-reduce": lambda comm: all_reduce(comm, torch.ones(8)), "barrier": lambda comm: comm.barrier(),
+   
+    "send": lambda comm: comm.send(torch.ones(8), 1),
+}
+for name, then in LATE.items():
+    note("late to a" + "n" * (name[0] == "a") + " " + name, lambda: run(fail_early, then, timeout=20))
+
+def alone(comm):
+    if comm.rank == 0:
+        dist.all_reduce(torch.ones(2))
+
+note("by itself", lambda: run(alone, timeout=1))
 
 def hang(comm):
     if comm.rank == 0:
@@ -207,16 +233,34 @@ def test_a_mismatch_is_named_and_forgotten(noted: Job) -> None:
 def test_a_failure_is_felt_by_every_rank_before_its_timeout(noted: Job) -> None:
     zero, one, two, three = notes_of(noted.folder, "failure")
     assert one == "RuntimeError: on purpose"
-    assert two.startswith("RankFailed: rank 2 has lost another rank, which tells why itself\n  rank 2 waits at a barrier (in ")
-    assert zero == "RankFailed: rank 0 has returned, but another rank has failed, which tells why itself"
+    why = r": rank 1 raised RuntimeError: on purpose \(in fail, line \d+: raise RuntimeError\(\"on purpose\"\)\)"
+    assert re.match(rf"RankFailed: rank 2 has lost another rank{why}\n  rank 2 waits at a barrier \(in ", two)
+    assert re.fullmatch(rf"RankFailed: rank 0 has returned, but another rank has failed{why}", zero)
     assert three == zero.replace("rank 0", "rank 3")
+
+
+def test_a_rank_that_comes_late_to_a_failure_hears_who_failed_and_where(noted: Job) -> None:
+    why = r"rank 1 raised RuntimeError: on purpose \(in fail_early, line \d+: raise RuntimeError\(\"on purpose\"\)\)"
+    for name in ("late to an all-reduce", "late to a barrier", "late to a send"):
+        told = notes_of(noted.folder, name)
+        assert told[1] == "RuntimeError: on purpose"
+        assert re.match(rf"RankFailed: rank 2 has lost another rank: {why}\n  rank 2 waits ", told[2]), (name, told[2])
+
+
+def test_torchs_own_calls_are_bounded_and_told_with_their_line(noted: Job) -> None:
+    zero, *_ = notes_of(noted.folder, "by itself")
+    assert re.fullmatch(
+        r"RankHung: rank 0 has waited for more than timeout=1 s\n  rank 0 calls torch.distributed by itself "
+        r"\(in alone, line \d+: dist.all_reduce\(torch.ones\(2\)\)\)", zero
+    )  # fmt: skip
 
 
 @waits_for_its_threads
 def test_a_failure_is_felt_in_every_group(noted: Job) -> None:
     zero, one, *others = notes_of(noted.folder, "failure within a group")
     assert one == "RuntimeError: on purpose"
-    assert zero.startswith("RankFailed: rank 0 has lost another rank, which tells why itself\n  rank 0 waits for rank ")
+    assert zero.startswith("RankFailed: rank 0 has lost another rank: rank 1 raised RuntimeError: on purpose (in fail_within, ")
+    assert "\n  rank 0 waits for rank " in zero
     assert all(told.startswith("RankFailed") for told in others)
 
 
@@ -289,4 +333,98 @@ def test_any_launcher_will_do_and_a_killed_rank_is_noticed(tmp_path: Path, nothi
         assert told.startswith(f"RankFailed: rank {rank} has lost another rank")
         assert f"rank {rank} waits for rank 3 to send 4 B, tag 0 (in lose, " in told
     told = json.loads((tmp_path / "too few.0").read_text())[1]
-    assert told == "RankHung: rank 0 has waited for more than timeout=1 s for every rank of the job to call run"
+    assert told.startswith("RankHung: rank 0 has waited for more than timeout=1 s for every rank of the job to call run; not so ")
+    assert told.endswith("rank 3")
+
+
+# ---- a job whose others never come ----------------------------------------------------------------------------------
+
+MEETING = """
+import sys, d2lps
+print("begins", flush=True)
+try:
+    d2lps.run(lambda comm: comm.rank, 2, timeout=float(sys.argv[1]))
+except BaseException as error:
+    print(type(error).__name__, error)
+"""
+NO_JOB = {"127.0.0.1": ["not so rank 1.", "rank 0 was not reached ("], "nohost.invalid": ["rank 0 was not reached ("] * 2}
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("address", NO_JOB)
+def test_the_first_meeting_ends_after_the_timeout_and_by_an_interrupt(address: str, rank: int, tmp_path: Path) -> None:
+    command, waits = script(tmp_path / "meeting.py", MEETING), []
+    for timeout in ("1.5", "1000"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        job_of_2 = environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=port)
+        options: dict[str, Any] = {"env": job_of_2, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        waits.append(subprocess.Popen([*command, timeout], **options))
+    short, long = waits
+    try:
+        told, _ = short.communicate(timeout=100)
+        assert told.startswith(f"begins\nRankHung rank {rank} has waited for more than timeout=1.5 s for every rank of ")
+        assert f"; {NO_JOB[address][rank]}" in told
+        assert f"MASTER_ADDR={address}" in told and "WORLD_SIZE=2" in told
+        assert long.stdout.readline() == "begins\n"
+        time.sleep(0.5)  # so that it waits; if not yet, the interrupt ends it all the more
+        long.send_signal(signal.SIGINT)
+        assert long.communicate(timeout=100)[0].startswith("KeyboardInterrupt")
+    finally:
+        for process in waits:
+            process.kill()
+            process.wait()
+
+
+# ---- under mpirun and srun ------------------------------------------------------------------------------------------
+
+MINE = "import d2lps; print(d2lps.run(lambda comm: comm.rank + 10 * comm.size, 2, backend='gloo').results)"
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI")
+def test_mpirun_says_what_to_type_and_then_joins(tmp_path: Path) -> None:
+    command = script(tmp_path / "mine.py", MINE)
+    with running([*MPIRUN, *command]) as process:
+        text, _ = process.communicate(timeout=250)
+    typed = "mpirun -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 -n 2 python mine.py"
+    assert process.returncode and typed in text
+    assert "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=2 say that this is one of 2 processes" in text
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert output_of([*MPIRUN, "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}", *command]).count("[20, 21]") == 2
+
+
+SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}  # of a batch script for four tasks
+STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "typed"),
+    [
+        ({}, ""), (SHELL, ""), (SHELL | {"SLURM_STEP_NUM_TASKS": "1"}, ""), ({"PMI_RANK": "0"}, ""),
+        (SHELL | STEP, "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 srun -n 4 python "),
+        (SHELL | STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MASTER_ADDR=ADDRESS_OF_THE_FIRST_MACHINE MASTER_PORT=29500 mpiexec -n 2 python "),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1 WORLD_SIZE=2 MASTER_ADDR="), ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+    ],
+)  # fmt: skip
+def test_who_is_a_task_of_a_job_is_told_how_to_meet(
+    variables: dict[str, str], typed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not typed:
+        assert d2lps.run(lambda comm: d2lps.run(lambda inner: inner.size, 2).results, 1).results == [[2, 2]]
+        return
+    for call in (d2lps.run, lambda function, ranks: d2lps.kvstore.run(function, ranks, 1)):
+        with pytest.raises(RuntimeError, match=re.escape(typed)):
+            call(lambda comm: None, 2)
+
+
+def test_a_task_of_a_step_joins_where_its_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | SHELL | STEP | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    assert under_launcher()
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["0", "4", "0", "4"]

@@ -238,7 +238,11 @@ class Communicator(Rank):
         staged = stage(tensor, self._wire())
         recorder, nbytes = self.recorder, tensor.numel() * tensor.element_size()
         recorded = recorder.message(action, tensor, self.name, self.members[peer], tag) if recorder else None
-        transfer = self._post(action, staged, peer, tag)
+        try:
+            transfer = self._post(action, staged, peer, tag)
+        except RuntimeError:  # over torch.distributed, the failure of another rank is noticed here, too
+            self.note(action, peer, tag, nbytes)
+            raise
         for watcher in self.watchers:
             watcher.moved(self, action, nbytes)
 

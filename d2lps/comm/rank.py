@@ -229,13 +229,10 @@ class Rank(ABC):
     @contextmanager
     def waiting(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0) -> Iterator[None]:
         """Leave a note of what this rank waits for while the block runs, and a row in the trace."""
-        self.touched = True
-        me, peer, start = self.members[self.rank], self.members[peer] if peer >= 0 else -1, self.now()
+        self.touched, start = True, self.now()
 
         def note(since: float = start) -> bool:
-            line = readers_line(sys._getframe())
-            line = line if line[1] else running.began
-            self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
+            self.note(action, peer, tag, nbytes, since)
             return self.board.watched
 
         if action in ("join", "event") or not self.notes_when_long:
@@ -250,7 +247,13 @@ class Rank(ABC):
         for watcher in self.watchers:
             watcher.waited(self, self.now() - start)
         if self.recorder:
-            self.recorder.waited(action, self.name, peer, tag, nbytes, start)
+            self.recorder.waited(action, self.name, self.members[peer] if peer >= 0 else -1, tag, nbytes, start)
+
+    def note(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0, since: float = inf) -> None:
+        """Write on the board where this rank stands."""
+        me, peer, line = self.members[self.rank], self.members[peer] if peer >= 0 else -1, readers_line(sys._getframe())
+        line = line if line[1] else running.began
+        self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
 
     @contextmanager
     def inside(self, collective: str, apart: bool = False) -> Iterator[bool]:

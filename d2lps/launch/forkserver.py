@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from d2lps.launch.launched import JOB_VARIABLES
 from d2lps.launch.rank import Job, main
 from d2lps.sharedmemory.linux import state_and_parent
 
@@ -52,8 +53,7 @@ _WISHES = {"THP_MEM_ALLOC_ENABLE": "1"}
 _GRACE = 1.0
 
 # A launcher's variables would make a rank believe that it is part of that launcher's job.
-_JOB_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
-_JOB_VARIABLES |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+_NOT_HANDED_ON = JOB_VARIABLES | {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 
 
 def start_ranks(job: Job, program: bytes, files: Sequence[Sequence[int]], folder: str) -> tuple[Connection, list[int]]:
@@ -95,7 +95,7 @@ def preload(names: set[str]) -> None:
 
 def _environment() -> dict[str, str]:
     """This process's, without the variables of a job that it may be part of, and with `_WISHES` where it says nothing else."""
-    own = {k: v for k, v in os.environ.items() if k not in _JOB_VARIABLES and not k.startswith("TORCHELASTIC_")}
+    own = {k: v for k, v in os.environ.items() if k not in _NOT_HANDED_ON and not k.startswith("TORCHELASTIC_")}
     return _WISHES | own
 
 

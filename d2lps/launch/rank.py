@@ -21,7 +21,7 @@ from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED, runs_here
 from d2lps.comm.status import SharedBoard, Status, noted
-from d2lps.launch.failure import Failure, pack
+from d2lps.launch.failure import Failure, in_our_words, pack
 from d2lps.processgroup import ProcessGroupCommunicator
 from d2lps.result import Run, pickled
 from d2lps.signatures import store_at
@@ -95,7 +95,7 @@ def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, 
         comm.board, comm.debug, comm.timeout = notes, job.debug, job.timeout
         outcome = execute(comm, function, args, job.trace)
     except BaseException as error:
-        outcome = pack(error)
+        outcome = pack(in_our_words(error, comm) if comm else error)
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with suppress(Exception):  # the function may have put something else in the streams' place, or nothing
             stream.flush()  # type: ignore[union-attr]
@@ -108,8 +108,8 @@ def main(rank: int, job: Job, program: bytes, control: int, out: int, err: int, 
 
 def execute(comm: Communicator, function: Callable[..., Any], args: tuple[Any, ...], trace: bool | str) -> Success:
     """Call the function with every rank starting at the same time, and pack its result."""
-    comm._barrier()  # the launcher's, not the reader's: no trace tells of it
-    comm.board.write(None)
+    with comm.waiting("begin"):  # the launcher's, not the reader's: no trace tells of it
+        comm._barrier()
     recorder = comm.recorder = Recorder(comm.rank, comm.now, where=noted(trace)) if trace else None
     started = comm.now()
     runs_here.append(comm)

@@ -7,27 +7,19 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from datetime import timedelta
 from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
 from d2lps import sharedmemory
-from d2lps.comm import RankFailed, RankHung
-from d2lps.comm.explain import describe_status
-from d2lps.comm.rank import SEED
 from d2lps.comm.status import noted
-from d2lps.launch.failure import meaning, release
 from d2lps.launch.group import Group
-from d2lps.launch.rank import Job, Success, execute, place, run_of
-from d2lps.processgroup import ProcessGroupCommunicator
+from d2lps.launch.launched import join, under_launcher
+from d2lps.launch.rank import Job, run_of
 from d2lps.result import Run, pickled
 
 _BACKENDS = ("auto", "shm", "gloo", "nccl")
-_inside = False  # a joined run
-_kept: list[Any] = []  # gloo's groups in torch 2.6, which may wait for ever for their own threads when they are let go
 _SLOTS = 1024  # more ranks than this on one machine is a slip of the finger
 
 
@@ -52,8 +44,8 @@ def run(
     `trace`: record every message, and with "lines" the line that posted it. `live`: show what ranks print as it comes, not at
     the end. `debug`: ranks compare, before anything moves, what they are about to send, receive or call; slow.
 
-    Under torchrun (or any launcher that sets RANK and WORLD_SIZE) it starts nothing and joins that job: `ranks` must
-    equal WORLD_SIZE, and every rank gets the whole Run.
+    Under torchrun (or any launcher that sets RANK and WORLD_SIZE; mpirun and srun, if MASTER_ADDR and MASTER_PORT say where to
+    meet) it starts nothing and joins that job: `ranks` must equal WORLD_SIZE, and every rank gets the whole Run.
 
     Raises the first failing rank's own exception; RankDied if a rank was killed; RankHung or Deadlock, with where every
     rank stood, if one waited too long. Whatever happens, no process, port or file is left when it returns.
@@ -62,7 +54,7 @@ def run(
     noted(trace)
     if under_launcher():
         here, told = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "a launcher has started the processes of this job"
-        return _join(function, args, Job(ranks, *resolve(backend, here, told), timeout, trace, debug))
+        return join(function, args, Job(ranks, *resolve(backend, here, told), timeout, trace, debug))
     return _run_here(function, args, Job(ranks, *resolve(backend, ranks), timeout, trace, debug), live)
 
 
@@ -129,79 +121,3 @@ def _run_here(function: Callable[..., Any], args: tuple[Any, ...], job: Job, liv
     with closing(Group(job, live)) as group:
         group.start(program)
         return run_of(group.watch(), job.trace)
-
-
-# ---- in a job that somebody else started: by torchrun, Slurm, or anything that sets RANK and WORLD_SIZE ------------------
-
-
-def under_launcher() -> bool:
-    """Whether this process is a rank of a job. Inside a joined run it is not: a nested run starts its own processes."""
-    return not _inside and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-
-
-def _join(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Run:
-    """Call the function as this job's rank; every rank returns the whole Run."""
-    global _inside
-    world = int(os.environ["WORLD_SIZE"])
-    if job.ranks != world:
-        raise ValueError(f"ranks={job.ranks}, but this job was launched with WORLD_SIZE={world} processes: they must be equal")
-    try:
-        comm, meeting = _groups(job)
-    except dist.DistStoreError as error:
-        waited = f"rank {os.environ['RANK']} has waited for more than timeout={job.timeout:g} s"
-        raise RankHung(f"{waited} for every rank of the job to call run") from error
-    _inside = True
-    try:
-        outcomes = _outcomes(function, comm, args, job, meeting)
-        if torch.__version__ < "2.7":
-            _kept.append((comm.group, meeting))
-        return run_of(outcomes, job.trace)
-    except BaseException as error:
-        release(error)
-        raise
-    finally:
-        _inside = False
-        for group in (comm.group, meeting):
-            dist.destroy_process_group(group)
-        # gloo closes a group's sockets when the last reference is gone; until then others would wait for this rank.
-        comm.leave()
-        group = meeting = None
-
-
-def _groups(job: Job) -> tuple[ProcessGroupCommunicator, Any]:
-    """A group of this run's own, whose timeout and messages are nobody else's, and one to meet in at its end.
-
-    There a rank may wait for as long as another still works: `timeout` bounds the waits within the function.
-    """
-    device = place(job.device, int(os.environ.get("LOCAL_RANK", 0)))
-    if not dist.is_initialized():
-        dist.init_process_group(job.backend)
-    group = dist.new_group(backend=job.backend, timeout=timedelta(seconds=job.timeout))
-    meeting = dist.new_group(backend=job.backend)
-    # A store of this run's own too: an earlier run that failed has left its signatures behind.
-    store = dist.PrefixStore(f"d2lps/{group.group_name}", dist.distributed_c10d._get_default_store())
-    comm = ProcessGroupCommunicator(group, device, store, job.timeout)
-    comm.debug, comm.timeout = job.debug, job.timeout
-    return comm, meeting
-
-
-def _outcomes(function: Callable[..., Any], comm: Any, args: tuple[Any, ...], job: Job, meeting: Any) -> list[Success]:
-    """What every rank returned. A wait that fails is told as on one machine, as far as this rank can know."""
-    everyone: list[Any] = [None] * job.ranks
-    try:
-        # The caller's own random numbers go on afterwards as if nothing had been drawn.
-        with torch.random.fork_rng(devices=[comm.device] if comm.device.type == "cuda" else []):
-            torch.manual_seed(SEED)
-            mine = execute(comm, function, args, job.trace)
-    except (RuntimeError, TimeoutError) as error:
-        kind, note = meaning(error), comm.board.status  # torch says neither who waited nor for whom
-        if note is None or kind is None:  # it did not fail in a wait
-            raise
-        hung, lost = f"has waited for more than timeout={job.timeout:g} s", "has lost another rank, which tells why itself"
-        why = f"rank {comm.rank} {hung if kind is RankHung else lost}"
-        raise kind(f"{why}\n{describe_status(note)}") from error
-    try:
-        dist.all_gather_object(everyone, mine, group=meeting)  # torch pickles it, among processes that trust one another
-    except RuntimeError as error:
-        raise RankFailed(f"rank {comm.rank} has returned, but another rank has failed, which tells why itself") from error
-    return everyone

@@ -25,8 +25,9 @@ from d2lps.kvstore.launch.node import Node, Victim
 from d2lps.kvstore.launch.working import begun, work
 from d2lps.kvstore.network.deployment import Deployment, deploy
 from d2lps.launch.group import Group
+from d2lps.launch.launched import under_launcher
 from d2lps.launch.rank import Job, Success
-from d2lps.launch.runs import check, check_open_files, packed, resolve, under_launcher
+from d2lps.launch.runs import check, check_open_files, packed, resolve
 from d2lps.result import Run
 from d2lps.trace import Trace
 
