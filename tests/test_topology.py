@@ -389,6 +389,9 @@ def test_a_mistake_is_named(make: Any, message: str) -> None:
 
 
 def test_an_undirected_graph_is_refused() -> None:
+    for parallel in (nx.MultiDiGraph, nx.MultiGraph):
+        with pytest.raises(TypeError, match=rf"not a {parallel.__name__}: of parallel links make one, whose bandwidth is"):
+            Topology(parallel([("a", "b"), ("a", "b")]))
     with pytest.raises(TypeError, match=r"a topology is a networkx.DiGraph, not a Graph"):
         Topology(nx.Graph())  # type: ignore[arg-type]
 

@@ -218,8 +218,10 @@ class Topology:
 
 def _check(graph: nx.DiGraph) -> None:
     """Name the node or link that is not as it must be; fill in who forwards."""
-    if not isinstance(graph, nx.DiGraph):
-        raise TypeError(f"a topology is a networkx.DiGraph, not a {type(graph).__name__}")
+    parallel = isinstance(graph, nx.MultiGraph)  # a MultiDiGraph is one, and a DiGraph too
+    if not isinstance(graph, nx.DiGraph) or parallel:
+        more = ": of parallel links make one, whose bandwidth is their sum" if parallel else ""
+        raise TypeError(f"a topology is a networkx.DiGraph, not a {type(graph).__name__}{more}")
     for node, data in graph.nodes(data=True):
         if data.get("kind") not in KINDS:
             raise ValueError(f"node {node!r} has kind={data.get('kind')!r}, which is none of {', '.join(KINDS)}")
