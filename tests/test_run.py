@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from oracles import TORCH
 import d2lps
 from d2lps import Communicator, Deadlock, Mismatch, RankFailed, RankHung, ReduceOp
 from d2lps.collectives import all_gather, all_reduce, broadcast
+from d2lps.launch.group import Output, lines_of
 from d2lps.topology import star
 
 Runner = Callable[..., d2lps.Run]
@@ -248,6 +250,40 @@ def test_odd_output(run: Runner, capfd: pytest.CaptureFixture[str]) -> None:
 
     run(work, 1)
     assert capfd.readouterr().out == "rank 0 | é\nrank 0 | \nrank 0 | no end \ufffd\n"
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_of_a_line_that_is_rewritten_the_last_state_is_shown(
+    run: Runner, live: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(comm: Communicator) -> None:
+        for done in range(0, 101, 5):  # a progress bar, and a line of Windows after it
+            print(f"\r{done:3d}% of {comm.rank}", end="", file=sys.stderr, flush=True)
+            time.sleep(0.01)
+        print(file=sys.stderr)
+        print("one\rtwo\r\nthree\r\n\r\n50%\r    \rfour\n99%\r   \r", end="", flush=True)
+
+    run(work, 2, live=live)
+    out, err = capfd.readouterr()
+    assert sorted(err.splitlines()) == ["rank 0 | 100% of 0", "rank 1 | 100% of 1"]
+    lines = [f"rank {rank} | {line}" for rank in range(2) for line in ("two", "three", "", "four")]
+    assert sorted(out.splitlines()) == sorted(lines) if live else out.splitlines() == lines
+
+
+@pytest.mark.parametrize("text", ["", "a", "a\n", "a\n\nb", "\n", "a\r\nb\r\n", "\r\n", "é\x0cb\u2028c\n", "a\n\n"])
+def test_lines_that_are_not_rewritten_are_as_they_are(text: str) -> None:
+    assert lines_of(text) == text.splitlines()
+
+
+def test_live_leaves_nothing_out_of_a_long_line_that_has_not_ended() -> None:
+    with ExitStack() as files:
+        output = Output(["rank 0"], files)
+        output.out[0].write(b"." * 1_200_000)
+        output.out[0].flush()
+        assert output._new(output.out[0], whole_lines=True) == output._new(output.out[0], whole_lines=True) == ""
+        output.out[0].write(b"\rdone\n")
+        output.out[0].flush()
+        assert lines_of(output._new(output.out[0], whole_lines=True))[-1] == "done"
 
 
 def test_of_too_much_output_the_end_is_shown(run: Runner, capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ class Output:
         for files, stream in ((self.out, sys.stdout), (self.err, sys.stderr)):
             if stream is not None:  # as it is in a program without a console
                 for label, file in zip(self.labels, files, strict=True):
-                    for line in self._new(file, whole_lines).splitlines():
+                    for line in lines_of(self._new(file, whole_lines)):
                         print(f"{label} | {line}", file=stream)
                 stream.flush()
 
@@ -56,10 +56,25 @@ class Output:
         left_out = max(0, size - begin - _MOST)
         # The ranks share the file's position, so read beside it.
         text = os.pread(file.fileno(), _MOST, begin + left_out)
-        if whole_lines:
+        if whole_lines:  # one that is rewritten, as a progress bar is, is whole when it stays
             text = text[: text.rfind(b"\n") + 1]
+            if not text:
+                return ""
         self._shown[file] = begin + left_out + len(text)
         return (f"... {left_out:,} bytes left out ...\n" if left_out else "") + _GLOOS.sub("", text.decode(errors="replace"))
+
+
+def lines_of(text: str) -> list[str]:
+    """Its lines, as a terminal would leave them: of one that was rewritten, by carriage returns, its last state.
+
+    `lines_of("1%\\r50%\\r99%\\ndone\\r\\n") == ["99%", "done"]`. A line that was wiped, with blanks, is none.
+    """
+    found = []
+    for line in text.removesuffix("\n").split("\n") if text else []:
+        states = line.rstrip("\r").split("\r")
+        if len(states) == 1 or states[-1].strip():
+            found += states[-1].splitlines() or [""]  # other ends of lines, as Python knows them
+    return found
 
 
 def end_of(file: IO[bytes], most: int) -> str:

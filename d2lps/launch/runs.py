@@ -42,7 +42,8 @@ def run(
     (each rank a GPU of its own), "auto" (NCCL if there are GPUs enough; else shm where it is, or gloo). A function that
     calls torch.distributed by itself needs gloo or NCCL. `timeout`: seconds that one wait for another rank may last.
     `trace`: record every message, and with "lines" the line that posted it. `live`: show what ranks print as it comes, not at
-    the end. `debug`: ranks compare, before anything moves, what they are about to send, receive or call; slow.
+    the end; of a line that is rewritten, as a progress bar is, the last state. `debug`: ranks compare, before anything moves,
+    what they are about to send, receive or call; slow.
 
     Under torchrun (or any launcher that sets RANK and WORLD_SIZE; mpirun and srun, if MASTER_ADDR and MASTER_PORT say where to
     meet) it starts nothing and joins that job: `ranks` must equal WORLD_SIZE, and every rank gets the whole Run.
