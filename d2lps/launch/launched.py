@@ -28,6 +28,7 @@ from d2lps.signatures import own_connection
 
 _inside = False  # a joined run
 _runs = 0  # joined so far
+_default: Any = None  # torch's default group, if the first of them has made it
 _PATIENCE = 1800.0  # seconds that a rank which has returned waits for the others, as torch's own groups do
 _kept: list[Any] = []  # gloo's groups in torch 2.6, which may wait for ever for their own threads when they are let go
 
@@ -113,7 +114,7 @@ def _wait_for_all(job: Job, rank: int) -> dist.Store:
 
     Nowhere in here torch waits, which hears of no interrupt meanwhile. What an earlier run has left lies elsewhere.
     """
-    global _runs
+    global _runs, _default
     deadline, limit = time.monotonic() + job.timeout, timedelta(seconds=job.timeout)
     waited = f"rank {rank} has waited for more than timeout={job.timeout:g} s for every rank of the job to call run"
     if not dist.is_initialized():
@@ -136,6 +137,9 @@ def _wait_for_all(job: Job, rank: int) -> dist.Store:
         raise RankFailed(f"rank {rank} has come too late to a run: {here.get('failed').decode()}")
     if not dist.is_initialized():
         dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=limit)
+        _default = dist.group.WORLD
+    if dist.group.WORLD is _default:  # not the program's own
+        dist.distributed_c10d._set_pg_timeout(limit, _default)
     return here
 
 
