@@ -78,7 +78,7 @@ def in_our_words(error: BaseException, comm: Communicator, cause: str = "") -> B
     cause: of the loss of another rank.
     """
     kind, note = meaning(error), comm.board.status  # torch says neither who waited nor for whom
-    if note is None and "gloo" in str(error):
+    if note is None and kind and "gloo" in str(error):
         note = at_its_line(error, comm.rank, "calls torch.distributed by itself")
     if note is None or kind is None or isinstance(error, RankFailed | RankHung):  # it did not fail in a wait
         return error
