@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -30,11 +30,12 @@ def drafted(final: Path) -> Iterator[Path]:
     ('all of it', ['weights'])
 
     It lies in a folder beside it, `.weights.draft-...`, with whatever its writer makes there, that goes with its process; if a
-    whole machine stops, with who writes this file anew. Raises OSError. Cost: a process, 1 ms.
+    whole machine stops, with who writes this file anew. Of several who write it at once, the last one's stays. Raises OSError.
+    Cost: a process, 1 ms.
     """
     name = f".{final.name}.draft-"
     for left in [entry for entry in final.parent.iterdir() if entry.name.startswith(name)]:
-        shutil.rmtree(left, ignore_errors=True)
+        _sweep(left)
     with passing_folder(name, final.parent) as folder:
         yield folder / final.name
         settle(folder / final.name, final)
@@ -43,7 +44,7 @@ def drafted(final: Path) -> Iterator[Path]:
 @contextmanager
 def passing_folder(name: str = "d2lps-", where: Path | None = None) -> Iterator[Path]:
     """A temporary folder that goes with this process, even if that is killed: a shell waits for its end."""
-    folder = Path(tempfile.mkdtemp(prefix=name, dir=where))
+    folder, lock = _folder(name, where)
     command = ["sh", "-c", 'read -r _; rm -rf "$0"', str(folder)]
     try:
         with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:
@@ -53,6 +54,36 @@ def passing_folder(name: str = "d2lps-", where: Path | None = None) -> Iterator[
                 shell.kill()  # it would wait for all that have its line, and a process that this one has forked may have it
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _folder(name: str, where: Path | None) -> tuple[Path, int]:
+    """A new temporary folder, and the descriptor that keeps it locked as long as this process lives."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=name, dir=where))
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # somebody swept it away before it was locked
+        except OSError:  # no descriptor is free
+            folder.rmdir()
+            raise
+        with suppress(OSError):  # a file system that knows no locks; nobody can lock there, and sweep it away
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a process has left that is no more; one that lives has it locked."""
+    with suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
 def settle(draft: Path, final: Path) -> None:

@@ -201,6 +201,39 @@ def test_a_writer_stopped_at_any_system_call_leaves_the_old_or_the_new_one_whole
     assert count > 8 and seen >= {"mkdir", "open", "fsync", "rename", "unlink", "save_file"}
 
 
+def test_two_who_write_one_file_at_once_do_not_sweep_away_each_others_draft(tmp_path: Path) -> None:
+    """As two runs that save under one name; what is left of one that is no more goes all the same."""
+    final, left = tmp_path / "weights", tmp_path / ".weights.draft-of-one-that-is-no-more"
+    left.mkdir()
+    (left / "weights").write_text("half of it")
+    with disk.drafted(final) as first:
+        assert not left.exists()
+        first.write_text("the first one's")
+        with disk.drafted(final) as second:
+            second.write_text("the second one's")
+            assert first.exists()
+        assert final.read_text() == "the second one's"
+    assert final.read_text() == "the first one's" and os.listdir(tmp_path) == ["weights"]
+
+
+def test_a_draft_that_is_swept_away_before_it_is_locked_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+    real = os.open
+
+    def sweeping(path: Any, *flags: Any, **options: Any) -> int:  # another writer comes just before, then just after it
+        file = -1
+        if (number := len(found)) < 2 and Path(path).name.startswith(".weights.draft-"):
+            found.append(Path(path))
+            file = real(path, *flags) if number else -1
+            os.rmdir(path)
+        return real(path, *flags, **options) if file < 0 else file
+
+    monkeypatch.setattr(os, "open", sweeping)
+    with disk.drafted(tmp_path / "weights") as draft:
+        draft.write_text("all of it")
+    assert len(found) == 2 and (tmp_path / "weights").read_text() == "all of it" and os.listdir(tmp_path) == ["weights"]
+
+
 def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

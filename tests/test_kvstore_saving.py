@@ -212,8 +212,16 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
             kv.load(tmp_path / "text")
         with pytest.raises(FileNotFoundError, match="nothing"):
             kv.load(tmp_path / "nothing")
+        with pytest.raises(IsADirectoryError, match=f"{tmp_path}'"):
+            kv.load(tmp_path)
+        with pytest.raises(NotADirectoryError, match="text/file"):
+            kv.load(tmp_path / "text" / "file")
+        with pytest.raises(ValueError, match="/dev/null cannot be read"):
+            kv.load("/dev/null")
         with pytest.raises(OSError, match="missing"):
             kv.save(tmp_path / "missing" / "file")
+        with pytest.raises(IsADirectoryError, match=f"-> '{tmp_path}'"):
+            kv.save(tmp_path)
 
     simulate(worker, 1, 1)
 

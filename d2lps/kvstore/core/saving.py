@@ -131,11 +131,12 @@ def write(path: str | Path, tensors: Tensors, meta: dict[str, Any]) -> None:
 
 def read(path: str | Path) -> tuple[Tensors, dict[str, Any]]:
     """What `write` wrote; any other safetensors file is one of values. FileNotFoundError, ValueError."""
+    Path(path).open("rb").close()  # whose errors name the path
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no other way
             return tensors, {"moments": [], "everywhere": []} | json.loads((file.metadata() or {}).get(META, "{}"))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -152,7 +153,7 @@ def attempt(rank: int, do: Callable[[], None]) -> tuple[str, Exception | None]:
     >>> attempt(0, lambda: None)
     ('done', None)
     >>> attempt(0, lambda: open("/none"))[0]
-    '[0, "FileNotFoundError", [2, "No such file or directory", "/none"]]'
+    '[0, "FileNotFoundError", [2, "No such file or directory", "/none", null, null]]'
     """
     try:
         do()
@@ -160,7 +161,7 @@ def attempt(rank: int, do: Callable[[], None]) -> tuple[str, Exception | None]:
         kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in KINDS), "")
         args: list[Any] = [str(error) if kind else f"{type(error).__name__}: {error}"]
         if isinstance(error, OSError) and error.errno is not None:
-            args = [error.errno, error.strerror, error.filename and str(error.filename)]
+            args = [error.errno, error.strerror, *(name and str(name) for name in (error.filename, None, error.filename2))]
         return json.dumps([rank, kind, [arg[:1000] if isinstance(arg, str) else arg for arg in args]]), error
     return DONE, None
 
