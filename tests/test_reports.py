@@ -58,6 +58,7 @@ from d2lps.parallel import (
     Trainer,
     Transformer,
     Zero,
+    clip_by_global_norm,
     execute,
     expert_parallel,
     module_pieces,
@@ -157,6 +158,13 @@ def of_a_cell() -> list[int]:
     cell: dict[str, Any] = {"__name__": "__main__"}
     exec("scale = 10\ndef work(comm):\n    return scale * comm.rank", cell)
     return list(d2lps.run(cell["work"], 2))
+
+
+@report("pytorch/pytorch#65604, pytorch/pytorch#31357", gives=[4000, 1000.0])
+def of_a_large_tensor() -> list[Any]:
+    """A rank returns a row of a large tensor -> the row comes, without the rest of the memory."""
+    row = d2lps.run(lambda comm: torch.ones(1000, 1000)[:1], 1)[0]
+    return [row.untyped_storage().nbytes(), row.sum().item()]
 
 
 @report("pytorch/torchtitan#1790", raises=(ValueError, "spatial dimensions differ"))
@@ -699,6 +707,13 @@ def unfrozen(comm: Any) -> None:
     unfreezes(comm, 0)
 
 
+@report("Lightning-AI/pytorch-lightning#20340")
+def unfrozen_in_shards(comm: Any) -> None:
+    """Layers that were frozen when Zero was made are trained from now on -> they train as in one process."""
+    for stage in (1, 2, 3):
+        unfreezes(comm, stage)
+
+
 class Counting(nn.Module):
     """That makes a new tensor of its buffer in each pass, as a batch norm does of how many batches it has seen."""
 
@@ -766,6 +781,15 @@ def overflow_in_a_hook(comm: Any) -> float:
     return scaler.get_scale()
 
 
+@report("deepspeedai/DeepSpeed#6480", raises=(RuntimeError, "reduce"))
+def clipped_too_early(comm: Any) -> None:
+    """Clipping the shards of ZeRO before its reduction -> refused: what is to come first."""
+    zero = Zero(comm, net := nn.Linear(4, 1, bias=False), SGD, 2)
+    net(torch.full((1, 4), 100.0)).sum().backward()
+    clip_by_global_norm(zero.shards, 1.0)
+    zero.step()
+
+
 class OutOfMemory(torch.autograd.Function):
     """On the way back, at a long sample."""
 
@@ -797,6 +821,14 @@ def sparse_gradients(comm: Any) -> None:
     """An embedding with sparse gradients in DataParallel -> refused by its name."""
     model = DataParallel(comm, nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)))
     model(torch.tensor([comm.rank, 3])).sum().backward()
+
+
+@report("deepspeedai/DeepSpeed#1958, modelscope/ms-swift#4374", raises=(Exception, "scale"))
+def never_recovers() -> None:
+    """Every step overflows, and the loss scale is halved for ever -> an error, not steps that are skipped in silence."""
+    scaler = LossScaler()
+    for _ in range(2000):
+        scaler.update(True)
 
 
 @report("NVIDIA/Megatron-LM#372, NVIDIA/Megatron-LM#502", gives=-301.0)
@@ -1149,7 +1181,7 @@ def by_ipv6(folder: str) -> None:
         job = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": str(free.getsockname()[1])}
     processes = [subprocess.Popen([sys.executable, program], env=job | {"RANK": rank}, stdout=-1, text=True) for rank in "01"]
     try:
-        assert [process.communicate(timeout=100)[0] for process in processes] == ["[[1.0]]\n"] * 2
+        assert [process.communicate(timeout=200)[0] for process in processes] == ["[[1.0]]\n"] * 2
     finally:
         for process in processes:
             process.kill()
