@@ -5,6 +5,7 @@ and in which world. A program says by its argument where it runs: `comm`, as ran
 and in a simulation; any other by itself.
 """
 
+import io
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -72,7 +74,7 @@ from d2lps.parallel import (
 from d2lps.parallel.context import folded, in_turn, local
 from d2lps.parallel.prediction.parts import matrix_flops
 from d2lps.parallel.saving.checkpoint import load, save
-from d2lps.topology import star
+from d2lps.topology import Topology, star
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks get the programs themselves, and need not import pytest
 SGD = partial(torch.optim.SGD, lr=1.0)
@@ -158,6 +160,45 @@ def of_a_cell() -> list[int]:
     cell: dict[str, Any] = {"__name__": "__main__"}
     exec("scale = 10\ndef work(comm):\n    return scale * comm.rank", cell)
     return list(d2lps.run(cell["work"], 2))
+
+
+def told_of(variables: dict[str, str], call: str) -> str:
+    """What a script says before it fails, in a shell in which these are set."""
+    command = [sys.executable, "-c", f"import d2lps\nd2lps.run({call})"]
+    run = subprocess.run(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True, timeout=200)
+    return run.stderr if run.returncode else "it returned"
+
+
+@report("huggingface/accelerate#56, pytorch/examples#458, dnth/DEIMKit#6")
+def left_in_the_shell() -> None:
+    """RANK and WORLD_SIZE are left in the shell from another job, whose other processes never come
+    -> an error after the timeout that names these variables.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    says(told_of(job, "lambda comm: None, 2, timeout=1.5"), "RankHung", "timeout=1.5 s", "WORLD_SIZE=2", "not so rank 1")
+
+
+@report("facebookresearch/fairseq#4645, deepspeedai/DeepSpeed#8444")
+def by_mpirun() -> None:
+    """Two processes of mpirun, which names their ranks in variables of its own -> what to type, not two jobs of one."""
+    told = told_of({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "lambda comm: None, 2")
+    says(told, "OMPI_COMM_WORLD_SIZE=2", "MASTER_ADDR", "mpirun")
+
+
+@report("tqdm/tqdm#375, tqdm/tqdm#565")
+def progress_bars() -> None:
+    """Every rank has a progress bar, a line that is written again and again -> its last state, and whose it is."""
+
+    def works(comm: Any) -> None:
+        for done in range(0, 101, 20):
+            print(f"\r{done}%", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+
+    with redirect_stderr(io.StringIO()) as told:
+        d2lps.run(works, 2)
+    assert told.getvalue() == "rank 0 | 100%\nrank 1 | 100%\n"
 
 
 @report("pytorch/pytorch#65604, pytorch/pytorch#31357", gives=[4000, 1000.0])
@@ -518,6 +559,15 @@ def in_a_model_without_contents(comm: Any) -> Any:
     return found
 
 
+@report("pytorch/torchtitan#110", gives=[2.0], simulated=False)
+def torchs_group_without_contents(comm: Any) -> list[float]:
+    """PyTorch's group of a run is made under torch.device("meta") -> a group like any other."""
+    with torch.device("meta"):
+        group = d2lps.backend.group(comm)
+    dist.all_reduce(ones := torch.ones(1), group=group)
+    return ones.tolist()
+
+
 @report("sgl-project/sglang#39469, NVIDIA/Megatron-LM#723", raises=(RankHung, "rank 0", "5 s"), simulated=False, options=SOON)
 def the_groups_own_timeout(comm: Any) -> None:
     """PyTorch's group of a run, and one rank skips an all-reduce of it -> told within the run's timeout, not in half an hour."""
@@ -823,7 +873,7 @@ def sparse_gradients(comm: Any) -> None:
     model(torch.tensor([comm.rank, 3])).sum().backward()
 
 
-@report("deepspeedai/DeepSpeed#1958, modelscope/ms-swift#4374", raises=(Exception, "scale"))
+@report("deepspeedai/DeepSpeed#1958, modelscope/ms-swift#4374", raises=(OverflowError, "scale"))
 def never_recovers() -> None:
     """Every step overflows, and the loss scale is halved for ever -> an error, not steps that are skipped in silence."""
     scaler = LossScaler()
@@ -1292,6 +1342,16 @@ def visits_of_experts() -> None:
 
 
 # ---- topologies -----------------------------------------------------------------------------------------------------
+
+
+@report("mininet/mininet#71, networkx/networkx#598", raises=(TypeError, "MultiDiGraph", "parallel links"))
+def parallel_links() -> None:
+    """A topology with two links from one node to another -> refused: what both of them carry is one link's bandwidth."""
+    graph = nx.MultiDiGraph()
+    graph.add_nodes_from(["a", "b"], kind="device")
+    for ends in (("a", "b"), ("b", "a")):
+        graph.add_edges_from([ends, ends], bandwidth=1e9, latency=0.0)
+    Topology(graph, "two links")
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
