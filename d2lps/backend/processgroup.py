@@ -234,7 +234,7 @@ def group(comm: Communicator) -> Any:
 def store_of(comm: Communicator) -> dist.Store:
     """A place to meet on the loopback interface: the first rank listens, and tells the others where."""
     with socket.create_server(("127.0.0.1", 0), backlog=comm.size) as listener:
-        broadcast(comm, port := torch.tensor([listener.getsockname()[1]]))
+        broadcast(comm, port := torch.tensor([listener.getsockname()[1]], device="cpu"))
         return store_at(int(port), comm.size, comm.rank, listener.detach() if comm.rank == 0 else None)
 
 
