@@ -88,6 +88,8 @@ class ProcessGroupCommunicator(Communicator):
     def _post_barrier(self) -> Any:
         options = dist.BarrierOptions()
         options.device = self._wire()
+        if options.device.type == "cuda":  # else NCCL guesses one, and warns
+            options.device_ids = [options.device.index]
         return self.group.barrier(options)
 
     def native_all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
