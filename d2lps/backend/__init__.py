@@ -8,8 +8,8 @@ A call of torch.distributed (`operations`) becomes a task. One thread for each p
 (`tasks`), so that DDP sums gradients while backward computes others, and all ranks do the same in the same order, also what
 callbacks call; what the program holds meanwhile is a `work`. A task runs a collective on a communicator (`transports`): on
 memory that all ranks share if they all live on one machine, else on gloo's sockets; between GPUs, on NCCL. Who started
-the processes does not matter. Tensors of a GPU that several ranks share have been tested (`tests/test_gpu.py`); between GPUs,
-NCCL has not.
+the processes does not matter. Tensors of a GPU that several ranks share have been tried (`tests/test_gpu.py`); NCCL between GPUs
+has not.
 """
 
 from d2lps.backend.choice import use
