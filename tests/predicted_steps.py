@@ -89,7 +89,8 @@ def plans(row: Row) -> Iterator[Plan]:
         again = ["selective", "activation"]
     sequence = row["sequence_parallel"] == "yes" or (row["sequence_parallel"] == "" and row["recompute"] == "" and tp > 1)
     zero = int(row["zero"] or (row["device"] == "H100" and dp > 1))
-    plan = Plan(dp, tp, pp, cp, zero=zero, sequence_parallel=sequence, overlap=row["overlap"] == "yes" or zero == 3)
+    overlap, main = row["overlap"] == "yes" or zero == 3, row["precision"] != "fp16"  # FP16 was added up as it is
+    plan = Plan(dp, tp, pp, cp, zero=zero, sequence_parallel=sequence, main_grads=main, overlap=overlap)
     for v in chunks:
         for recompute in again:
             schedule = "interleaved" if v > 1 else "one_f_one_b"

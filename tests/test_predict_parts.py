@@ -291,6 +291,8 @@ HELD = [
     plan(dp=4), plan(dp=4, zero=1, overlap=False), plan(dp=4, zero=2), plan(dp=4, zero=3), plan(dp=4, zero=3, overlap=False),
     plan(dp=4, recompute="full"), plan(tp=4, micro_batch=2), plan(pp=4, micro_batch=2), plan(pp=4, schedule="gpipe"),
     plan(pp=2, dp=2, schedule="interleaved", interleave=2), plan(pp=4, schedule="zero_bubble"), Plan(dp=4), Plan(dp=4, zero=3),
+    Plan(dp=2), Plan(dp=2, zero=2), Plan(dp=2, zero=3), Plan(dp=2, zero=1, overlap=False), Plan(dp=8), Plan(dp=8, zero=3),
+    Plan(dp=2, main_grads=False), Plan(dp=2, zero=3, main_grads=False), Plan(pp=2, dp=2, zero=2),
     plan(dp=4, ep=2, zero=1), layers(dp=4, zero=2), layers(dp=4, zero=3), layers(dp=2, pp=2, zero=3),
 ]  # fmt: skip
 
@@ -318,9 +320,10 @@ def told_and_held(model: Transformer, one: Plan) -> Iterator[tuple[dict[str, flo
 
 @pytest.mark.parametrize(("model", "one"), HELD_BY, ids=str)
 def test_what_is_held_is_what_train_holds(model: Transformer, one: Plan) -> None:
-    """To the byte, but for activations, and for BF16's gradients, which train casts to FP32 when activations are gone."""
+    """To the byte, but for activations, and for BF16's gradients that become FP32 in the last pass, or behind it."""
+    added_up = one.precision != "bf16" or (one.main_grads and one.micro_batches(BATCH) > 2)
     for told, peak in told_and_held(model, one):
-        exact = ("weights", "optimizer", "gathered") + (() if one.precision == "bf16" else ("gradients",))
+        exact = ("weights", "optimizer", "gathered") + (("gradients",) if added_up else ())
         assert {label: told[label] for label in exact} == {label: peak[label] for label in exact}
         assert sum(told.values()) == pytest.approx(peak.total(), rel=0.08)
 

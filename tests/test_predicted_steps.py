@@ -79,7 +79,7 @@ RULES = {  # job, who: what the table of rules has
     ("7.5B", "megatron"): Plan(dp=64, tp=2, micro_batch=8, recompute="full"),
     ("7.5B", "deepspeed"): Plan(dp=128, micro_batch=2, zero=3),
     ("175B", "search"): Plan(
-        dp=32, tp=4, pp=8, micro_batch=2, zero=1, schedule="interleaved", interleave=12, recompute="selective",
+        dp=32, tp=4, pp=8, micro_batch=1, zero=1, schedule="interleaved", interleave=12, recompute="selective",
         sequence_parallel=True,
     ),
     ("175B", "megatron"): Plan(dp=16, tp=8, pp=8, micro_batch=2, schedule="interleaved", interleave=4, recompute="full"),

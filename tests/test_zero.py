@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -757,3 +758,35 @@ def test_what_nobody_can_see_coming_is_an_error(overlap: bool) -> None:
 
     with pytest.raises(RuntimeError, match=r"child\.named\.a: a backward pass has come to it unannounced; its module must be"):
         simulated(work, 2)
+
+
+@pytest.mark.parametrize(("synchronize", "overlap", "world"), [
+    (True, True, "simulated"), (True, False, "simulated"), (False, True, "simulated"), (False, False, "simulated"),
+    (False, True, "processes"),
+])  # fmt: skip
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_passes_are_added_up_in_the_dtype_of_the_masters(stage, synchronize, overlap, world):
+    """300 gradients of 1: a sum in BF16 stays at 256, where it no longer sees a 1. One pass costs no more than it did."""
+
+    def work(comm, main):
+        def passes(count):
+            for _ in range(count):
+                net(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+
+        net = nn.Sequential(nn.Linear(1, 1))
+        zero = Zero(comm, net, partial(torch.optim.SGD, lr=0.0), stage, None, torch.bfloat16, overlap, main_grads=main)
+        passes(1)
+        kept = [unit.gradient.dtype for unit in zero.units if unit.gradient is not None]
+        zero.drop()
+        with nullcontext() if synchronize else zero.no_sync():
+            passes(299)
+        passes(1)
+        zero.reduce()
+        found = torch.cat([shard.grad for shard in zero.shards])
+        zero.step()
+        return kept, found.tolist(), found.dtype
+
+    run = d2lps.run if world == "processes" else lambda fn, ranks, *args: d2lps.simulate(fn, star(ranks, 1e9), *args)
+    for main, total in ((True, 300.0), (False, 256.0)):
+        one, other = run(work, 2, main)
+        assert one == ([torch.bfloat16] if stage == 1 else [], [total], torch.float32) and other[1] == [total]

@@ -24,7 +24,7 @@ def predict_on_pods(
     >>> from d2lps.planning import pods
     >>> small = Transformer(layers=2, hidden=1024, heads=16, vocab=51200, sequence=512)
     >>> predict_on_pods(small, Plan(dp=2, tp=8, pp=2), pods(2, per_pod=2, oversubscription=7), batch=8)
-    <Prediction of dp=2 tp=8 pp=2: 0.01388 s, MFU 0.4%, 0.159 GB>
+    <Prediction of dp=2 tp=8 pp=2: 0.01388 s, MFU 0.4%, 0.175 GB>
 
     Cost: half a second to some 15 seconds for 100,000 devices, and a GB for the cluster; less for a second plan on it.
     """

@@ -12,10 +12,10 @@ from d2lps.parallel.training.plan import Plan
 def held(job: Job) -> dict[str, float]:
     """Bytes by holder, on the rank of the pipeline that holds most.
 
-    weights, gradients, optimizer: what ZeRO leaves of them with a rank, and of gradients the largest unit's whole until it is
-    reduced; "gathered" what it fetches of weights meanwhile. Of either the largest two units' with overlap. Tied weights that are
-    on two stages stay whole, their gradients, too. activations: kept for backward passes, of as many micro-batches as the
-    schedule keeps at a time; working: of the part being computed.
+    weights, gradients, optimizer: what ZeRO leaves of them with a rank; gradients as wide as micro-batches are added up, and of
+    one the largest unit's whole until it is reduced; "gathered" what it fetches of weights meanwhile. Of either the largest two
+    units' with overlap. Tied weights that are on two stages stay whole, their gradients, too. activations: kept for backward
+    passes, of as many micro-batches as the schedule keeps at a time; working: of the part being computed.
     """
     return max(_by_rank(job), key=lambda holders: sum(holders.values()))
 
@@ -33,7 +33,8 @@ def _by_rank(job: Job) -> Iterator[dict[str, float]]:
         yield {
             "weights": (owned + ends if plan.zero == 3 else weights) * job.width,
             "gathered": gathered * job.width if plan.zero == 3 else 0,
-            "gradients": (owned + ends + _largest(plan, parts) if plan.zero > 1 else weights) * job.gradient_width,
+            "gradients": (owned + ends if plan.zero > 1 else weights) * job.sum_width
+            + (_largest(plan, parts) * job.gradient_width if plan.zero > 1 else 0),
             "optimizer": job.owned(weights, experts) * job.state_width,
             "activations": _kept(keeps, row),
             "working": max(part.working for part in parts),

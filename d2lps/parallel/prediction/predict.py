@@ -99,7 +99,7 @@ def predict(
     >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048, dropout=0.1)
     >>> plan = Plan(dp=16, tp=8, pp=8, micro_batch=1, schedule="interleaved", interleave=3, recompute="full")
     >>> predict(gpt3, plan, dgx_a100_pod(128), batch=1536)
-    <Prediction of dp=16 tp=8 pp=8 schedule=interleaved interleave=3 recompute=full: 27.16 s, MFU 39.0%, 52.4 GB>
+    <Prediction of dp=16 tp=8 pp=8 schedule=interleaved interleave=3 recompute=full: 27.16 s, MFU 39.0%, 58 GB>
 
     batch: of all ranks together, in sequences. calibration: how near the software comes to the machine; by default
     `Calibration()`. What `train` would do step by step is played for one replica, all others do the same: computing priced by the

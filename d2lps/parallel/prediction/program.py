@@ -69,6 +69,11 @@ class Job:
         return 4 if self.calibration.wide_gradients and self.width == 2 else self.width
 
     @cached_property
+    def sum_width(self) -> int:
+        """Bytes of a gradient to which micro-batches are added."""
+        return 4 if self.plan.main_grads and self.micro_batches > 1 and self.width == 2 else self.gradient_width
+
+    @cached_property
     def state_width(self) -> int:
         """Bytes of the optimizer's state for a weight: Adam's two moments, and an FP32 master of a 16-bit weight."""
         return STATE if self.width == 2 else 2 * self.width

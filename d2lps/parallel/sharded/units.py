@@ -22,14 +22,16 @@ class Unit:
     named: the parameters by name. They become views of the flat tensor, in `param_dtype`, that in which weights compute and
     travel. keeps: whether all weights stay (ZeRO 1 and 2), or are there from `gather` to `free` only (ZeRO 3).
     shard: what an optimizer steps on, a parameter of the dtype that the weights had; where that is `param_dtype`, nothing is held
-    twice. beside: whether collectives go on beside what the rank does next (`comm.start`).
+    twice. main_grads: several passes' gradients are added up in the shard's dtype. beside: whether collectives go on beside what
+    the rank does next (`comm.start`).
     What is held is written into `comm.memory`, as "weights", "gathered", "gradients" and "optimizer".
     ValueError for parameters that differ in dtype or device, with their names.
     """
 
     def __init__(
-        self, comm: Communicator, named: Mapping[str, nn.Parameter], keeps: bool, param_dtype: torch.dtype | None, beside: bool
-    ) -> None:
+        self, comm: Communicator, named: Mapping[str, nn.Parameter], keeps: bool, param_dtype: torch.dtype | None, beside: bool,
+        main_grads: bool,
+    ) -> None:  # fmt: skip
         self.comm, self.keeps, self.beside = comm, keeps, beside
         self.names, self.parameters = list(named), list(named.values())
         self.shapes, self.sizes = [p.shape for p in self.parameters], [p.numel() for p in self.parameters]
@@ -52,6 +54,8 @@ class Unit:
         comm.hold(0 if same else self.shard.nbytes, "optimizer")  # the master weights
         self.missing = set(range(len(self.sizes)))  # whose gradients are still to come in this backward pass,
         self.never = set(self.missing)  # and whose have not come in any since the last step
+        self.sum_dtype = self.shard.dtype if main_grads else self.mine.dtype
+        self.summed: set[int] = set()  # whose gradients are in this one:
         self.gradient: Tensor | None = None  # this rank's, of all parameters
         self.reduced: Tensor | None = None  # all ranks' mean, of the shard
         self._gathering: Work | None = None
@@ -154,11 +158,16 @@ class Unit:
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
-    def add(self, number: int, gradient: Tensor) -> bool:
-        """Take a parameter's gradient; True if none is missing now in this backward pass."""
+    def add(self, number: int, gradient: Tensor, more: bool) -> bool:
+        """Take a parameter's gradient; True if none is missing now in this backward pass. more: it is not the last pass."""
         if self.gradient is None:
-            self.gradient = self.mine.new_zeros(self.length * self.comm.size)
+            dtype = self.sum_dtype if more else self.mine.dtype  # a sum of one is not rounded
+            self.gradient = self.mine.new_zeros(self.length * self.comm.size, dtype=dtype)
             self._hold("whole", self.gradient.nbytes, "gradients")
+        elif number in self.summed and self.gradient.dtype != self.sum_dtype:
+            self.gradient = self.gradient.to(self.sum_dtype)
+            self._hold("whole", self.gradient.nbytes, "gradients")
+        self.summed.add(number)
         self.of(self.gradient, number).add_(gradient)
         self.missing.discard(number)
         self.never.discard(number)
@@ -193,7 +202,8 @@ class Unit:
         """
         self.settle()
         assert self.gradient is not None
-        whole, self.gradient = self.gradient, None
+        whole, self.gradient, self.summed = self.gradient.to(self.mine.dtype), None, set()
+        self._hold("whole", whole.nbytes, "gradients")
         add_up_partial(zip(self.parameters, self.cut(whole), strict=True))
         alone, room, works = self.comm.size == 1, self._rooms.pop("whole"), list[Work]()
         mean = whole if alone else whole.new_empty(self.length)  # alone, with all of the state: the reduction is the replicas'
@@ -207,8 +217,8 @@ class Unit:
             for work in works:
                 work.wait()
             room()
-            self.reduced = mean if self.reduced is None else self.reduced.add_(mean)
-            self._hold("mean", mean.nbytes, "gradients")
+            self.reduced = mean if self.reduced is None else self.reduced.to(self.sum_dtype).add_(mean)
+            self._hold("mean", self.reduced.nbytes, "gradients")
 
         self._reducing = settle
         if not self.beside:
@@ -233,6 +243,7 @@ class Unit:
         """Let go of all gradients since the last step."""
         self.settle()
         self.gradient = self.reduced = self.shard.grad = None
+        self.summed = set()
         self.missing, self.never = set(range(len(self.sizes))), set(range(len(self.sizes)))
         for what in ("whole", "mean", "grad"):
             self._release(what)

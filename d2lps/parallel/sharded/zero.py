@@ -50,10 +50,10 @@ class Zero:
     Zero itself: `scaler.step(zero)`. What has an attribute `partial` is summed over that group first (see tensor/layers.py).
 
     group: so many consecutive ranks share the state, and such groups hold copies: FSDP2's two-dimensional mesh, or hybrid
-    sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters.
-    parameters: those that it looks after, by default all that need gradients; others are as if frozen.
-    overlap: reductions go on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one
-    unit's whole gradient is made, at most one other is still to be reduced: a third one waits until there is room.
+    sharding. param_dtype: that of weights and gradients, the shards staying what the weights were, as FP32 masters, in which,
+    with main_grads, passes are added up. parameters: those that it looks after, by default all that train. overlap: reductions go
+    on beside the backward pass, one behind the other, and the next unit is fetched meanwhile. While one unit's whole gradient is
+    made, at most one other is still to be reduced: a third one waits until there is room.
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
     are not alike; RuntimeError with the names of parameters that a backward pass has left out, or comes to unannounced, as their
     module was not called, or returned something else than tensors, lists, tuples and dicts (or torch's own, if it notices); of
@@ -71,6 +71,7 @@ class Zero:
         self, comm: Communicator, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         stage: int, group: int | None = None, param_dtype: torch.dtype | None = None, overlap: bool = False,
         parameters: Iterable[nn.Parameter] | None = None, layers: bool = False, broadcast_buffers: bool = True,
+        main_grads: bool = True,
     ) -> None:  # fmt: skip
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
@@ -87,15 +88,14 @@ class Zero:
         if not (trained := self._newcomers()):
             raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is no state to share")
         shapes = [(name, list(p.shape)) for name, p in trained.items()]
-        comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {layers=}) of {len(shapes)} parameters, {shapes}")
+        comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {layers=}, {main_grads=}) of {len(shapes)}, {shapes}")
         self._elsewhere = set() if self._chosen is None else {*module.parameters()} - self._chosen  # what others look after
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor not in self._elsewhere:
                 broadcast(comm, tensor)
-        sharing, replicas = comm.split(comm.rank // size), comm.split(comm.rank % size)
-        assert sharing is not None and replicas is not None
-        self.sharing, self.replicas = sharing, replicas  #: those that own one copy of the state, those that own this shard
-        self.param_dtype, self.broadcast_buffers, self._make = param_dtype, broadcast_buffers, optimizer
+        groups = comm.split(comm.rank // size), comm.split(comm.rank % size)
+        self.sharing, self.replicas = cast(Any, groups)  #: those that own one copy of the state, those that own this shard
+        self._make, self._buffers, self._how = optimizer, broadcast_buffers, (stage < 3, param_dtype, overlap, main_grads)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
         self._turn: Event | None = None  # when the last reduction that has begun is over,
         self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
@@ -118,7 +118,7 @@ class Zero:
     def _share(self, named: dict[str, nn.Parameter]) -> list[Unit]:
         """Make units of parameters that all ranks have alike."""
         parts = together(self.module, named, self.layers) if self.stage > 1 else [([self.module], named)]
-        units = [Unit(self.sharing, members, self.stage < 3, self.param_dtype, self.overlap) for _, members in parts]
+        units = [Unit(self.sharing, members, *self._how) for _, members in parts]
         for place, (unit, (owners, _)) in enumerate(zip(units, parts, strict=True), len(self.units)):
             for number, p in enumerate(unit.parameters):
                 when_ready(p, self._add, place, number)
@@ -200,7 +200,7 @@ class Zero:
         if unit.gradient is None and (self.sharing.size > 1 or unit in self._reducing or unit.reduced is not None):
             while len(self._reducing) > 1:
                 self._reducing.pop(0).settle()
-        if unit.add(number, gradient):  # after the last one, nothing in this pass will use the weights
+        if unit.add(number, gradient, more=not self.synchronize):  # after the last one, nothing in this pass will use the weights
             if self.stage > 1 and self.synchronize:
                 self._reduce(unit)
             self._free(unit)
@@ -270,7 +270,7 @@ class Zero:
             self.comm.hold(sum(tensor.nbytes for tensor in state), "optimizer")
         self._counted = len(self.shards)
         self.refresh()
-        if self.broadcast_buffers:
+        if self._buffers:
             share_buffers(self.comm, self.module)
 
     @property

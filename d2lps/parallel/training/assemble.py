@@ -66,5 +66,5 @@ def look_after(mesh: Mesh, plan: Plan, module: nn.Module, tied: list[nn.Paramete
     for comm, parameters, how in ((mesh.data, rest, stage), (mesh.edp, split, stage), (mesh.data, tied, 1)):
         if parameters:
             precision = PRECISIONS[plan.precision]
-            layers = plan.zero_layers and how > 1
-            yield Zero(comm, module, optimizer, how, group, precision, plan.overlap, parameters, layers)
+            layers, main = plan.zero_layers and how > 1, plan.main_grads
+            yield Zero(comm, module, optimizer, how, group, precision, plan.overlap, parameters, layers, main_grads=main)

@@ -33,6 +33,8 @@ class Plan:
     stages compute micro-batches; interleave: how many stages a rank has. recompute: what is computed again in the backward pass
     and not kept, "selective" the attention, "activation" what is between an MLP's matrices, "full" the blocks. sequence_parallel:
     also what lies between a layer's matrices is shared out along tp. precision: "bf16" (with FP32 masters), "fp32", "fp64".
+    main_grads: micro-batches' BF16 gradients are added up in FP32, and rounded once, before they travel; in BF16, a sum soon no
+    longer sees what is added: after 256 alike at the latest.
     overlap: gradients travel while others are computed, and so, with zero=0 and 1, in the last micro-batch's backward pass, each
     block's by itself: as many bytes as in the one collective after that pass that they travel by without overlap. With zero=2
     and 3 they do after each micro-batch.
@@ -52,6 +54,7 @@ class Plan:
     recompute: str = "none"
     sequence_parallel: bool = False
     precision: str = "bf16"
+    main_grads: bool = True
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -59,7 +62,7 @@ class Plan:
             whole(name, getattr(self, name))
         if type(self.zero) is not int or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3, an int")
-        for name in ("zero_layers", "sequence_parallel", "overlap"):
+        for name in ("zero_layers", "sequence_parallel", "main_grads", "overlap"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r} is neither True nor False")
         named("schedule", self.schedule, SCHEDULES)
@@ -127,6 +130,8 @@ class Plan:
             yield f"zero_layers=True says what zero=2 and 3 take at a time, and zero={self.zero} takes all at once"
         if self.zero_layers and self.overlap:
             yield "zero_layers=True with overlap=True: single layers are fetched when they are needed, and not before"
+        if not self.main_grads and self.precision != "bf16":
+            yield f"main_grads=False says that bf16 gradients are added up as they are, and precision={self.precision!r}"
         if self.zero_group is not None and not self.zero:
             yield f"zero_group={self.zero_group} says where zero shards, and zero=0 shards nothing"
         if self.zero_group is not None and self.dp * self.cp % self.zero_group:
