@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +19,24 @@ from torch import nn
 import d2lps
 from d2lps.collectives import all_reduce
 from d2lps.comm import Event
+from d2lps.compress import ErrorFeedback, one_bit
 from d2lps.disk import CheckpointDamaged, CheckpointMissing
-from d2lps.parallel import Checkpoints, LossScaler, Mesh, Piece, Replicas, Zero, module_pieces, optimizer_pieces
+from d2lps.parallel import (
+    Checkpoints,
+    DiLoCo,
+    LocalSGD,
+    LossScaler,
+    Mesh,
+    NoiseScale,
+    Piece,
+    Replicas,
+    Zero,
+    module_pieces,
+    optimizer_pieces,
+)
 from d2lps.parallel.saving import saved
-from d2lps.parallel.saving.checkpoint import gathered, keep_going, load, save, share_out
+from d2lps.parallel.saving.checkpoint import gathered, keep_going, load, save
+from d2lps.parallel.saving.holders import share_out
 from d2lps.parallel.saving.pieces import copy_common, flaw, overlap
 from d2lps.parallel.saving.saved import fill, look
 from d2lps.topology import star
@@ -443,6 +458,126 @@ def test_a_parameter_that_zero_3_has_taken_away_is_refused_by_name(world, tmp_pa
         assert all(torch.equal(whole, expected[name]) for name, whole in whole_state(tmp_path, 1).items())
 
     WORLDS[world](work, 2)
+
+
+# ---- whatever has a state_dict --------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A rank that trains by itself and talks rarely: all that it is, by name."""
+
+    def __init__(self, comm, kind):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.inner = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.inner, 20)
+        self.comm, self.feedback = comm, ErrorFeedback(one_bit())
+        self.outer = {
+            "local": lambda: LocalSGD(comm, self.net.parameters(), every=3),
+            "diloco": lambda: DiLoCo(comm, self.net.parameters(), every=4, codec=self.feedback),
+            "streaming": lambda: DiLoCo(comm, self.net.parameters(), every=4, fragments=2, delay=1, keep=0.25),
+        }[kind]()
+        self.states = {"net": self.net, "inner": self.inner, "schedule": self.schedule, "outer": self.outer}
+
+    def step(self, number):
+        dice = torch.Generator().manual_seed(100 * number + self.comm.rank)
+        self.inner.zero_grad()
+        self.net(torch.randn(4, 5, generator=dice)).square().sum().backward()
+        self.inner.step()
+        self.schedule.step()
+        self.outer.step()
+        return torch.cat([p.detach().flatten() for p in self.net.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("at", [3, 5, 8])
+@pytest.mark.parametrize(("kind", "ranks"), [("local", 2), ("diloco", 3), ("streaming", 2)])
+def test_who_talks_rarely_goes_on_from_the_midst_of_a_round(kind, ranks, at, world, tmp_path):
+    def work(comm, again):
+        worker = Worker(comm, kind)
+        if again:
+            assert load(comm, tmp_path, {}, states=worker.states).step == at
+            return [worker.step(number) for number in range(at, 14)]
+        for number in range(at):
+            worker.step(number)
+        save(comm, tmp_path, at, {}, states=worker.states)
+        return [worker.step(number) for number in range(at, 14)]
+
+    assert WORLDS[world](work, ranks, False)[:] == WORLDS[world](work, ranks, True)[:]
+    if kind == "diloco":
+        shared = [name for name in look(tmp_path).tensors if name.startswith("outer/shared")]
+        assert shared == ["outer/shared"], "what all have alike is written once"
+
+
+def test_what_is_each_ranks_own_is_for_as_many_ranks_and_what_is_alike_for_any(tmp_path):
+    def work(comm, own):
+        feedback, scaler = ErrorFeedback(one_bit()), LossScaler(2.0**7, growth_interval=5, good=3)
+        feedback.encode("w", torch.arange(8.0) * (1 + own * comm.rank))
+        noise = NoiseScale(comm, nn.Linear(1, 1).parameters(), 4) if comm.size > 1 else None
+        states = {"feedback": feedback, "scaler": scaler} | ({"noise": noise} if noise else {})
+        if noise:
+            noise.add(3.0, 2.0)
+        save(comm, tmp_path, 1, {"w": Piece(torch.zeros(3), (3,))}, states=states)
+        return feedback.left["w"].tolist()
+
+    def again(comm, **more):
+        feedback, scaler = ErrorFeedback(one_bit()), LossScaler()
+        load(comm, tmp_path, {}, states={"feedback": feedback, "scaler": scaler, **more})
+        return feedback.left["w"].tolist(), feedback.turns["w"], scaler
+
+    for own, counts in ((False, (1, 2, 3)), (True, (2,))):
+        left = list(d2lps.simulate(work, star(2, 1e9), own))
+        for ranks in counts:
+            expected = [(each, 1, LossScaler(2.0**7, growth_interval=5, good=3)) for each in (left if own else left[:1] * ranks)]
+            assert list(d2lps.simulate(again, star(ranks, 1e9))) == expected
+    with pytest.raises(ValueError, match="the state 'feedback' is of 2 ranks, each has its own, and there are 3"):
+        d2lps.simulate(again, star(3, 1e9))
+    with pytest.raises(ValueError, match=r"has no state 'schedule': it has \['feedback', 'scaler', 'noise'\]"):
+        d2lps.simulate(lambda comm: again(comm, schedule=LossScaler()), star(2, 1e9))
+
+    def noises(comm):
+        noise = NoiseScale(comm, nn.Linear(1, 1).parameters(), 4)
+        load(comm, tmp_path, {}, states={"noise": noise})
+        return noise.steps, noise.scale
+
+    def fresh(comm):
+        noise = NoiseScale(comm, nn.Linear(1, 1).parameters(), 4)
+        noise.add(3.0, 2.0)
+        return noise.steps, noise.scale
+
+    assert d2lps.simulate(noises, star(2, 1e9))[:] == d2lps.simulate(fresh, star(2, 1e9))[:]
+
+
+class Odd:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    state = {"a": [1, 2.5, "x", None, True], 7: (1, torch.arange(3)), "n": {"m": Counter({"q": 2, 3: 4})},
+             ("k", 1): torch.tensor(2.0), "inf": float("inf"),
+             "none": torch.zeros(0, 2), "half": torch.ones(2, 2).half().t()}  # fmt: skip
+
+    def work(comm):
+        save(comm, tmp_path, 1, {}, states={"odd": Odd(state)})
+        load(comm, tmp_path, {}, states={"odd": (odd := Odd(None))})
+        return odd.state
+
+    for found in d2lps.simulate(work, star(2, 1e9)):
+        assert repr(found) == repr(state) and type(found["n"]["m"]) is Counter
+
+    def bad(comm):
+        save(comm, tmp_path, 2, {}, states={"odd": Odd({"a": [print] if comm.rank else [1]})})
+
+    with pytest.raises(ValueError, match="rank 1: odd/a/0 is <built-in function print>: saved are tensors, numbers"):
+        d2lps.simulate(bad, star(2, 1e9))
+    assert look(tmp_path).step == 1
 
 
 # ---- in the background --------------------------------------------------------------------------------------------------

@@ -114,6 +114,87 @@ def test_another_run_is_refused_before_anything_changes(tmp_path):
         simulated(refused, plan, FLAT, "step-9.* is not what save_run saves: it does not say model, optimizer, batch, seed")
 
 
+# ---- rates ----------------------------------------------------------------------------------------------------------------
+
+lr = torch.optim.lr_scheduler
+SCHEDULES = {
+    "lambda": lambda optimizer: lr.LambdaLR(optimizer, lambda step: 0.5**step),
+    "steps": lambda optimizer: lr.StepLR(optimizer, 1, 0.8),
+    "milestones": lambda optimizer: lr.MultiStepLR(optimizer, [1, 3], 0.1),
+    "cosine": lambda optimizer: lr.CosineAnnealingLR(optimizer, 6),
+    "one cycle": lambda optimizer: lr.OneCycleLR(optimizer, 0.1, total_steps=8),
+    "warm-up": lambda optimizer: lr.SequentialLR(
+        optimizer, [lr.LinearLR(optimizer, 0.1, total_iters=3), lr.ExponentialLR(optimizer, 0.9)], [3]),
+    "restarts": lambda optimizer: lr.CosineAnnealingWarmRestarts(optimizer, 2),
+}  # fmt: skip
+
+
+def scheduled(comm, folder, schedule, again, tensor=False):
+    """The rates, and what the steps give."""
+    rate = torch.tensor(1e-2) if tensor else 1e-2
+    trainer = trainer_of(comm, FLAT, exact(dp=2, zero=1), optimizer=partial(torch.optim.AdamW, lr=rate, betas=(0.8, 0.95)))
+    optimizer, rates = trainer.zeros[0].optimizer, []
+    steps = schedule(optimizer)
+    if again:
+        resume(trainer, folder, states={"schedule": steps})
+    while trainer.done < STEPS + 2:
+        trainer.step()
+        steps.step()
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        if trainer.done == SAVED and not again:
+            save_run(trainer, Checkpoints(comm, folder), {"schedule": steps}).wait()
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == tensor
+    return rates, trainer.losses
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_made_before_resume_goes_on(kind, tmp_path):
+    whole, again = (simulated(scheduled, exact(dp=2), tmp_path, SCHEDULES[kind], later) for later in (False, True))
+    assert [(rates[SAVED:], losses) for rates, losses in whole] == again[:]
+
+
+def test_a_rate_that_is_a_tensor_stays_one(tmp_path):
+    args = tmp_path, SCHEDULES["steps"]
+    [rates, losses] = d2lps.run(scheduled, 2, *args, False, True)[0]
+    assert d2lps.run(scheduled, 2, *args, True, True)[1] == (rates[SAVED:], losses)
+
+
+def test_a_schedule_whose_state_is_not_given_is_refused_and_one_made_afterwards_is_not(tmp_path):
+    def refused(comm):
+        trainer = trainer_of(comm, FLAT, exact(dp=2))
+        SCHEDULES["lambda"](trainer.zeros[0].optimizer)
+        with pytest.raises(ValueError, match=r"zeros\[0\].optimizer has a learning-rate schedule .*last_epoch=trainer.done - 1"):
+            resume(trainer, tmp_path)
+        return trainer.done
+
+    def afterwards(comm):
+        trainer = trainer_of(comm, FLAT, exact(dp=2, zero=1))
+        resume(trainer, tmp_path)
+        steps = lr.LambdaLR(trainer.zeros[0].optimizer, lambda step: 0.5**step, last_epoch=trainer.done - 1)
+        rates = []
+        while trainer.done < STEPS + 2:
+            trainer.step()
+            steps.step()
+            rates.append(trainer.zeros[0].optimizer.param_groups[0]["lr"])
+        return rates
+
+    whole = simulated(scheduled, exact(dp=2), tmp_path, SCHEDULES["lambda"], False)
+    assert simulated(refused, exact(dp=2))[:] == [0, 0]
+    assert simulated(afterwards, exact(dp=2))[0] == whole[0][0][SAVED:]
+
+
+def test_optimizers_of_one_run_with_other_rates_are_refused(tmp_path):
+    def work(comm):
+        trainer = trainer_of(comm, MIXED, plan)
+        trainer.zeros[1].optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(ValueError, match=r"zeros\[1\].optimizer has the options .*0.5.*a run saves one set"):
+            save_run(trainer, Checkpoints(comm, tmp_path))
+
+    plan = exact(dp=2, ep=2)
+    simulated(work, plan)
+    assert not list(tmp_path.iterdir())
+
+
 TWO = partial(Plan, precision="fp32", micro_batch=2)
 STRATEGIES = {
     "data parallel": TWO(dp=2), "ZeRO 1": TWO(dp=2, zero=1), "ZeRO 2": TWO(dp=2, zero=2), "ZeRO 3": TWO(dp=2, zero=3),

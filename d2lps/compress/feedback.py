@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from d2lps.comm.rank import describe
 from d2lps.compress.codec import Codec, check_finite, widened
+
+_KEPT = "left", "second", "starts", "kept", "turns"
 
 
 class ErrorFeedback:
@@ -40,6 +43,14 @@ class ErrorFeedback:
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.codec})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is kept, each rank's own, to be saved, and given to `load_state_dict` of one with the same codec."""
+        return {name: dict(vars(self)[name]) for name in _KEPT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in _KEPT:
+            vars(self)[name] = type(vars(self)[name])(state[name])
 
     def encode(self, name: str, tensor: Tensor) -> Tensor:
         """What is sent in place of the tensor, and of what is left of those of that name."""

@@ -56,6 +56,13 @@ class LocalSGD:
         self.average()
         return True
 
+    def state_dict(self) -> dict[str, int]:
+        """Where in a round it is. Amid one the weights are each rank's own, too: then the model's state belongs to it."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
     def average(self) -> None:
         """Now, as after the last steps of a training: every rank calls it."""
         weights = flat(self.parameters)
@@ -117,6 +124,31 @@ class DiLoCo:
             return False
         self._apply()
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shared weights, what outer optimizer and codec keep, and where in a round it is; what travels is waited for.
+
+        A rank's weights and inner optimizer have states of their own: states={"model": model, "inner": inner, "outer": diloco}.
+        """
+        if self.pending and self.pending[2]:
+            self.pending[2].wait()
+            self.pending = *self.pending[:2], None
+        codec = self.codec.state_dict() if isinstance(self.codec, ErrorFeedback) else None
+        outer, pending = [sgd.state_dict() for sgd in self.outer], self.pending and self.pending[:2]
+        return {"steps": self.steps, "shared": self.shared, "pending": pending, "outer": outer, "codec": codec}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError where it is of other weights, fragments or codec."""
+        ours = len(self.shared), len(self.outer), isinstance(self.codec, ErrorFeedback)
+        if (theirs := (len(state["shared"]), len(state["outer"]), state["codec"] is not None)) != ours:
+            told = "is of {} weights in {} fragments, error feedback: {}"
+            raise ValueError(f"the state {told.format(*theirs)}; this {told.format(*ours)}")
+        self.shared.copy_(state["shared"])
+        self.steps, self.pending = state["steps"], state["pending"] and (*state["pending"], None)
+        for sgd, other in zip(self.outer, state["outer"], strict=True):
+            sgd.load_state_dict(other)
+        if isinstance(self.codec, ErrorFeedback):
+            self.codec.load_state_dict(state["codec"])
 
     def _send(self, number: int) -> None:
         """Let the mean of the deltas of a fragment be made, beside what comes next if there is a delay."""

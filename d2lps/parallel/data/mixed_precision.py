@@ -50,6 +50,13 @@ class LossScaler:
         if not 0 < self.backoff_factor < 1 < self.growth_factor or not self.scale > 0 or not self.growth_interval > 0:
             raise ValueError(f"{self}: one factor must shrink and one grow, the scale and the interval be above 0")
 
+    def state_dict(self) -> dict[str, float]:
+        """All of it, as torch's GradScaler has it: `scaler.load_state_dict(other.state_dict())` makes it the same."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        vars(self).update(vars(LossScaler(**state)))  # type: ignore[arg-type]
+
     def update(self, overflow: bool) -> float:
         """Take note of a step, and return the scale of the next one."""
         self.good = 0 if overflow else self.good + 1

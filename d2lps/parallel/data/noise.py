@@ -104,6 +104,13 @@ class NoiseScale:
         self._gradient = self.smooth * self._gradient + (1 - self.smooth) * gradient
         self._noise = self.smooth * self._noise + (1 - self.smooth) * noise
 
+    def state_dict(self) -> dict[str, float]:
+        """The running means, and of how many steps."""
+        return {"steps": self.steps, "gradient": self._gradient, "noise": self._noise}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.steps, self._gradient, self._noise = int(state["steps"]), state["gradient"], state["noise"]
+
     @property
     def gradient(self) -> float:
         """|G|^2, the running mean."""

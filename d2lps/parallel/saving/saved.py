@@ -41,6 +41,7 @@ class Manifest(NamedTuple):
     ranks: int  #: how many wrote it
     extra: Any  #: what `save` was given
     tensors: dict[str, dict[str, Any]]
+    states: dict[str, list[Any]] = {}  #: of what had a state_dict, all but its tensors, by rank; or once, where all had the same
 
 
 def look(directory: str | Path, step: int | None = None) -> Manifest:
