@@ -53,6 +53,7 @@ from d2lps.kvstore import Refused
 from d2lps.parallel import (
     Checkpoints,
     DataParallel,
+    DiLoCo,
     Experts,
     LossScaler,
     MixedPrecision,
@@ -892,6 +893,22 @@ def many_micro_batches(comm: Any) -> float:
     return trainer.masters[0].item()
 
 
+@report("deepspeedai/DeepSpeed#2768", gives=-302.0)
+def many_passes_in_shards(comm: Any) -> float:
+    """Passes in BF16 under ZeRO with gradients of 256, 1, 1, ... -> their sum of FP32 in every stage, where BF16's stays 256."""
+    steps = []
+    for stage in (1, 2, 3):
+        nn.init.zeros_((net := nn.Linear(1, 1, bias=False)).weight)
+        zero = Zero(comm, net, SGD, stage, param_dtype=torch.bfloat16, main_grads=True)
+        for size in (256.0, *[1.0] * 46):
+            net(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+        zero.step()
+        steps.append(sum(shard.sum() for shard in zero.shards))
+    all_reduce(comm, found := torch.stack(steps))
+    assert found.tolist() == [found[0]] * 3
+    return found[0].item()
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -943,6 +960,58 @@ def unlike_statistics(comm: Any, folder: str) -> None:
 
 SMALL = Transformer(layers=2, hidden=8, heads=2, vocab=96, sequence=8, tied=True)
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
+
+
+@report("pytorch/torchtitan#4598, pytorch/pytorch#60265", gives=True, simulated=False)
+def schedules(comm: Any, folder: str) -> bool:
+    """A schedule of learning rates is made before a run goes on from a checkpoint -> the rates and losses of a run that was not
+    interrupted; left out, it is refused.
+    """
+
+    def steps(count: int, begin: bool) -> list[tuple[float, float]]:
+        trainer = Trainer(comm, SMALL, Plan(dp=2, zero=1, precision="fp64"), text(8), batch=6, optimizer=ADAM)
+        optimizer = trainer.zeros[0].optimizer
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+        if not begin:
+            try:
+                resume(trainer, folder)
+            except ValueError as error:
+                says(str(error), "zeros[0].optimizer", "schedule")
+            else:
+                raise AssertionError("nothing was refused")
+            resume(trainer, folder, states={"schedule": schedule})
+        found = []
+        for _ in range(count):
+            trainer.step()
+            found.append((optimizer.param_groups[0]["lr"], trainer.losses[-1]))
+            schedule.step()
+            if begin and len(found) == 2:
+                save_run(trainer, Checkpoints(comm, folder), {"schedule": schedule}).wait()
+        return found
+
+    return steps(4, True)[2:] == steps(2, False)
+
+
+@report("meta-pytorch/torchft#277", gives=True)
+def rare_talk(comm: Any, folder: str) -> bool:
+    """DiLoCo goes on from a checkpoint in the middle of a round -> as if it had not been interrupted, outer momentum and all."""
+
+    def trains(first: int, last: int) -> list[float]:
+        nn.init.ones_((net := nn.Linear(2, 1, bias=False)).weight)
+        optimizer, diloco = SGD(net.parameters()), DiLoCo(comm, net.parameters(), every=3)
+        states = {"net": net, "optimizer": optimizer, "diloco": diloco}
+        if first:
+            load(comm, folder, {}, states=states)
+        for step in range(first, last):
+            optimizer.zero_grad()
+            net(torch.tensor([[1.0 + step, comm.rank]])).square().sum().mul(1e-3).backward()
+            optimizer.step()
+            diloco.step()
+            if step + 1 == 4 and not first:
+                save(comm, folder, 4, {}, states=states)
+        return [*net.weight.flatten().tolist()]
+
+    return trains(0, 9) == trains(4, 9)
 
 
 def some_steps(comm: Any, plan: Plan, steps: int, folder: str = "", begin: bool = True) -> list[tuple[float, float]]:
