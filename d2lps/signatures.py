@@ -9,6 +9,9 @@ compare, let each other go, and raise Mismatch.
 from __future__ import annotations
 
 import math
+import os
+import socket
+import sys
 import threading
 import time
 import weakref
@@ -147,9 +150,23 @@ def _room(signature: str) -> torch.Tensor:
     return torch.zeros(int(length), dtype=getattr(torch, dtype))
 
 
-def store_at(port: int, ranks: int, rank: int, listener: int | None, **options: Any) -> dist.TCPStore:
-    """The store at which ranks of one machine meet: at a port of the loopback interface, where rank 0 listens already."""
-    here = options | {"wait_for_workers": False, "master_listen_fd": listener if rank == 0 else None}
+def place_to_meet(ranks: int) -> tuple[int, int]:
+    """Where ranks of one machine will find their store: an open descriptor, for a child to inherit, and its port, or 0.
+
+    A file without a name, which no other user can open; where there is none, the loopback interface, where any may knock.
+    """
+    if sys.platform == "linux":
+        return os.memfd_create("d2lps store"), 0
+    listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+    port = listener.getsockname()[1]
+    return listener.detach(), port
+
+
+def store_at(file: int, port: int, ranks: int, rank: int, process: int | str = "self") -> dist.Store:
+    """The store at a place to meet. process: whose the file is; a port's is the first rank's."""
+    if not port:
+        return dist.FileStore(f"/proc/{process}/fd/{file}")
+    here: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": file if rank == 0 else None}
     here["use_libuv"] = torch.__version__ >= "2.7"  # before, only the older server takes a socket that listens
     return dist.TCPStore("127.0.0.1", port, ranks, rank == 0, **here)
 

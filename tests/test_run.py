@@ -495,6 +495,20 @@ def test_ranks_listen_on_the_loopback_interface_alone(run: Runner) -> None:
     assert bool(addresses) == (run.keywords["backend"] == "gloo")  # shared memory needs none
 
 
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root, to be another user")
+def test_another_user_cannot_open_the_store_where_ranks_meet(run: Runner) -> None:
+    def work(comm: Communicator) -> list[list[int]]:
+        d2lps.backend.group(comm)  # in a run over shared memory, this makes the first store
+        files = [f"/proc/{os.getpid()}/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        stores = [file for file in files if os.path.exists(file) and "d2lps store" in os.readlink(file)]
+        comm.barrier()
+        opened = functools.partial(subprocess.run, capture_output=True)
+        return [[opened(["cat", file], user=user).returncode for user in (0, 65534)] for file in stores]
+
+    zero, *others = run(work, 2)
+    assert zero == [[0, 1]] and all(other in ([], [[0, 1]]) for other in others)
+
+
 def test_a_rank_and_its_caller_may_have_no_standard_output(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(comm: Communicator) -> int:
         print("a line, and then", end=" ")

@@ -1,7 +1,7 @@
 """A process group of torch.distributed: each of its calls becomes a task for the group's thread, or a message posted at once."""
 
 import inspect
-import socket
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from d2lps.comm.explain import describe_status
 from d2lps.comm.rank import running
 from d2lps.comm.status import readers_line
 from d2lps.launch.failure import meaning, release
-from d2lps.signatures import store_at
+from d2lps.signatures import place_to_meet, store_at
 
 Tensors = Sequence[torch.Tensor]
 _Base: Any = dist.ProcessGroup
@@ -232,10 +232,12 @@ def group(comm: Communicator) -> Any:
 
 
 def store_of(comm: Communicator) -> dist.Store:
-    """A place to meet on the loopback interface: the first rank listens, and tells the others where."""
-    with socket.create_server(("127.0.0.1", 0), backlog=comm.size) as listener:
-        broadcast(comm, port := torch.tensor([listener.getsockname()[1]], device="cpu"))
-        return store_at(int(port), comm.size, comm.rank, listener.detach() if comm.rank == 0 else None)
+    """A place to meet that the first rank makes, and tells the others of."""
+    file, port = place_to_meet(comm.size)
+    broadcast(comm, place := torch.tensor([file, port, os.getpid()], device="cpu"))
+    if comm.rank:
+        os.close(file)  # the first rank's stays open: it is the store's, whose end nobody sees
+    return store_at(int(place[0]), int(place[1]), comm.size, comm.rank, int(place[2]))
 
 
 register()

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from d2lps.launch.failure import Failure, raise_in_caller
 from d2lps.launch.forkserver import kill_session, preload, start_ranks
 from d2lps.launch.rank import START, Job, Success
 from d2lps.sharedmemory.linux import is_stopped
+from d2lps.signatures import place_to_meet
 
 _TICK = 0.1  # seconds between two looks at the notes of the ranks
 # Seconds in which the cause of a failure may still turn up: a broken pipe is news before the death behind it. And in which
@@ -125,12 +125,11 @@ class Group:
             self.keeper, (self.keeper_pid, *self.pids) = start_ranks(self.job, program, files, self.folder)
 
     def meeting_place(self) -> Any:
-        """The file at which the ranks meet: the memory that they will share, or the store's listening socket."""
+        """The file at which the ranks meet: the memory that they will share, or their store's."""
         if self.job.backend == "shm":
             return open(sharedmemory.create(self.job.ranks), "r+b", 0)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=self.job.ranks)
-        self.job.store_port = listener.getsockname()[1]
-        return listener
+        file, self.job.store_port = place_to_meet(self.job.ranks)
+        return open(file, "r+b", 0)
 
     # ---- while they run -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from d2lps.comm import Communicator
 from d2lps.comm.rank import SEED, runs_here
 from d2lps.comm.status import SharedBoard, Status, noted
 from d2lps.launch.failure import Failure, in_our_words, pack
-from d2lps.processgroup import ProcessGroupCommunicator
+from d2lps.processgroup import ProcessGroupCommunicator, connect
 from d2lps.result import Run, pickled
 from d2lps.signatures import store_at
 from d2lps.trace import Recorder, Trace
@@ -40,7 +40,7 @@ START = 30.0  # seconds that ranks may take to begin besides the timeout: one ma
 class Job:
     """What every rank gets besides the function, and besides a file to meet the others at.
 
-    That file is the memory that all ranks share ("shm"), or the store's listening socket, for the first rank (the others).
+    That file is the memory that all ranks share ("shm"), or the place of their store (the others; see `place_to_meet`).
     """
 
     ranks: int
@@ -148,16 +148,18 @@ def _redirect(out: int, err: int) -> None:
     sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
 
 
-def _join(rank: int, job: Job, listener: int) -> Communicator:
-    """Meet the others at the store and form the process group, over the loopback interface only."""
+def _join(rank: int, job: Job, meeting: int) -> Communicator:
+    """Meet the others at the store, and connect over the loopback interface only: for the run, and for torch's default group."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    patience = timedelta(seconds=patience_of(job.timeout))
-    if rank:
-        os.close(listener)
-    store = store_at(job.store_port, job.ranks, rank, listener, timeout=patience)
+    if rank and job.store_port:
+        os.close(meeting)
+    store, patience = store_at(meeting, job.store_port, job.ranks, rank), patience_of(job.timeout)
     device = place(job.device, rank)
-    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=patience)
-    return ProcessGroupCommunicator(dist.group.WORLD, device, store, patience.total_seconds())
+    store.set_timeout(timedelta(seconds=patience))
+    limit = timedelta(seconds=job.timeout)  # of what the function calls of torch.distributed itself: nobody else sees it wait
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=limit)
+    group = connect(job.backend, dist.PrefixStore("d2lps", store), rank, job.ranks, patience)
+    return ProcessGroupCommunicator(group, device, store, patience)
 
 
 def patience_of(timeout: float) -> float:
