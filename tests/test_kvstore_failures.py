@@ -428,6 +428,27 @@ def test_a_primary_that_wakes_up_in_an_old_view_writes_nothing(tmp_path: Path) -
     check(tmp_path, run, 2)
 
 
+def test_two_servers_that_are_killed_at_once_are_both_replaced(tmp_path: Path) -> None:
+    """Of both the workers hear together, as of one view: the first backup had been told of the view before."""
+
+    def saboteur(cluster: Cluster) -> None:
+        until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(2)), 60)
+        cluster.backups[0].pause()  # it cannot serve before both are dead
+        for number, server in enumerate(cluster.servers):
+            server.kill()
+            assert until(lambda number=number: f"server {number} was killed" in str(cluster.history), 60)
+        assert until(lambda: "node 3 serves as server 1 in view 2" in str(cluster.history), 60)
+        cluster.backups[0].resume()
+        assert until(lambda: "node 2 serves as server 0" in str(cluster.history), 60)
+        begun = [(tmp_path / f"{rank}").stat().st_size for rank in range(2)]
+        assert until(lambda: all((tmp_path / f"{rank}").stat().st_size > begun[rank] + 80 for rank in range(2)), 60)
+        (tmp_path / "stop").touch()
+
+    options: dict[str, Any] = {"durability": "replica", "split": 64, "patience": 60, "saboteur": saboteur}
+    run = kvstore.run(count, 2, 2, str(tmp_path), 0, consistency="asp", **options)
+    check(tmp_path, run, 2)
+
+
 def test_a_backup_that_sleeps_is_named_and_another_takes_its_place(tmp_path: Path) -> None:
     def saboteur(cluster: Cluster) -> None:
         until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(2)), 60)

@@ -136,7 +136,7 @@ class Coordinator:
             node.endpoint = text
             self._started(node, *map(int, more))
             self.serves(node)
-        elif word == b"serves":
+        elif word == b"serves" and node in self.serving and node.server in self.promoted:
             self.say(f"node {node.number} serves as server {node.server} in view {text}")
             del self.promoted[node.server]
             self.serves(node)
@@ -218,13 +218,15 @@ class Coordinator:
     def _promote(self, backup: Node, why: str) -> None:
         """A new view, in which the backup serves: it is told first, then, when it has obeyed, the workers are.
 
-        It may be that it sleeps, and never obeys: `_watch` waits for its pulse.
+        It may be that it sleeps, and never obeys: `_watch` waits for its pulse. The other servers enter the view, too: if two
+        are replaced at once, workers may hear of both together, and ask both in the later view.
         """
         server, self.view = backup.server, self.view + 1
         self.serving[server].needed, backup.needed = False, True
         self.serving[server], self.backups[server], self.promoted[server] = backup, None, why
         backup.ready.clear()
-        self._event(backup, Membership(self.view, tuple(node.number for node in self.serving)))
+        for node in self.serving:
+            self._event(node, Membership(self.view, tuple(other.number for other in self.serving)))
 
     def _renew(self, server: int) -> None:
         """A new backup: the primary writes down all that it has, and says so; then the new one begins with that."""
