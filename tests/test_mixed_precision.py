@@ -306,6 +306,29 @@ def test_a_model_without_gradients_is_refused():
         d2lps.simulate(lambda comm: MixedPrecision(comm, nn.Tanh(), lambda masters: None), star(2, 1e9))
 
 
+@pytest.mark.parametrize("main_grads", [False, True])
+@pytest.mark.parametrize("how", ["model", "model, to zeros", "optimizer", "trainer", "drop"])
+def test_a_batch_that_is_dropped_leaves_nothing(how: str, main_grads: bool) -> None:
+    def work(comm: Communicator, drops: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        trainer = MixedPrecision(comm, model, adam, main_grads=main_grads)
+        dropping = {
+            "model": model.zero_grad, "model, to zeros": partial(model.zero_grad, set_to_none=False),
+            "optimizer": trainer.optimizer.zero_grad, "trainer": trainer.zero_grad, "drop": trainer.drop,
+        }  # fmt: skip
+        for step in range(3):
+            if step == 1 and drops:
+                trainer.backward(model(torch.full((1, 4), 7.0).bfloat16()).sum())
+                dropping[how]()
+            trainer.backward(model(torch.full((1, 4), 1.0 + step).bfloat16()).square().mean())
+            trainer.step()
+        return torch.cat([master.detach().flatten() for master in trainer.masters])
+
+    without = d2lps.simulate(work, star(2, 1e9), False)[0]
+    assert all(torch.equal(found, without) for found in d2lps.simulate(work, star(2, 1e9), True))
+
+
 # ---- who trains, and a scale that can't get smaller -------------------------------------------------------------------
 
 

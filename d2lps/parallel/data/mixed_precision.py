@@ -20,7 +20,7 @@ from d2lps.comm import Communicator
 from d2lps.comm import flat as flattened
 from d2lps.comm.rank import describe
 from d2lps.parallel.data.replicas import begin_alike, share_buffers
-from d2lps.parallel.optimizers import join
+from d2lps.parallel.optimizers import clears, join
 from d2lps.parallel.ready import Weakly, dense
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
@@ -85,7 +85,7 @@ class MixedPrecision:
     Bytes a parameter with Adam: 2 + 2 + 4 + 4 + 4. A step is one all-reduce of all gradients: 2(p - 1)/p n bytes a rank; n has a
     number for each weight, too, of how many ranks have a gradient of it: a weight of which none has one stays what it is.
     Who trains is asked anew in each forward pass of `model`: what is unfrozen or added, on all ranks alike and with equal values,
-    gets masters, too. Buffers are rank 0's after each step, unless broadcast_buffers=False.
+    gets masters, too. Buffers are rank 0's after each step, unless broadcast_buffers=False. `model.zero_grad()` is `drop`, too.
     TypeError for weights that are not FP32, ValueError for a dtype that is none of FP16, BF16 and FP32; RuntimeError in a step,
     if somebody has written into the weights.
     """
@@ -124,6 +124,7 @@ class MixedPrecision:
         self.optimizer = optimizer(self.masters)
         self._joined: dict[str, Tensor] = {}  # the masters of what has begun to train since the last step
         model.register_forward_pre_hook(Weakly(self._listen))
+        clears(self.drop, model, self.optimizer)
 
     def _listen(self, *_: Any) -> None:
         """Who trains from now on? No rank waits for others here: it may be one that looks at the model by itself."""
@@ -146,6 +147,13 @@ class MixedPrecision:
                 holder.grad = weight.grad.float() if holder.grad is None else holder.grad + weight.grad
                 weight.grad = None
 
+    def drop(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients since the last step, on all ranks: those of a batch that is not to count, or has failed."""
+        for tensor in (*self.weights, *self.masters):
+            tensor.grad = None
+
+    zero_grad = drop  # as training loops call it
+
     def step(self) -> bool:
         """Step by the mean of all ranks' gradients and return True; after an overflow, do nothing on any rank and return False.
 
@@ -160,8 +168,7 @@ class MixedPrecision:
         parts = [torch.zeros_like(h) if part is None else part for h, part in zip(self.holders, gradients, strict=True)]
         there = parts[0].new_tensor([part is not None for part in gradients])
         total = torch.cat([part.flatten().to(self.reduce_dtype) for part in (*parts, there)])
-        for holder in self.holders:
-            holder.grad = None
+        self.drop()
         self.reduce(self.comm, total)
         if self.broadcast_buffers:
             share_buffers(self.comm, self.model)
