@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -469,6 +469,8 @@ def test_clipping_before_the_reduction_is_an_error(stage: int, sync: bool) -> No
             clip_by_global_norm(zero.shards, 1.0)
         zero.reduce()
         assert clip_by_global_norm(zero.shards, 1.0).item() == pytest.approx(200.0)
+        with pytest.raises(ValueError, match=r"groups has that of ranks \[0, 1\], over") if comm.size > 1 else nullcontext():
+            clip_by_global_norm(zero.shards, 1.0, [comm])  # its shards' own, which would count twice
         zero.step()
         assert clip_by_global_norm(zero.shards, 1.0).item() == 0.0  # of no gradients
         moved = (nn.utils.parameters_to_vector(zero.shards).detach() - before).square()
@@ -704,6 +706,25 @@ def test_weights_loaded_over_copies_of_masters_are_not_lost_without_a_word(stage
     assert simulated(work, 2, None) == [[7.0, 8.0]] * 2  # where the shards are the weights, they are what was loaded
     with pytest.raises(RuntimeError, match="somebody has written into weight, which the step would undo"):
         simulated(work, 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+def test_weights_written_while_they_are_gathered_are_not_lost_without_a_word(stepping: bool) -> None:
+    def work(comm: Communicator) -> None:
+        model = Chain()
+        zero = Zero(comm, model, SGD, 3)
+        for _ in range(2):
+            with zero.gathered():
+                model.state_dict()
+            model(X).square().mean().backward()
+            zero.step()
+        with suppress(RuntimeError) if stepping else nullcontext(), zero.gathered(), torch.no_grad():
+            model[1][0].bias.mul_(0.5)
+        model(X).square().mean().backward()
+        zero.step()
+
+    with pytest.raises(RuntimeError, match=r"rank \d: somebody has written into 1.0.bias, which the step would undo"):
+        simulated(work, 2)
 
 
 class Lists(nn.Module):

@@ -22,7 +22,8 @@ def clip_by_global_norm(parameters: Iterable[Tensor], max_norm: float, groups: I
     groups: over which all parameters are different ones, as over a pipeline's stages. Where two stages hold the same parameter,
     as with tied embeddings, one of them has an attribute `duplicate`, True, and is scaled, but not counted.
     The factor is torch's: max_norm / (norm + 1e-6), at most 1; squares are added up in float64, so ranks agree to the bit.
-    ValueError unless max_norm is above 0; RuntimeError for shards that `Zero.reduce` has still to give their gradients.
+    ValueError unless max_norm is above 0, and for a group that has the pieces; RuntimeError for shards that `Zero.reduce` has
+    still to give their gradients.
     Cost: an all-reduce of one number for each group, and each kind of piece.
     Source: `torch.nn.utils.clip_grad_norm_`; Pascanu et al. 2013.
     """
@@ -37,6 +38,10 @@ def clip_by_global_norm(parameters: Iterable[Tensor], max_norm: float, groups: I
         for part, over in _parts(parameter, gradient):
             square = part.detach().double().square().sum()
             kinds[over] = kinds[over] + square if over in kinds else square
+    groups, summed = list(groups), [group.members for over in kinds for group in over if group.size > 1]
+    if twice := [group.members for group in groups if group.members in summed]:
+        told = "over which the squares of these pieces are added up anyway: they would count several times"
+        raise ValueError(f"groups has that of ranks {twice[0]}, {told}")
     for over, squares in kinds.items():
         for group in over:
             with group.about("squares of grads[]{*} → squares[]"):

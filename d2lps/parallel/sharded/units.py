@@ -138,12 +138,13 @@ class Unit:
         self._gathering = None
         self._release("gathered")
 
-    def overwritten(self) -> list[str]:
-        """Names of parameters that somebody has written into, and that are copies of masters which know nothing of it."""
-        if self.mine.dtype == self.shard.dtype:
-            return []
+    def check_written(self, rank: int) -> None:
+        """RuntimeError for parameters that somebody has written into, if they are copies of shards which know nothing of it."""
         rows = zip(self.names, self.parameters, self._versions, strict=True)
-        return [name for name, p, version in rows if p._version != version]
+        names = ", ".join(name for name, p, version in rows if p._version != version)
+        if names and not (self.keeps and self.mine.dtype == self.shard.dtype):
+            told = f"somebody has written into {names}, which the step would undo: they are copies of the weights in the shards"
+            raise RuntimeError(f"rank {rank}: {told}; load weights before Zero is made, or into its pieces()")
 
     def stepped(self) -> None:
         """The shard has changed: so do the weights, on all ranks. Its gradient has been used, and goes."""

@@ -57,8 +57,7 @@ class Zero:
     Errors: ValueError for a stage, or a group, that is none, and an optimizer that can't step on shards; Mismatch for models that
     are not alike; RuntimeError with the names of parameters that a backward pass has left out, or comes to unannounced, as their
     module was not called, or returned something else than tensors, lists, tuples and dicts (or torch's own, if it notices); of
-    copies of masters that somebody has written into, and of what is frozen while others of its unit train; and after a backward
-    pass that has failed.
+    copies of shards that are written into, and what is frozen while others of its unit train; after a failed backward pass.
     Cost a step, of n bytes of weights: 1 and 2 send 2(p - 1)/p n bytes a rank, as an all-reduce does; 3 sends 3(p - 1)/p n.
     Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
     """
@@ -171,13 +170,15 @@ class Zero:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All weights are there in the block, to be looked at or saved; what is written into them is lost with stage 3."""
+        """All weights are there in the block, to be looked at or saved: RuntimeError if stage 3's have been written into."""
         for unit in self.units:
             unit.gather()
             unit.wait()
         self._kept += 1
         try:
             yield
+            for unit in self.units:
+                unit.check_written(self.comm.rank)
         finally:
             self._kept -= 1
             for unit in self.units:
@@ -236,9 +237,8 @@ class Zero:
             told = "a backward pass has failed, and left a part of its gradients"
             raise RuntimeError(f"rank {self.comm.rank}: {told}: drop() lets go of all since the last step")
         self._check_trained()
-        if names := ", ".join(name for unit in self.units for name in unit.overwritten()):
-            told = f"somebody has written into {names}, which the step would undo: they are copies of the masters in the shards"
-            raise RuntimeError(f"rank {self.comm.rank}: {told}; load weights before Zero is made, or into its pieces()")
+        for unit in self.units:
+            unit.check_written(self.comm.rank)
         if left := ", ".join(name for unit in self.units for name in unit.left_out(self.stage == 1)):
             raise RuntimeError(f"rank {self.comm.rank}: a backward pass has left out {left}: the loss must depend on them")
         for unit in self.units:
