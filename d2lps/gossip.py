@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d2lps.collectives.arguments import check_tensor, collective, doublings
 from d2lps.comm import Communicator, RankDied
+from d2lps.comm.aliasing import check_writable
 from d2lps.cost.numbers import named, whole
 
 # By name, the hops of a step among so many ranks; each distinct one but 0 counts, round the circle.
@@ -134,4 +135,5 @@ def _checked(comm: Communicator, tensor: Tensor, graph: str, step: int) -> tuple
     check_tensor("tensor", tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"mixing needs a tensor of floating numbers, which have means, not of {tensor.dtype}")
+    check_writable(tensor, "tensor")
     return neighbors(graph, comm.rank, comm.size, step)

@@ -455,4 +455,20 @@ def test_so_it_does_on_processes() -> None:
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c"]])
 def test_names_of_which_no_tensor_knows_its_own_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match="one for all 2 tensors together, or one for each, no two of them alike"):
-        d2lps.simulate(lambda comm: compress.all_reduce(comm, [torch.ones(2)] * 2, compress.half(), names), star(2, 1e9))
+        d2lps.simulate(lambda comm: compress.all_reduce(comm, torch.ones(2, 2).unbind(), compress.half(), names), star(2, 1e9))
+
+
+def test_tensors_that_share_memory_are_refused_by_name() -> None:
+    """The sum of the one was written over the other's: of top_k, a zero over what had come."""
+    cuts: list[Callable[[torch.Tensor], list[torch.Tensor]]] = [lambda row: [row, row.view(2, 2)], lambda row: [row[1:], row[:2]]]
+    for cut in cuts:
+        with pytest.raises(ValueError, match=r"tensor\[0\], float32.*, and tensor\[1\], float32.*, share memory: both are"):
+            d2lps.simulate(lambda comm, cut=cut: compress.all_reduce(comm, cut(torch.ones(4)), compress.top_k(0.5)), star(2, 1e9))
+    for total in d2lps.simulate(_columns, star(2, 1e9)):
+        assert torch.equal(total, torch.full((3, 2), 2.0))
+
+
+def _columns(comm: d2lps.Communicator) -> torch.Tensor:
+    """What lies side by side is right."""
+    compress.all_reduce(comm, (matrix := torch.ones(3, 2)).unbind(1), compress.half())
+    return matrix

@@ -92,7 +92,8 @@ def test_a_step_takes_one_latency_and_the_bytes_that_are_promised() -> None:
     (lambda: neighbors("ring", 4, 4), ValueError, "rank=4"),
     (lambda: d2lps.simulate(lambda comm: mix(comm, torch.ones(3, dtype=torch.int64)), star(2, 1e9)), TypeError, "torch.int64"),
     (lambda: d2lps.simulate(lambda comm: mix(comm, [1.0]), star(2, 1e9)), TypeError, "list"),
-], ids=["graph", "size", "bool", "rank", "integers", "no tensor"])  # fmt: skip
+    (lambda: d2lps.simulate(lambda comm: mix(comm, torch.ones(1).expand(3)), star(2, 1e9)), ValueError, "of shape .3. was"),
+], ids=["graph", "size", "bool", "rank", "integers", "no tensor", "expanded"])  # fmt: skip
 def test_refusals(call, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()

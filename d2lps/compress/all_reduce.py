@@ -12,7 +12,7 @@ from torch import Tensor
 from d2lps import collectives
 from d2lps.collectives.arguments import check_tensor, collective
 from d2lps.comm import Communicator
-from d2lps.comm.aliasing import check_writable
+from d2lps.comm.aliasing import check_apart
 from d2lps.compress.codec import Codec, Rounds, flat
 from d2lps.compress.feedback import ErrorFeedback, counting
 
@@ -66,7 +66,7 @@ def _several(tensor: Any) -> list[Tensor]:
         raise ValueError("tensor=[]: there is nothing to sum")
     for each in tensors:
         check_tensor("tensor", each)
-        check_writable(each)
+    check_apart(tensors, (), ("tensor[{}]", ""))
     return tensors
 
 
