@@ -30,6 +30,7 @@ from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
 from d2lps.backend import choice, transports
 from d2lps.backend.tasks import TaskQueue
 from d2lps.sharedmemory.space import Space
+from d2lps.topology import star
 
 TRANSPORTS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8]
@@ -897,3 +898,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
     text = output_of([*command, *script(tmp_path / "train.py", TRAINING)[1:], *TRANSPORTS], D2LPS_ALL_REDUCE="tree")
     for rank, transport in itertools.product(range(3), TRANSPORTS):
         assert text.count(f"{rank} [[2.0, 2.0, 2.0]] d2lps {transport == 'shm'}") == 2, text
+
+
+def test_in_a_simulation_there_is_no_group() -> None:
+    """torch waits for the others, and keeps the one thread that they would come on."""
+    with pytest.raises(TypeError, match="no simulated rank can: take a run of processes"):
+        d2lps.simulate(d2lps.backend.group, star(2, 1e9))

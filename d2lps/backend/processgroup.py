@@ -24,6 +24,7 @@ from d2lps.comm.rank import running
 from d2lps.comm.status import readers_line
 from d2lps.launch.failure import meaning, release
 from d2lps.signatures import place_to_meet, store_at
+from d2lps.simulator.within import SimulatedRank
 
 Tensors = Sequence[torch.Tensor]
 _Base: Any = dist.ProcessGroup
@@ -220,10 +221,14 @@ def group(comm: Communicator) -> Any:
 
     A wait in it, or in any other group of backend "d2lps" that the function makes, lasts no longer than the run's `timeout`.
 
+    TypeError in a simulation.
+
     >>> def train(comm):                                                    # doctest: +SKIP
     ...     model = DistributedDataParallel(Net(), process_group=d2lps.backend.group(comm))
     >>> d2lps.run(train, 4)                                                 # doctest: +SKIP
     """
+    if isinstance(comm, SimulatedRank):
+        raise TypeError("torch.distributed's calls wait in real time, and no simulated rank can: take a run of processes")
     if dist.is_initialized():
         return dist.new_group(comm.members, backend="d2lps")
     BookProcessGroup.in_run = comm.members
