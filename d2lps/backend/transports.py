@@ -20,9 +20,8 @@ import torch.distributed as dist
 from d2lps import sharedmemory
 from d2lps.backend import choice
 from d2lps.comm import RankHung
-from d2lps.comm.rank import runs_here
 from d2lps.comm.status import Board, GroupBoard, Status, readers_line
-from d2lps.launch.rank import patience_of
+from d2lps.launch.rank import patience_of, runs_here
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 from d2lps.sharedmemory.communicator import SharedMemoryCommunicator
 from d2lps.sharedmemory.mailbox import Mailbox

@@ -38,7 +38,6 @@ class _Running(threading.local):
 
 
 running = _Running()
-runs_here: list["Rank"] = []  # the communicator of the run that this process is a rank of, while the run's function runs
 
 
 class Rank(ABC):
@@ -242,8 +241,7 @@ class Rank(ABC):
             yield
         finally:
             running.note = None
-        # Not when the wait fails: the note then says where the rank stood as it failed.
-        self.board.write(None, self.lane)
+        self.board.write(None, self.lane)  # not when the wait fails: the note then says where the rank stood as it failed
         for watcher in self.watchers:
             watcher.waited(self, self.now() - start)
         if self.recorder:
@@ -251,8 +249,8 @@ class Rank(ABC):
 
     def note(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0, since: float = inf) -> None:
         """Write on the board where this rank stands."""
-        me, peer, line = self.members[self.rank], self.members[peer] if peer >= 0 else -1, readers_line(sys._getframe())
-        line = line if line[1] else running.began
+        me, peer = self.members[self.rank], self.members[peer] if peer >= 0 else -1
+        line = found if (found := readers_line(sys._getframe()))[1] else running.began
         self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
 
     @contextmanager

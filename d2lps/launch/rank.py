@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from d2lps import sharedmemory as shm
 from d2lps.comm import Communicator
-from d2lps.comm.rank import SEED, runs_here
+from d2lps.comm.rank import SEED
 from d2lps.comm.status import SharedBoard, Status, noted
 from d2lps.launch.failure import Failure, in_our_words, pack
 from d2lps.processgroup import ProcessGroupCommunicator, connect
@@ -32,6 +32,8 @@ from d2lps.trace import Recorder, Trace
 _LATE = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 _INSTEAD = "return numbers, strings, tensors, or containers of them"
+
+runs_here: list[Communicator] = []  # that of the run of which this process is a rank, while the run's function runs
 
 START = 30.0  # seconds that ranks may take to begin besides the timeout: one may still import what its function needs
 
