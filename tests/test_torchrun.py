@@ -142,7 +142,7 @@ def alone(comm):
     if comm.rank == 0:
         dist.all_reduce(torch.ones(2))
 
-note("by itself", lambda: run(alone, timeout=1))
+note("by itself", lambda: run(alone, timeout=4))
 
 def hang(comm):
     if comm.rank == 0:
@@ -250,7 +250,7 @@ def test_a_rank_that_comes_late_to_a_failure_hears_who_failed_and_where(noted: J
 def test_torchs_own_calls_are_bounded_and_told_with_their_line(noted: Job) -> None:
     zero, *_ = notes_of(noted.folder, "by itself")
     assert re.fullmatch(
-        r"RankHung: rank 0 has waited for more than timeout=1 s\n  rank 0 calls torch.distributed by itself "
+        r"RankHung: rank 0 has waited for more than timeout=4 s\n  rank 0 calls torch.distributed by itself "
         r"\(in alone, line \d+: dist.all_reduce\(torch.ones\(2\)\)\)", zero
     )  # fmt: skip
 
@@ -333,8 +333,8 @@ def test_any_launcher_will_do_and_a_killed_rank_is_noticed(tmp_path: Path, nothi
         assert told.startswith(f"RankFailed: rank {rank} has lost another rank")
         assert f"rank {rank} waits for rank 3 to send 4 B, tag 0 (in lose, " in told
     told = json.loads((tmp_path / "too few.0").read_text())[1]
-    assert told.startswith("RankHung: rank 0 has waited for more than timeout=1 s for every rank of the job to call run; not so ")
-    assert told.endswith("rank 3")
+    waited = r"RankHung: rank \d has waited for more than timeout=1 s for every rank of the job to call run; not so .*rank 3"
+    assert re.fullmatch(waited, told)
 
 
 # ---- a job whose others never come ----------------------------------------------------------------------------------

@@ -92,7 +92,11 @@ def join(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Run:
         raise ValueError(f"ranks={job.ranks}, but this job was launched with WORLD_SIZE={world} processes: they must be equal")
     device = place(job.device, int(os.environ.get("LOCAL_RANK", 0)))
     rank = int(os.environ["RANK"])
-    comm, meeting = _connected(job, rank, device, _wait_for_all(job, rank))
+    store = _wait_for_all(job, rank)
+    try:
+        comm, meeting = _connected(job, rank, device, store)
+    except dist.DistStoreError as error:
+        raise RankHung(f"rank {rank} has waited for more than timeout={job.timeout:g} s for all ranks to connect") from error
     _inside = True
     try:
         outcomes = _outcomes(function, comm, args, job, meeting)
@@ -124,17 +128,16 @@ def _wait_for_all(job: Job, rank: int) -> dist.Store:
         store = own_connection(dist.distributed_c10d._get_default_store())
     _runs += 1
     here = dist.PrefixStore(f"d2lps/run {_runs}", store)
-    here.set(str(rank), "")
     if here.add("ranks", 1) == job.ranks:
-        here.set("all", "")
-    while not here.check(["all"]):
+        here.compare_set("fate", "", "all are here")  # unless one has given up: either is so for all ranks
+    here.set(str(rank), "")
+    while not here.check(["fate"]):
         if time.monotonic() > deadline:
             missing = ", ".join(f"rank {other}" for other in range(job.ranks) if not here.check([str(other)]))
-            here.set("failed", f"{waited}; not so {missing}")
-            raise RankHung(f"{waited}; not so {missing}{'' if dist.is_initialized() else _looked()}")
+            here.compare_set("fate", "", f"{waited}; not so {missing}")
         time.sleep(0.005)
-    if here.check(["failed"]):
-        raise RankFailed(f"rank {rank} has come too late to a run: {here.get('failed').decode()}")
+    if (fate := here.get("fate").decode()) != "all are here":
+        raise RankHung(f"{fate}{'' if dist.is_initialized() else _looked()}")
     if not dist.is_initialized():
         dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=limit)
         _default = dist.group.WORLD
