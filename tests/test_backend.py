@@ -589,7 +589,7 @@ REFUSED: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
-def refused(comm: Communicator) -> tuple[list[str], list[float], list[float]]:
+def refused_memory(comm: Communicator) -> tuple[list[str], list[float], list[float]]:
     """What each is answered with; then an all-gather and a reduce-scatter in place, which are right."""
     answers = []
     for call in REFUSED.values():
@@ -606,7 +606,7 @@ def refused(comm: Communicator) -> tuple[list[str], list[float], list[float]]:
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_memory_that_meets_and_sums_that_are_none_are_refused_and_the_group_goes_on(transport: str) -> None:
-    found = job(refused, 3, transport=transport)
+    found = job(refused_memory, 3, transport=transport)
     assert [there[1:] for there in found] == [([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [3.0, 3.0])] * 3
     for words, answers in zip(REFUSED, zip(*(answers for answers, *_ in found), strict=True), strict=True):
         assert any(answers) and all(words in answer for answer in answers if answer), (words, answers)
