@@ -144,7 +144,7 @@ def seeded(comm, folder, dice):
 
 @pytest.mark.parametrize(
     ("saves", "resumes", "word"),
-    [(partial(saved, name="dice"), partial(resumed, name="dice"), "goes on with the numbers of rank 0"),
+    [(partial(saved, name="dice"), partial(resumed, name="dice"), "dice: rank 0 and rank 1 have different ones"),
      (saved, partial(resumed, put=False), "anew"), (saved, seeded, "anew"),
      (saved, lambda comm, folder, dice: resumed(comm, folder, dice, "dice/0"), "numbers of rank 0")],
 )  # fmt: skip

@@ -44,7 +44,7 @@ def own(function: Function) -> Function:
     return alone
 
 
-def _refuse(collective: str) -> NoReturn:
+def _refuse(collective: str, apart: bool = False) -> NoReturn:
     raise Wrong(f"{collective} is the library's; write it yourself, from sends and receives")
 
 

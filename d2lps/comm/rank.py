@@ -250,7 +250,7 @@ class Rank(ABC):
     def note(self, action: str, peer: int = -1, tag: int = 0, nbytes: int = 0, since: float = inf) -> None:
         """Write on the board where this rank stands."""
         me, peer = self.members[self.rank], self.members[peer] if peer >= 0 else -1
-        line = found if (found := readers_line(sys._getframe()))[1] else running.began
+        line = found if (found := readers_line(sys._getframe()))[1] and action != "begin" else running.began
         self.board.write(Status(me, action, peer, tag, nbytes, self._collective, self.members, *line, since), self.lane)
 
     @contextmanager

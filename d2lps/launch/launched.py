@@ -229,8 +229,9 @@ def _first_failure(comm: ProcessGroupCommunicator, error: BaseException | None =
     A rank that fails leaves its own words there, if nobody has before, and only then lets go of the others.
     """
     mine = in_short(error, comm) if error else ""
+    asked = partial(comm.signatures.store.compare_set, "failed", "", mine[:2000])
     try:
-        first = comm.signatures.store.compare_set("failed", "", mine[:2000]).decode()
-    except RuntimeError:  # the store has gone with the first rank
+        first = in_thread(asked, "asks who failed first").result(comm.timeout).decode()  # torch waits on behind a cut cable
+    except (RuntimeError, TimeoutError):  # the store has gone with the first rank, or cannot be reached
         first = mine
     return ", which tells why itself" if first == mine else f": {first}"

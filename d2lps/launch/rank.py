@@ -157,9 +157,11 @@ def _join(rank: int, job: Job, meeting: int) -> Communicator:
         os.close(meeting)
     store, patience = store_at(meeting, job.store_port, job.ranks, rank), patience_of(job.timeout)
     device = place(job.device, rank)
-    store.set_timeout(timedelta(seconds=patience))
-    limit = timedelta(seconds=job.timeout)  # of what the function calls of torch.distributed itself: nobody else sees it wait
-    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=limit)
+    until, limit = (timedelta(seconds=seconds) for seconds in (patience, job.timeout))
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, timeout=until)
+    # What the function itself calls of torch.distributed: nobody else sees it wait.
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+    store.set_timeout(until)
     group = connect(job.backend, dist.PrefixStore("d2lps", store), rank, job.ranks, patience)
     return ProcessGroupCommunicator(group, device, store, patience)
 

@@ -41,9 +41,9 @@ def join(optimizer: torch.optim.Optimizer, newcomers: torch.optim.Optimizer) -> 
 _also: WeakKeyDictionary[Any, list[WeakMethod[Any]]] = WeakKeyDictionary()  # what else is to be cleared with it
 
 
-def clears(drop: Callable[[], None], *owners: nn.Module | torch.optim.Optimizer) -> None:
+def clears(drop: Callable[[], None], *owners: nn.Module | torch.optim.Optimizer | None) -> None:
     """Have the owners' `zero_grad` call `drop`, too, as long as that one's object lives; copies of the owners are free of it."""
-    for owner in owners:
+    for owner in (each for each in owners if each is not None):
         _also.setdefault(owner, []).append(WeakMethod(drop))
         owner.zero_grad = MethodType(zero_grad, owner)  # type: ignore[method-assign]
 
