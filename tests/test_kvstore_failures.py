@@ -158,8 +158,8 @@ def test_servers_are_killed_during_pushes(tmp_path: Path, durability: str, log_b
 
 
 def count_big(kv: Any, folder: str) -> int:
-    """Add 1, 2, 3 ... to a tensor in shared memory, and get the sum into the same memory, until somebody says stop."""
-    both, number = kv.empty(20_000, torch.int64).zero_(), 0
+    """Add 1, 2, 3 ... to a big tensor, and get the sum into the same memory, until somebody says stop."""
+    both, number = torch.zeros(20_000, dtype=torch.int64), 0
     kv.init("sum", both)
     while not os.path.exists(f"{folder}/stop"):
         number += 1

@@ -52,11 +52,10 @@ def test_values_are_those_of_a_simulation_to_the_bit(durability: str) -> None:
         assert (one.received, one.sent, one.nbytes, one.requests) == (other.received, other.sent, other.nbytes, other.requests)
 
 
-def exchange(kv: Any, shared: bool, steps: int) -> list[torch.Tensor]:
-    """Big tensors, by all ways at once; some are kept by the server beyond its answer."""
-    new = kv.empty if shared else torch.empty
-    gradient, weights, both, odd = new((300, 400)), new((300, 400)), new((70_000,)), new((300, 401)).fill_(0)
-    for key, tensor in [("w", weights.zero_()), ("b", both.zero_()), ("odd", odd[:, 1:])]:
+def exchange(kv: Any, steps: int) -> list[torch.Tensor]:
+    """Big tensors, in one piece and not; some are kept by the server beyond its answer."""
+    gradient, weights, both, odd = torch.zeros(300, 400), torch.zeros(300, 400), torch.zeros(70_000), torch.zeros(300, 401)
+    for key, tensor in [("w", weights), ("b", both), ("odd", odd[:, 1:])]:
         kv.init(key, tensor)
     kv.set_optimizer("sgd", lr=0.5, momentum=0.5)
     for step in range(steps):
@@ -70,19 +69,18 @@ def exchange(kv: Any, shared: bool, steps: int) -> list[torch.Tensor]:
     return [weights.clone(), both.clone(), odd.clone()]
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
 @pytest.mark.parametrize("durability", LEVELS)
-def test_big_tensors_come_and_go_to_the_bit(shared: bool, durability: str) -> None:
-    real = kvstore.run(exchange, 3, 2, shared, 4, durability=durability, split=200_000)
-    simulated = kvstore.simulate(exchange, star(5, 1e9, 1e-6), 3, 2, False, 4, split=200_000)
+def test_big_tensors_come_and_go_to_the_bit(durability: str) -> None:
+    real = kvstore.run(exchange, 3, 2, 4, durability=durability, split=200_000)
+    simulated = kvstore.simulate(exchange, star(5, 1e9, 1e-6), 3, 2, 4, split=200_000)
     assert alike(real.results, simulated.results) and alike(real.values, simulated.values)
     assert [server.received for server in real.servers] == [server.received for server in simulated.servers]
 
 
 @pytest.mark.parametrize("durability", ["log", "replica"])
 def test_a_memory_budget_changes_no_value(durability: str) -> None:
-    real = kvstore.run(exchange, 3, 2, True, 4, durability=durability, split=200_000, memory_budget=400_000)
-    simulated = kvstore.simulate(exchange, star(5, 1e9, 1e-6), 3, 2, False, 4, split=200_000)
+    real = kvstore.run(exchange, 3, 2, 4, durability=durability, split=200_000, memory_budget=400_000)
+    simulated = kvstore.simulate(exchange, star(5, 1e9, 1e-6), 3, 2, 4, split=200_000)
     assert alike(real.results, simulated.results) and alike(real.values, simulated.values)
     for server in real.servers:  # whose tensors and their momentum need more
         assert server.nbytes > 400_000 >= server.tiers.bytes_hot > 0 and server.tiers.evictions and server.tiers.bytes_written
@@ -90,8 +88,8 @@ def test_a_memory_budget_changes_no_value(durability: str) -> None:
 
 @pytest.mark.parametrize(("backend", "options"), [("gloo", {}), ("auto", {"address": "tcp"})])
 def test_big_tensors_where_no_memory_is_shared(backend: str, options: dict[str, Any]) -> None:
-    real = kvstore.run(exchange, 2, 2, True, 3, backend=backend, **options)
-    assert alike(real.results, kvstore.simulate(exchange, star(4, 1e9, 1e-6), 2, 2, True, 3).results)
+    real = kvstore.run(exchange, 2, 2, 3, backend=backend, **options)
+    assert alike(real.results, kvstore.simulate(exchange, star(4, 1e9, 1e-6), 2, 2, 3).results)
 
 
 def test_big_tensors_without_gradients_and_of_parameters() -> None:

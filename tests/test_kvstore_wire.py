@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from d2lps import kvstore, sharedmemory
+from d2lps import kvstore
 from d2lps.kvstore.core.client import Session
 from d2lps.kvstore.core.entry import Entry
 from d2lps.kvstore.core.events import Event, Reply, Request
@@ -25,7 +24,6 @@ from d2lps.kvstore.network.sockets import connect
 from d2lps.kvstore.network.transport import SocketAnswer
 from d2lps.kvstore.network.wire import BIG, CARD, MOST, NOBODY, Far, Wire
 from d2lps.kvstore.storage.frame import NOWHERE, FrameError
-from d2lps.sharedmemory.arena import Arena
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 LIMIT = 1 << 20
@@ -33,11 +31,9 @@ MUTATIONS = 200_000 if os.environ.get("D2LPS_SOAK") else 5_000
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Wire, Wire]]:
-    """A worker's end and a server's, each with a mapping of its own, as two processes have it."""
-    descriptor = sharedmemory.create(2)
-    yield Wire(LIMIT, True, Arena(descriptor, 2, 1)), Wire(LIMIT, True, Arena(descriptor, 2, 0))
-    os.close(descriptor)
+def ends() -> tuple[Wire, Wire]:
+    """A worker's end and a server's."""
+    return Wire(LIMIT, True), Wire(LIMIT, True)
 
 
 def sent(one: Wire, other: Wire, *records: Event | Reply, near: bool = True) -> list[Any]:
@@ -89,21 +85,19 @@ def test_a_session_is_asked_for_no_more_than_a_message_takes() -> None:
 # ---- references -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rows", [None, torch.tensor([3, 1, 0])])
-def test_a_big_tensor_is_read_where_it_lies(ends: tuple[Wire, Wire], rows: torch.Tensor | None, shared: bool) -> None:
+def test_a_big_tensor_is_read_where_it_lies(ends: tuple[Wire, Wire], rows: torch.Tensor | None) -> None:
     worker, server = ends
-    assert worker.arena is not None
-    value = (worker.arena.empty if shared else torch.empty)((3, 10_000), dtype=torch.float32).copy_(torch.randn(3, 10_000))
+    value = torch.randn(3, 10_000)
     request = Request("push", "w", value, rows, sequence=4)
     assert nbytes(worker, request) < 350
     assert sent(worker, server, request) == [request]
     [message] = worker.packed([request])
     [(arrived, far)] = server.unpack(message)
     value.fill_(7.0)
-    if far is not None:
-        far.read(arrived.value)  # type: ignore[union-attr, arg-type]
-    assert (far is None) == shared and arrived == request
+    assert far is not None
+    far.read(arrived.value)  # type: ignore[union-attr, arg-type]
+    assert arrived == request
 
 
 def test_what_is_small_or_in_pieces_or_not_as_it_lies_travels(ends: tuple[Wire, Wire]) -> None:
@@ -162,13 +156,13 @@ def test_a_reference_from_elsewhere_or_of_no_such_tensor_is_refused(ends: tuple[
 
 def test_nothing_comes_from_an_address_where_nothing_is_or_from_a_process_that_is_no_more(ends: tuple[Wire, Wire]) -> None:
     into, there, token = torch.zeros(BIG), torch.ones(BIG), ctypes.create_string_buffer(b"0123456789abcdef", 16)
-    me = os.getpid(), ctypes.addressof(token), 0, token.raw, 0
+    me = os.getpid(), ctypes.addressof(token), token.raw, 0
     Far(me, there.data_ptr()).read(into)
     assert bool(into.all())
     with pytest.raises(OSError, match="process_vm_readv"):
         Far(me, 4096).read(into)
     with pytest.raises(ProcessLookupError, match="another one by now"):  # that has the number of one that has ended
-        Far((*me[:3], b"fedcba9876543210", 0), there.data_ptr()).read(into)
+        Far((*me[:2], b"fedcba9876543210", 0), there.data_ptr()).read(into)
     ended = subprocess.Popen(["true"])
     ended.wait()
     with pytest.raises(ProcessLookupError):
@@ -229,7 +223,7 @@ def test_a_value_stays_as_it_is_until_its_reader_has_acknowledged_it(tmp_path: P
     server, size = Server([0], "asp"), BIG
     server.lends = True
     with zmq.Context[zmq.Socket[bytes]]() as context:
-        clients = Clients(deploy(1, 1), context, f"ipc://{tmp_path}/s", keeps=False)
+        clients = Clients(deploy(1, 1), context, f"ipc://{tmp_path}/s")
         socket, worker = connect(context, clients.endpoint, b"0.0", 1 << 20, None), Wire(1 << 20, True)
 
         def ask(*requests: Request) -> list[Any]:

@@ -18,9 +18,7 @@ LAPS = 5  # at a time, as in a loop of training: a single one after a pause is h
 RPC = "torch RPC"
 COLUMNS = {"bytes": "{bytes:,}", "GB/s": "{speed:.3f}", "from": "{slowest:.3f}", "to": "{fastest:.3f}"}
 COLUMNS |= {"messages/s": "{messages:,.0f}", "x RPC": "{ratio:.2f}"}
-# By way: the durability, and whether the tensors come from kv.empty.
-OURS = {"ours, memory": ("memory", False), "ours, memory, tensors of kv.empty": ("memory", True)}
-OURS |= {"ours, log": ("log", False), "ours, replica": ("replica", False)}
+OURS = {"ours, memory": "memory", "ours, log": "log", "ours, replica": "replica"}  # by way: the durability
 
 
 def measure(rounds: int = 9, ways: Sequence[str] = tuple(OURS)) -> list[Row]:
@@ -50,20 +48,19 @@ def table(rounds: int = 9) -> tuple[str, list[Row]]:
 
 
 def _ours(door: str, way: str) -> None:
-    durability, shared = OURS[way]
-    kvstore.run(_our_worker, WORKERS, SERVERS, door, shared, consistency="asp", durability=durability, timeout=600.0)
+    kvstore.run(_our_worker, WORKERS, SERVERS, door, consistency="asp", durability=OURS[way], timeout=600.0)
 
 
-def _our_worker(kv: kvstore.KVWorker, door: str, shared: bool) -> None:
-    _work(door, kv, kv.comm.barrier, kv.empty if shared else torch.empty)
+def _our_worker(kv: kvstore.KVWorker, door: str) -> None:
+    _work(door, kv, kv.comm.barrier)
 
 
-def _work(door: str, kv: Any, barrier: Operation, empty: Callable[[int], torch.Tensor] = torch.empty) -> None:
+def _work(door: str, kv: Any, barrier: Operation) -> None:
     """A worker of ours, or of RPC: `kv` has init, push and pull."""
 
     @cache
     def values(nbytes: int) -> dict[int, torch.Tensor]:
-        kept = {nbytes + key: empty(nbytes // 4).fill_(1.0) for key in range(SIZES[nbytes])}
+        kept = {nbytes + key: torch.ones(nbytes // 4) for key in range(SIZES[nbytes])}
         for key, value in kept.items():
             kv.init(key, value)
         barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -31,6 +30,3 @@ class Transport(Protocol):
 
         out: where the value is wanted; it may be there when the answer is, or else the answer has it.
         """
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that the servers can reach, if there is such a thing here; any tensor if not."""

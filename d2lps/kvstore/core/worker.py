@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,15 +41,6 @@ class KVWorker(Asking):
 
     Of whole tensors many can be named at once, kv.push(["a", "b"], [x, y]): all are looked at before any is sent.
     """
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor that need not be copied to be added up, where workers and servers share memory.
-
-        >>> gradient = kv.empty((1000, 1000))       # doctest: +SKIP
-
-        They do on one machine (Linux, on CPUs), but for address "tcp"; under bsp it is copied all the same. Raises MemoryError.
-        """
-        return self.transport.empty(shape, dtype)
 
     # ---- whole tensors ----------------------------------------------------------------------------------------------------
 

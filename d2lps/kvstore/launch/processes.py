@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 import zmq
 
-from d2lps import sharedmemory
 from d2lps.comm import RankHung
 from d2lps.kvstore.core.report import ServerReport, StoreRun
 from d2lps.kvstore.launch.chaos import Cluster, Saboteur
@@ -37,14 +35,10 @@ class Workers(Group):
 
     cluster: Cluster  # in the hands of a saboteur
 
-    def __init__(self, job: Job, coordinator: Coordinator, memory: IO[bytes] | None) -> None:
+    def __init__(self, job: Job, coordinator: Coordinator) -> None:
         super().__init__(job, coordinator.live, coordinator.plan.room)
-        self.coordinator, self.memory = coordinator, memory  # the file that they share, if they share one
+        self.coordinator = coordinator
         self.lost: dict[int, str] = {}
-
-    def meeting_place(self) -> Any:
-        """The servers have this file already."""
-        return nullcontext(self.memory) if self.memory else super().meeting_place()
 
     def run(self, saboteur: Saboteur | None, worker: Callable[..., Any], args: tuple[Any, ...]) -> ProcessesRun:
         """First the servers, then the workers, with somebody who harms them; when these are done, the servers' reports."""
@@ -157,8 +151,8 @@ def run(
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind (but
     a temporary folder, if the caller is killed while it starts its servers). Cost: on one machine a byte of a big tensor is
-    copied once, from where one process has it to where the other wants it (see `wire`); one of `kv.empty` is added up where it
-    is. Over tcp, and where the kernel refuses, it is copied into a socket and out of it.
+    copied once, from where one process has it to where the other wants it (see `wire`). Over tcp, and where the kernel refuses,
+    it is copied into a socket and out of it.
     """
     check(worker, "kv", backend, timeout, 256, workers=workers, servers=servers)
     _check_own(saboteur, monitor)
@@ -181,7 +175,7 @@ def _check_own(saboteur: object, monitor: object) -> None:
 
 @contextmanager
 def _prepared(job: Job, plan: Deployment, live: bool, monitor: Monitor | None) -> Iterator[Workers]:
-    """The workers and servers of a run, with a folder and a memory of its own; at the end all of it is gone.
+    """The workers and servers of a run, with a folder of its own; at the end all of it is gone.
 
     Only this user can enter the folder, which is for the sockets; the path of a socket has at most 107 bytes.
     """
@@ -189,11 +183,9 @@ def _prepared(job: Job, plan: Deployment, live: bool, monitor: Monitor | None) -
     with ExitStack() as stack:
         room = tempfile.mkdtemp(prefix="d2lps-", dir=usual if len(usual.encode()) < 75 else "/tmp")
         stack.callback(shutil.rmtree, room, ignore_errors=True)
-        memory = stack.enter_context(open(sharedmemory.create(plan.workers), "r+b", 0)) if job.backend == "shm" else None
-        shared = f"/proc/{os.getpid()}/fd/{memory.fileno()}" if memory and plan.near else ""
-        plan = replace(plan, room=room, folder=plan.folder or f"{room}/disk", memory=shared)
+        plan = replace(plan, room=room, folder=plan.folder or f"{room}/disk")
         coordinator = Coordinator(plan, job.timeout, live, monitor)
         stack.callback(coordinator.end)
-        group = Workers(job, coordinator, memory)
+        group = Workers(job, coordinator)
         stack.callback(group.close)
         yield group

@@ -14,20 +14,20 @@ from d2lps.kvstore.core.events import Reply, Request
 from d2lps.kvstore.core.state import Life
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.sockets import guard, listen
-from d2lps.kvstore.network.wire import CARD, UNREADABLE, Wire, shared_memory
+from d2lps.kvstore.network.wire import CARD, UNREADABLE, Wire
 from d2lps.kvstore.storage.frame import FrameError
 
 BATCH = 64  # messages, at most, that are taken in at once
 
 
 class Clients:
-    """keeps: whether what is pushed is needed beyond its answer, so that it must be copied wherever it lies."""
+    """All that have connected to one server's socket."""
 
-    def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keeps: bool) -> None:
+    def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.doorkeeper = guard(context, plan.keys)
         self.socket = listen(context, endpoint, plan.largest, plan.keys)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.wire = Wire(plan.limit, plan.near, None if keeps else shared_memory(plan.memory, plan.workers))
+        self.wire = Wire(plan.limit, plan.near)
         self.near: dict[Life, bool] = {}  # whether a worker can read this process
         self.lent: defaultdict[Life, list[tuple[int, int, Reply]]] = defaultdict(list)  # by sequence: what it may still read
         self.wrong = 0  # messages, or parts of them, that were no requests

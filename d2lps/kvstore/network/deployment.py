@@ -56,7 +56,6 @@ class Deployment:
     trace: bool = False
     # What a run adds.
     room: str = ""  # a folder of its own, which nobody else can enter
-    memory: str = ""  # the path of the file that workers and servers share, if they do
     keys: Keys | None = None
     optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
     earlier: dict[str, Any] = field(default_factory=dict)  # the mark of the run whose folder this one goes on with
@@ -120,7 +119,7 @@ class Deployment:
         return Placement(range(self.servers), self.split, self.placement)
 
 
-OWN = {"workers", "servers", "room", "memory", "keys", "optimizers", "earlier"}  # not to be given as options
+OWN = {"workers", "servers", "room", "keys", "optimizers", "earlier"}  # not to be given as options
 OPTIONS = {field.name for field in fields(Deployment)} - OWN
 SAME = ("servers", "split", "placement")  # must be as in the run whose folder it is: they say which server has what
 

@@ -89,7 +89,7 @@ class Serving:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
             cut += self.durable.cut
         self.context = zmq.Context[zmq.Socket[bytes]]()
-        self.workers = Clients(plan, self.context, endpoint, keeps=self.server.consistency.rounds)
+        self.workers = Clients(plan, self.context, endpoint)
         self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None) if plan.room else None
         self.copies = listen(self.context, f"ipc://{plan.room}/b{node}", plan.largest, None) if plan.replicated else None
         self.backup = self._backup(node + plan.servers) if self.server.replicate else None

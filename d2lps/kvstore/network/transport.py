@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -26,8 +25,6 @@ from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.sockets import connect, readable, subscribe, writable
 from d2lps.kvstore.network.wire import NOBODY, Far, Wire, in_one_piece
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
-from d2lps.sharedmemory import SharedMemoryCommunicator
-from d2lps.sharedmemory.arena import Arena
 
 _SOON = 0.02  # seconds: a wait that lasts longer leaves a note of where this worker stands
 
@@ -91,9 +88,9 @@ class SocketAnswer:
 class Line:
     """The socket of one session. Used by one thread alone."""
 
-    def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], session: Session, arena: Arena | None) -> None:
+    def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], session: Session) -> None:
         self.plan, self.context, self.session = plan, context, session
-        self.wire = Wire(plan.limit, plan.near, arena)
+        self.wire = Wire(plan.limit, plan.near)
         self.lost = False
 
     def open(self, endpoint: str) -> None:
@@ -165,7 +162,6 @@ class SocketTransport:
     def __init__(self, comm: Communicator, plan: Deployment, endpoints: dict[int, str], patience: float | None = None) -> None:
         self.comm, self.plan, self.patience = comm, plan, patience
         self.client, self.context = Client(comm.rank, plan.servers), zmq.Context[zmq.Socket[bytes]]()
-        self.arena = comm.arena if plan.memory and isinstance(comm, SharedMemoryCommunicator) else None
         self.lines = dict[int, Line]()
         for server in range(plan.servers):
             self._connect(server, endpoints[server])
@@ -181,7 +177,7 @@ class SocketTransport:
         self.thread.start()
 
     def _connect(self, server: int, endpoint: str) -> None:
-        self.lines[server] = Line(self.plan, self.context, self.client.sessions[server], self.arena)
+        self.lines[server] = Line(self.plan, self.context, self.client.sessions[server])
         self.lines[server].open(endpoint)
 
     def request(self, server: int, request: Request, out: torch.Tensor | None = None) -> SocketAnswer:
@@ -199,10 +195,6 @@ class SocketTransport:
         if self.failure is not None:
             answer.failed(self.failure)
         return answer
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """In shared memory, if servers and workers share it."""
-        return torch.empty(shape, dtype=dtype) if self.arena is None else self.arena.empty(shape, dtype)
 
     def close(self) -> None:
         """End the thread and the connections; what has no answer yet is given up."""

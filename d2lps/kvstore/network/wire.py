@@ -6,8 +6,7 @@
 
 On one machine a big tensor does not travel. Its frame says at which address of the sender it lies, and the kernel copies it
 from there to where it is wanted (process_vm_readv, see `sharedmemory.linux`): a push into memory that stays in the processor's
-cache until it has been added up, a pulled value into the very tensor that was given for it. What lies in memory that all
-processes of the run map (`kv.empty`) is added up where it lies.
+cache until it has been added up, a pulled value into the very tensor that was given for it.
 
 Nobody ever writes into another process. A tensor is read as long as its request has no answer, or its answer is not
 acknowledged; so long whoever has it leaves it as it is. Who reads too late, since a message was under way for long, reads
@@ -34,14 +33,13 @@ import torch
 from d2lps.kvstore.core.events import Event, Reply
 from d2lps.kvstore.storage.frame import NOWHERE, frame, parse, wrong
 from d2lps.kvstore.storage.log import Bytes
-from d2lps.sharedmemory.arena import Arena
 from d2lps.sharedmemory.linux import allow_siblings, read
 
-# Process, address of its token, address of the file that all map (0: there is none), the token, and whom this process can read.
-CARD = struct.Struct("<qqq16sq")
-NOBODY = CARD.pack(0, 0, 0, b"", 0)
+# Process, address of its token, the token, and which process this one can read.
+CARD = struct.Struct("<qq16sq")
+NOBODY = CARD.pack(0, 0, b"", 0)
 UNREADABLE = b"unreadable"  # a message: what you have told me to read I may not, so send it
-Card = tuple[int, int, int, bytes, int]
+Card = tuple[int, int, bytes, int]
 BIG = 1 << 15  # bytes of a tensor from which it is worth it to leave it where it is; of a message, enough
 MOST = 64  # records of a message
 
@@ -55,7 +53,7 @@ class Far:
 
     def read(self, into: torch.Tensor) -> None:
         """ProcessLookupError if that process is no more, another OSError if it must not be read."""
-        process, place, _, token, _ = self.card
+        process, place, token, _ = self.card
         read(process, self.address, into)
         read(process, place, seen := torch.empty(len(token), dtype=torch.uint8))
         if seen.numpy().tobytes() != token:
@@ -68,17 +66,17 @@ def in_one_piece(tensor: torch.Tensor) -> bool:
 
 
 class Wire:
-    """One process's end. near: whether those at the other ends are on this machine. arena: the file that all of them map.
+    """One process's end. near: whether those at the other ends are on this machine.
 
     limit: bytes of a record's tensors, at most. No checksums of tensors: what leaves the machine is sealed by CURVE.
     """
 
-    def __init__(self, limit: int, near: bool = False, arena: Arena | None = None) -> None:
-        self.limit, self.arena, self.card, self.met = limit, arena, NOBODY, 0
+    def __init__(self, limit: int, near: bool = False) -> None:
+        self.limit, self.card, self.met = limit, NOBODY, 0
         if near and sys.platform == "linux":
             allow_siblings()
             self.token = torch.frombuffer(bytearray(token := secrets.token_bytes(16)), dtype=torch.uint8)
-            self.card = CARD.pack(os.getpid(), self.token.data_ptr(), arena.base if arena else 0, token, 0)
+            self.card = CARD.pack(os.getpid(), self.token.data_ptr(), token, 0)
 
     def where(self, tensor: torch.Tensor | None) -> tuple[int, int]:
         """The address of a tensor and its bytes; NOWHERE for one that must travel."""
@@ -136,19 +134,5 @@ class Wire:
         """What a reference means."""
         if NOBODY in (self.card, CARD.pack(*card)) or not BIG <= nbytes <= self.limit:
             wrong("reference", (address, nbytes), f"it has {BIG} to {self.limit} bytes, and comes with a card from this machine")
-        arena, offset = self.arena, address - card[2]
-        if arena is not None and card[2] and arena.layout.spaces <= offset <= arena.layout.end - nbytes:
-            return arena.bytes[offset : offset + nbytes]
         far.append(Far(card, address))
         return torch.empty(nbytes, dtype=torch.uint8).numpy().data
-
-
-def shared_memory(path: str, workers: int) -> Arena | None:
-    """The workers' memory, as a server sees it; None if the path is empty."""
-    if not path:
-        return None
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return Arena(descriptor, workers, 0)
-    finally:
-        os.close(descriptor)

@@ -119,9 +119,6 @@ class SimulatedTransport(_End):
         self.setup = setup
         self.client, self.changes = Client(comm.rank, setup.servers), Changes()  # of which there are none here
 
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.comm.device)
-
     def request(self, server: int, request: Request, out: torch.Tensor | None = None) -> SimulatedAnswer:
         answer, dst = SimulatedAnswer(self.comm), self.setup.workers + server
         numbered: list[Request] = []
