@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test style types test-library test-lab test-hosts test-notebooks test-site soak versions bench cluster size lab colab handout slides execute serve clean
+.PHONY: help setup book test test-all style types test-library test-slow slow test-lab test-hosts test-notebooks test-site soak versions bench cluster size lab colab handout slides execute serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -24,7 +24,9 @@ book: setup      ## build the site from the stored outputs, into _build/html
 	rm -rf $(SITE)
 	$(BIN)/jupyter-book build . --all -W --keep-going
 
-test: style types test-library test-lab test-hosts test-notebooks test-site  ## run every test
+test: style types test-notebooks test-library  ## what a newcomer runs, in a quarter of an hour: all but what takes long
+
+test-all: test test-slow test-lab test-hosts test-site  ## every test
 
 style: .venv/.done  ## check the style of the code
 	$(BIN)/ruff check .
@@ -32,8 +34,17 @@ style: .venv/.done  ## check the style of the code
 types: .venv/.done  ## check its types
 	$(BIN)/mypy
 
-test-library: .venv/.done  ## test the library, and that the stored notebooks are in order
-	OMP_NUM_THREADS=1 $(PYTEST) --ignore tests/test_site.py --ignore tests/test_slides.py --ignore tests/test_shaped_hosts.py --ignore tests/test_cluster_boxes.py --ignore tests/test_feeding_hosts.py --ignore tests/test_lab.py -n 4 --dist loadfile --no-loadscope-reorder
+test-library: book  ## test the library, the notebooks' form and three pages of the site; not what tests/slow.txt lists
+	OMP_NUM_THREADS=1 D2LPS_SITE=$(SITE) $(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# These are in groups of their own: test-lab, test-hosts, test-site.
+ALONE := $(addprefix --ignore tests/test_,lab.py shaped_hosts.py cluster_boxes.py feeding_hosts.py site.py slides.py)
+
+test-slow: .venv/.done  ## test the rest of the library
+	OMP_NUM_THREADS=1 $(PYTEST) $(ALONE) -n 4 --dist loadfile --no-loadscope-reorder -m slow
+
+slow: .venv/.done  ## find out which of the library's tests are slow, and list them in tests/slow.txt
+	OMP_NUM_THREADS=1 D2LPS_RENEW_SLOW=1 $(PYTEST) $(ALONE) -n 4 --dist loadfile --no-loadscope-reorder
 
 # Behind hundreds of other tests, in the same process, a cell that was run there never answered. We don't know why yet.
 test-lab: .venv/.done  ## open every chapter in JupyterLab, in a process of its own

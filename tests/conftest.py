@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from slow import Slow
 from widget_page import chromium
 
 settings.register_profile("busy", deadline=None)  # no test fails because the machine is busy
@@ -18,6 +19,10 @@ LONGEST = [
     "simulated_times", "kvstore_joined", "kvstore_failures", "collectives", "kvstore_run", "train", "simulator", "overlap",
     "readme", "handout", "kvstore_server", "kvstore_trace", "backend_programs", "torchrun", "hosts",
 ]  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Slow(config))
 
 
 @pytest.hookimpl(trylast=True)

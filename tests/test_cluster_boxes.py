@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from launching import environment, output_of, until
 
-pytestmark = pytest.mark.timeout(1200)  # of a test: on a busy machine, starting Python with torch takes minutes
+# Of a test: on a busy machine, starting Python with torch takes minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 BOXES = Path(__file__).parents[1] / "book" / "at_scale" / "cluster"
 sys.path.insert(0, str(BOXES))

@@ -11,9 +11,12 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.request import Request, urlopen
 
+import pytest
 import test_shaped_hosts as box
 
 from d2lps.feeding import Loader, Storage
+
+pytestmark = pytest.mark.slow
 
 PORT, DISTANCE = 8077, 0.080  # seconds that the server waits before it answers, where it is said to be far
 WHERE = f"http://{box.address(1)}:{PORT}"

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import d2lps
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book" / "at_scale" / "cluster"))
 
 from host_box import MEGABITS, SHAPE, address, enter, inside, shaped_hosts, why_not  # noqa: E402, F401
+
+pytestmark = pytest.mark.slow
 
 QUIET = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without names: no news
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and of our data in it: tbf counts the former

@@ -103,9 +103,20 @@ LANDING, *_ = PAGES = listed()
 CHAPTERS = [chapter.page for chapter in chapters(ROOT)]
 
 
+QUICK = [LANDING, "book/one_machine/ring_synchronization", "book/parallel_training/hybrid_parallelism"]  # which `make test` opens
+
+
 def for_each(names: list[str]) -> pytest.MarkDecorator:
     """For each of these pages; the tests of a page go to one worker, which opens it once for all that look (see `seen`)."""
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names])
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.xdist_group(name)] + [pytest.mark.slow] * (name not in QUICK)
+
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
+
+
+def test_the_pages_that_make_test_opens_are_there() -> None:
+    assert set(QUICK) <= set(PAGES)
 
 
 
