@@ -6,6 +6,7 @@ import re
 import urllib.request
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from launching import nothing_left
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from d2lps import kvstore
 from d2lps.kvstore import Server
 from d2lps.kvstore.core.report import ServerReport
-from d2lps.kvstore.network.meter import EDGES, Meter
+from d2lps.kvstore.network.monitor import EDGES, Meter
 
 
 def worker(kv: Any, steps: int) -> None:
@@ -34,7 +35,7 @@ def watched() -> tuple[kvstore.Monitor, kvstore.ProcessesRun, list[int]]:
     def saboteur(cluster: kvstore.Cluster) -> None:  # harms nobody, but looks
         while True:
             cluster.sleep(0.1)
-            seen.append(sum(monitor.counts(server, "d2lps_bytes_total", "direction")["received"] for server in [*monitor.said]))
+            seen.append(sum(counts.received for counts in [*monitor.counts.values()]))
 
     run = kvstore.run(worker, 2, 2, 60, split=1000, consistency="ssp", staleness=2, monitor=monitor, saboteur=saboteur)
     return monitor, run, seen
@@ -44,12 +45,10 @@ def test_it_is_told_during_the_run_and_at_its_end(watched: Any) -> None:
     monitor, run, seen = watched
     assert any(0 < early < seen[-1] for early in seen) and seen == sorted(seen)
     for server, report in enumerate(run.servers):
-        nbytes = monitor.counts(server, "d2lps_bytes_total", "direction")
-        assert nbytes == {"received": report.received, "sent": report.sent}
-        assert monitor.counts(server, "d2lps_requests_total", "op") == report.requests
-        assert monitor.counts(server, "d2lps_reads_total", "staleness") == {str(n): v for n, v in report.staleness.items()}
-        assert monitor.counts(server, "d2lps_waiting") == {"": 0}
-        assert monitor.counts(server, "d2lps_latency_seconds_count") == {"": report.requests.total()}
+        counts = monitor.counts[server]
+        assert (counts.received, counts.sent, counts.requests) == (report.received, report.sent, report.requests)
+        assert counts.reads == report.staleness
+        assert counts.waiting == 0 and sum(counts.latencies) == report.requests.total()
 
 
 def test_the_table_has_a_line_for_each_server(watched: Any) -> None:
@@ -78,13 +77,14 @@ def test_prometheus_reads_the_same_numbers(watched: Any) -> None:
 
 def test_the_median_is_the_edge_of_its_bucket() -> None:
     meter, monitor = Meter(ServerReport(0), Server([0])), kvstore.Monitor()
-    monitor.heard(0, meter.said().decode())
-    assert str(monitor).splitlines()[1].split() == ["0", "0.0", "MB", "0.0", "MB", "0", "0", "0", "ms"]
-    for seconds in [*EDGES, 99.0]:
-        meter.latencies.observe(seconds)
-    monitor.heard(0, meter.said().decode())
-    assert monitor.counts(0, "d2lps_latency_seconds_bucket", "le")["+Inf"] == len(EDGES) + 1
-    assert str(monitor).splitlines()[1].split()[-2:] == ["30", "ms"]
+    rows = []
+    for latencies in ([], [*EDGES[:-1], 99.0], [99.0] * 20):
+        for seconds in latencies:
+            meter.took(seconds)
+        monitor.heard(0, msgspec.json.encode(meter.counts()).decode())
+        rows.append(str(monitor).splitlines()[1].split())
+    assert rows[0] == ["0", "0.0", "MB", "0.0", "MB", "0", "0", "0", "ms"]
+    assert [row[-2:] for row in rows[1:]] == [["30", "ms"], ["inf", "ms"]] and meter.latencies == [1] * 11 + [21]
 
 
 def test_a_request_counts_once_and_a_lost_worker_waits_for_nothing() -> None:
@@ -93,9 +93,9 @@ def test_a_request_counts_once_and_a_lost_worker_waits_for_nothing() -> None:
         meter.arrived(request)
     meter.answered((0, 0, 1))
     meter.answered((0, 0, 1))
-    assert b"d2lps_latency_seconds_count 1.0" in meter.said() and b"d2lps_waiting 1.0" in meter.said()
+    assert (sum(meter.counts().latencies), meter.counts().waiting) == (1, 1)
     meter.forget(1)
-    assert b"d2lps_waiting 0.0" in meter.said()
+    assert meter.counts().waiting == 0
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from d2lps.kvstore.core.report import ServerReport, StoreRun
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.core.worker import KVWorker
 from d2lps.kvstore.launch.chaos import Cluster
-from d2lps.kvstore.launch.monitor import Monitor
 from d2lps.kvstore.launch.processes import ProcessesRun, run
+from d2lps.kvstore.network.monitor import Monitor
 from d2lps.kvstore.simulation.simulated import simulate
 
 __all__ = [

@@ -18,10 +18,10 @@ from d2lps.kvstore.core.report import ServerReport, StoreRun
 from d2lps.kvstore.launch.chaos import Cluster, Saboteur
 from d2lps.kvstore.launch.coordinator import Coordinator
 from d2lps.kvstore.launch.joined import join
-from d2lps.kvstore.launch.monitor import Monitor
 from d2lps.kvstore.launch.node import Node, Victim
 from d2lps.kvstore.launch.working import begun, work
 from d2lps.kvstore.network.deployment import Deployment, deploy
+from d2lps.kvstore.network.monitor import Monitor
 from d2lps.launch.group import Group
 from d2lps.launch.launched import under_launcher
 from d2lps.launch.rank import Job, Success

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from d2lps.comm import Communicator, RankHung
@@ -23,7 +24,7 @@ from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.clients import Clients, received
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
-from d2lps.kvstore.network.meter import Meter
+from d2lps.kvstore.network.monitor import Meter
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import connect, listen, readable
@@ -193,7 +194,7 @@ class Serving:
         while self.control is not None and readable(self.control):
             word, *parts = self.control.recv_multipart()
             if word in (b"measure", b"finish"):
-                self.tell(b"measured", self.meter.said())
+                self.tell(b"measured", msgspec.json.encode(self.meter.counts()))
                 if word == b"finish":
                     self.tell(b"over")
                     self.over = True
