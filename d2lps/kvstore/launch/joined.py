@@ -10,10 +10,10 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from d2lps.collectives import all_gather
 from d2lps.comm import Communicator

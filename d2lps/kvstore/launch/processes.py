@@ -7,11 +7,11 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 import zmq
+from msgspec.structs import replace
 
 from d2lps.comm import RankHung
 from d2lps.kvstore.core.report import ServerReport, StoreRun

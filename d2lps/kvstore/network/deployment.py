@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, field
+from msgspec.structs import replace
 
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.placement import Placement
@@ -17,10 +19,10 @@ from d2lps.kvstore.storage.durable import read_mark
 # What "durability" may be, and what each level survives; "replica" keeps every server twice, the others on disk or not at all.
 LEVELS = ("memory", "log", "fsync", "replica")
 HEAD = 1 << 20  # bytes of a message beside its tensors, at most
+Bytes = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
-@dataclass(frozen=True)
-class Deployment:
+class Deployment(msgspec.Struct, frozen=True):
     """The options of a run, and what it adds to them. A node is a server process: server 0 is node 0 at first; with replicas, its
     backup is node `servers` + 0.
 
@@ -43,16 +45,16 @@ class Deployment:
     consistency: str = "bsp"
     staleness: int = 0
     durability: str = "memory"
-    absent: Sequence[int] = ()
+    absent: tuple[int, ...] = ()
     split: int = 1_000_000
     placement: str = "hash"
-    folder: str | Path = ""
-    log_bytes: int = 1 << 30
-    memory_budget: int | None = None
-    patience: float = 2.0
+    folder: str = ""
+    log_bytes: Bytes = 1 << 30
+    memory_budget: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)] | None = None
+    patience: Annotated[float, Meta(gt=0)] = 2.0
     address: str = "ipc"
-    secret: str | None = None
-    limit: int = 1 << 30
+    secret: Any = None
+    limit: Bytes = 1 << 30
     trace: bool = False
     # What a run adds.
     room: str = ""  # a folder of its own, which nobody else can enter
@@ -120,7 +122,7 @@ class Deployment:
 
 
 OWN = {"workers", "servers", "room", "keys", "optimizers", "earlier"}  # not to be given as options
-OPTIONS = {field.name for field in fields(Deployment)} - OWN
+OPTIONS = {*Deployment.__struct_fields__} - OWN
 SAME = ("servers", "split", "placement")  # must be as in the run whose folder it is: they say which server has what
 
 
@@ -128,43 +130,35 @@ def deploy(workers: int, servers: int, **options: Any) -> Deployment:
     """`deploy(2, 1, durability="log")`: the plan of a run, checked; an error for what cannot be, before anything is started."""
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"options {sorted(unknown)} are unknown: choose {', '.join(sorted(OPTIONS))}")
-    plan = Deployment(workers, servers, **options)
-    for name in ("durability", "consistency", "placement", "address"):
-        if not isinstance(given := getattr(plan, name), str):
-            raise ValueError(f"{name}={given!r} is not a text")
-    if not isinstance(plan.folder, str | Path):
-        raise ValueError(f"folder={plan.folder!r} is not a path")
+    if isinstance(folder := options.get("folder"), Path):
+        options["folder"] = str(folder)
+    try:
+        plan = msgspec.convert({"workers": workers, "servers": servers, **options}, Deployment)
+    except msgspec.ValidationError as error:
+        raise ValueError(_explained(str(error), options)) from error
     if plan.durability not in LEVELS:
         raise ValueError(f"durability={plan.durability!r} is unknown: choose {', '.join(map(repr, LEVELS))}")
-    _check_bytes(31, limit=plan.limit, log_bytes=plan.log_bytes)
-    if plan.memory_budget is not None:
-        _check_bytes(63, memory_budget=plan.memory_budget)
-    patience, secret = plan.patience, plan.secret
-    if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < math.inf:
-        raise ValueError(f"patience={patience!r} is not a number of seconds")
-    absent, everyone = plan.absent, {*range(workers)}
-    listed = isinstance(absent, Sequence | Set) and all(type(rank) is int for rank in absent)
-    if not listed or ({*absent} and not {*absent} < everyone):
-        raise ValueError(f"absent={absent!r} are not ranks from 0 to {workers - 1}, or nobody else is there")
+    if plan.absent and not {*plan.absent} < {*range(workers)}:
+        raise ValueError(f"absent={plan.absent!r} are not ranks from 0 to {workers - 1}, or nobody else is there")
     plan.placed(), Server((), **plan.rules)  # to hear what is wrong with them
-    where = check_address(plan.address)
+    where, secret = check_address(plan.address), plan.secret
     keys = None if where == "ipc" and secret is None else derive_keys(new_secret() if secret is None else secret)
     folder, earlier = _folder(plan)
-    kept = {"folder": folder, "earlier": earlier, "optimizers": dict(OPTIMIZERS)}
-    return replace(plan, absent=tuple(absent), address=where, keys=keys, secret=None, **kept)  # type: ignore[arg-type]
+    return replace(plan, address=where, keys=keys, secret=None, folder=folder, earlier=earlier, optimizers=dict(OPTIMIZERS))
 
 
-def _check_bytes(bits: int, **given: int) -> None:
-    for name, nbytes in given.items():
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 <= nbytes < 1 << bits:
-            raise ValueError(f"{name}={nbytes!r} is not a number of bytes from 1 to 2**{bits} - 1")
+def _explained(error: str, options: dict[str, Any]) -> str:
+    """msgspec's words with the option's name and value: `limit=0: expected int >= 1`."""
+    words, _, place = error.replace("`", "").partition(" - at ")
+    [name] = re.findall(r"^\$\.(\w+)", place)
+    return f"{name}={options[name]!r}: {words[0].lower()}{words[1:]}"
 
 
 def _folder(plan: Deployment) -> tuple[str, dict[str, Any]]:
     """The folder for logs, made if need be, and the mark of the run that has left something there."""
     if not plan.folder:
         return "", {}
-    said = f"folder={str(plan.folder)!r}"
+    said = f"folder={plan.folder!r}"
     if plan.durability not in ("log", "fsync"):
         raise ValueError(f"{said}, but durability={plan.durability!r} writes nothing: choose 'log' or 'fsync'")
     path = Path(plan.folder).absolute()
