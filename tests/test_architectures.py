@@ -15,9 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from d2lps import architectures, kvstore
 from d2lps.architectures import ACCIDENTS, ARCHITECTURES, LARGE, Job, Outcome
-from d2lps.architectures.accidents import member
+from d2lps.architectures.accidents import run_worker
 from d2lps.architectures.cloud_native import cloud_native
-from d2lps.architectures.simulated import at_its_time
 from d2lps.architectures.six import COLLECTIVE, STORED, count
 from d2lps.comm import RankDied
 from d2lps.kvstore import Lost
@@ -173,7 +172,7 @@ def test_the_weights_are_the_same_to_the_bit_whoever_dies_when(seed: int, alone:
     events = [(kill.at + chance.choice([0, 1e-4, 0.01]), Lost(rank)) for kill, rank in zip(kills, dead, strict=True)]
     events = sorted([*events, (chance.uniform(0, 0.015), Lost(given_up))], key=lambda event: event[0])
     run = kvstore.simulate(
-        member, pod, nodes[:5], nodes[5:], cloud_native, job, (4,), at_its_time,
+        run_worker, pod, nodes[:5], nodes[5:], cloud_native, job, (4,),
         faults=kills, events=events, absent=(4,), consistency="asp", split=10_000, trace=False,
     )  # fmt: skip
     assert run[4] is not None and all(torch.equal(record.weights, alone) for record in run if record)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
+from d2lps.architectures.job import Job
+from d2lps.architectures.replica import somebody_waits
 from d2lps.comm import Communicator, RankDied
 from d2lps.kvstore import KVWorker, Lost, Refused
 from d2lps.simulator import Cut, Kill, Slow
-from d2lps.topology import Topology
 
 ACCIDENTS = ("kill", "slow", "cut", "join")
 SLOWER = 4  # times
 OUTAGE = 3  # steps that a cable stays cut
+LOOK = 0.002  # seconds between two looks at how far the job is
 
 
 @dataclass(frozen=True)
 class Accident:
-    """In a simulation: what happens to the middle one of the devices, when, and how long it takes to be noticed.
+    """In a simulation: what happens to one of the devices, when, and how long it takes to be noticed.
 
     at: seconds; step: what a step takes undisturbed. Who is silent for a step is taken for dead where somebody listens: by a
-    launcher whose rank has died, by a store whose worker is dead or can't be reached. restart: seconds until new programs run.
+    launcher whose rank has died, by a store whose worker is dead or can't be reached. link: the first on the node's way.
     """
 
     kind: str
@@ -29,26 +33,22 @@ class Accident:
     step: float
     node: Hashable
     link: tuple[Hashable, Hashable]
-    restart: float
 
     @property
     def noticed(self) -> float:
         return self.at + self.step
 
     def faults(self, nodes: list[Hashable], began: float) -> list[Any]:
-        """For a run that begins at this time: what the simulator is told. A launcher whose rank has died ends the others."""
+        """For a run on these nodes that begins at this time: what the simulator is told. A device that is slow stays so."""
         at = self.at - began
-        until = at + OUTAGE * self.step
-        if self.node not in nodes or self.kind == "join":
+        if self.node not in nodes or self.kind == "join" or (at < 0 and self.kind != "slow"):
             return []
         if self.kind == "slow":
             return [Slow(self.node, SLOWER, max(at, 0.0))]
-        if at < 0:
-            return []
-        return [Kill(self.node, at)] if self.kind == "kill" else [Cut(self.link, at, until)]
+        return [Kill(self.node, at) if self.kind == "kill" else Cut(self.link, at, at + OUTAGE * self.step)]
 
     def ends(self, nodes: list[Hashable], began: float) -> list[Any]:
-        """That the launcher ends the others, too, if it has noticed that one has died."""
+        """That the launcher ends the others, too, once it has noticed that one has died."""
         killed = self.kind == "kill" and self.node in nodes and self.at >= began
         return [Kill(node, self.noticed - began) for node in nodes if node != self.node] if killed else []
 
@@ -57,13 +57,7 @@ class Accident:
         return [(self.noticed, Lost(nodes.index(self.node)))] if self.kind in ("kill", "cut") else []
 
 
-def cable(cluster: Topology, nodes: list[Hashable], node: Hashable) -> tuple[Hashable, Hashable]:
-    """The first link on this node's way to the one before it."""
-    before = nodes[nodes.index(node) - 1]
-    return cluster.links[cluster.route(node, before).links[0]]
-
-
-def run_rank(comm: Communicator, function: Callable[..., Any], job: Any) -> Any:
+def run_rank(comm: Communicator, function: Callable[..., Any], job: Job) -> Any:
     """One rank of a job that may have to stop: who hears that another has died has nothing more to say."""
     try:
         return function(comm, job)
@@ -71,14 +65,12 @@ def run_rank(comm: Communicator, function: Callable[..., Any], job: Any) -> Any:
         return None
 
 
-def member(kv: KVWorker, function: Callable[..., Any], job: Any, late: tuple[int, ...], come: Callable[..., bool]) -> Any:
-    """One worker of a store: one that comes late waits for its time; one that was given up has nothing more to say.
-
-    come(comm, job): whether to join now, or not at all, as soon as that is known.
-    """
+def run_worker(kv: KVWorker, function: Callable[..., Any], job: Job, late: tuple[int, ...]) -> Any:
+    """One worker of a store: one that comes late waits for its time; one that was given up has nothing more to say."""
     if kv.rank in late:
-        if not come(kv.comm, job):
+        if job.comes == inf:
             return None
+        _wait_for_its_time(kv.comm, job)
         kv.join()
     try:
         return function(kv, job)
@@ -86,3 +78,10 @@ def member(kv: KVWorker, function: Callable[..., Any], job: Any, late: tuple[int
         if "given up" in str(error):
             return None
         raise
+
+
+def _wait_for_its_time(comm: Communicator, job: Job) -> None:
+    if comm.topology:
+        comm.sleep(job.comes)
+    while not somebody_waits(comm, job):
+        time.sleep(LOOK)

@@ -23,5 +23,4 @@ def dynamic(comm: Communicator, job: Job) -> Record:
         with comm.about("grads"):
             summing.step(list(gradient.chunk(BUCKETS)), ReduceOp.AVG)
         replica.update(gradient)
-        replica.record.topologies.append(summing.topology)
     return replica.final()

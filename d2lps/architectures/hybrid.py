@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from d2lps.architectures.job import Job
-from d2lps.architectures.replica import Record, agreed, beginning, busy, saved
+from d2lps.architectures.replica import Member, Record, beginning, busy
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.parallel.prediction.messages import Groups, carry_out
@@ -24,22 +24,17 @@ def hybrid(comm: Communicator, job: Job) -> Record:
     and which ranks under another plan can read. Cost: see `Plan`. Source: Narayanan et al. 2021.
     """
     run = (Described if job.described else Trained)(comm, job)
-    for step in range(run.begin, job.steps):
+    for _ in run.steps():
         run.step()
-        run.record.stopped = agreed(run, step)
-        if run.record.stopped or (step + 1) % job.every == 0:
-            run.save(step + 1)
-        if run.record.stopped:
-            break
     return run.final()
 
 
-class Trained:
+class Trained(Member):
     """With real tensors: `train`'s steps."""
 
     def __init__(self, comm: Communicator, job: Job) -> None:
+        super().__init__(comm, job)
         assert job.data is not None
-        self.comm, self.job, self.record = comm, job, Record()
         plan = job.plan(comm.size)
         self.trainer = Trainer(comm, job.transformer, plan, job.data, job.batch, job.optimizer, seed=job.seed)
         folder = Path(job.folder, "pieces")
@@ -53,7 +48,6 @@ class Trained:
     def save(self, done: int) -> None:
         if self.checkpoints is not None:
             save_run(self.trainer, self.checkpoints).wait()
-            saved(self.comm, self.job, done)
 
     def final(self) -> Record:
         weights = self.trainer.model().parameters()
@@ -61,13 +55,14 @@ class Trained:
         return self.record
 
 
-class Described(Groups):
+class Described(Member, Groups):
     """The messages of such steps, and the time that computing takes, without any content."""
 
     def __init__(self, comm: Communicator, job: Job) -> None:
         self.described = job.step_on(comm.topology.device(comm.node), job.plan(comm.size))
-        super().__init__(comm, self.described, prices={})
-        self.job, self.record, self.begin = job, Record(), beginning(comm, job)
+        Member.__init__(self, comm, job)
+        Groups.__init__(self, comm, self.described, prices={})
+        self.begin = beginning(comm, job)
 
     def step(self) -> None:
         carry_out(self.described, self)
@@ -79,9 +74,3 @@ class Described(Groups):
     def _send(self, comm: Communicator, axis: str, collective: str, nbytes: float) -> None:
         assert collective == "all_reduce"  # as without ZeRO, experts and sequence parallelism
         all_reduce(comm, torch.empty(round(nbytes / 2), dtype=torch.bfloat16, device="meta"))
-
-    def save(self, done: int) -> None:
-        saved(self.comm, self.job, done)
-
-    def final(self) -> Record:
-        return self.record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from math import gcd, prod
+from math import gcd, inf, prod
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,8 @@ from d2lps.parallel.training.text import LETTERS, Text, text
 from d2lps.parallel.transformer import Transformer
 from d2lps.topology.device import Device
 
+AFTER = 2  # steps, on processes something happens
+
 # What the others are compared on: small enough to train in the page, and large enough to fill the links of 64 devices.
 SMALL = Transformer(layers=2, hidden=16, heads=2, vocab=len(LETTERS), sequence=16)
 
@@ -37,9 +39,9 @@ class Job:
     batch: sequences a step, of all ranks together, whoever and however many they are. part: sequences that are leased at a time.
     data: as of `train`; None for a described job, whose tensors have no content: it takes the time of one that has, and has no
     losses. Optimizer: SGD, so that a rounding error stays one. Weights are FP64, or BF16 where they are only described.
-    every: steps from one checkpoint to the next. folder, comes, dies: where those lie; when somebody will come, in seconds of a
-    simulation; and which process is to be killed, after how many steps; a run fills them in (see `elastic`). ValueError for a
-    batch that is no multiple of the part.
+    every: steps from one checkpoint to the next. A run fills in (see `Harness`): folder, where those lie; comes, when somebody
+    will come, in seconds of a simulation, or on processes when so many steps are done; dies, the process that is to be killed as
+    soon as two steps are done. ValueError for a batch that is no multiple of the part.
     """
 
     transformer: Transformer = SMALL
@@ -52,8 +54,8 @@ class Job:
     data: Text | None = field(default_factory=partial(text, SMALL.sequence))
     every: int = 2
     folder: str = ""
-    comes: float | None = None
-    dies: tuple[int, int] | None = None
+    comes: float = inf
+    dies: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "part", "every"):

@@ -23,44 +23,37 @@ LONGER = 1.25  # times the usual step: a rank that had such a one was held up
 class Outcome:
     """Of a job that was started once, or again after each accident.
 
-    attempts: its Runs, one after another, without those of processes of which one was killed: of these nothing is left. began:
-    when each of them did. places: where the ranks of each lived. history: what happened, in sentences. redone: steps that were
+    attempts: its Runs, one after another, each with the time at which it began and the places of its ranks; without those of
+    processes of which one was killed: of these nothing is left. history: what happened, in sentences. redone: steps that were
     made twice, since the checkpoint was older. told: losses by step that the job has written down.
     """
 
     architecture: str
     job: Job
-    attempts: list[Run] = field(default_factory=list)
-    began: list[float] = field(default_factory=list)
-    places: list[list[Hashable]] = field(default_factory=list)
+    attempts: list[tuple[Run, float, list[Any]]] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
     redone: int = 0
     told: dict[str, float] = field(default_factory=dict)
 
-    def add(self, run: Run, began: float, places: list[Any]) -> None:
-        """One more attempt."""
-        self.attempts.append(run)
-        self.began.append(began)
-        self.places.append(places)
-
     @property
     def records(self) -> list[Record]:
         """Of the last attempt's ranks that have come to the end."""
-        return [record for record in self.attempts[-1] if record is not None]
+        return [record for record in self.attempts[-1][0] if record is not None]
 
     @property
     def ranks(self) -> int:
-        return len(self.places[-1])
+        return len(self.attempts[-1][0])
 
     @cached_property
     def ended(self) -> dict[Hashable, dict[int, float]]:
         """When each step was over, for the last time, on each place of those that have come to the end."""
         found: dict[Hashable, dict[int, float]] = {}
-        for run, began, places in zip(self.attempts, self.began, self.places, strict=True):
+        for run, began, places in self.attempts:
             for place, record in zip(places, run, strict=True):
-                found.setdefault(place, {}).update({k: began + t for k, t in record.ended.items()} if record else {})
-        last = {place for place, record in zip(self.places[-1], self.attempts[-1], strict=True) if record}
-        return {place: steps for place, steps in found.items() if place in last and steps}
+                if record is not None:
+                    found.setdefault(place, {}).update({k: began + t for k, t in record.ended.items()})
+        run, _, places = self.attempts[-1]
+        return {place: found[place] for place, record in zip(places, run, strict=True) if record and found[place]}
 
     @property
     def time(self) -> float:
@@ -91,7 +84,7 @@ class Outcome:
         return [self._mean(step, found) for step, found in enumerate(parts)]
 
     def _mean(self, step: int, found: list[float]) -> float | None:
-        shares = {"parameter server": len(self.places[0]), "cloud-native": self.job.parts}
+        shares = {"parameter server": len(self.attempts[0][0]), "cloud-native": self.job.parts}
         whole = shares.get(self.architecture, len(self.records))
         return sum(found) / whole if found and len(found) == whole else self.told.get(str(step))
 
@@ -108,11 +101,11 @@ class Outcome:
     @property
     def trace(self) -> Trace:
         """Of the first attempt."""
-        return self.attempts[0].trace
+        return self.attempts[0][0].trace
 
     def bytes_on_links(self) -> dict[tuple[Any, Any], int]:
         """{link: bytes} of a simulated run, in all attempts."""
         total: Counter[tuple[Any, Any]] = Counter()
-        for run in self.attempts:
+        for run, _, _ in self.attempts:
             total.update(run.trace.bytes_on_links())
         return dict(total)

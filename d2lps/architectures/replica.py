@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from d2lps.architectures.job import Job
+from d2lps.architectures.job import AFTER, Job
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator
 from d2lps.disk import drafted
@@ -34,10 +34,65 @@ class Record:
     ended: dict[int, float] = field(default_factory=dict)
     weights: Tensor | None = None
     stopped: bool = False  # before the job was done, for somebody who wants to come
-    topologies: list[str] = field(default_factory=list)  # of each step, where they change
 
 
-class Model:
+class Member:
+    """One rank of a job, and what it notes of the steps that it has made; a subclass has what a step is made of.
+
+    begin: the step with which a job of collectives goes on (see `beginning`).
+    """
+
+    begin: int
+
+    def __init__(self, comm: Communicator, job: Job) -> None:
+        self.comm, self.job, self.record = comm, job, Record()
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to be made; after each of them all ranks learn its loss, and whether somebody wants to come."""
+        for step in range(self.begin, self.job.steps):
+            yield step
+            self.record.stopped = self._agreed(step)
+            if self.record.stopped or (step + 1) % self.job.every == 0:
+                self.save(step + 1)
+                if self.comm.rank == 0:
+                    note(self.job, saved=step + 1)
+            if self.record.stopped:
+                return
+
+    def save(self, done: int) -> None:
+        """Write a checkpoint after so many steps; here there is nothing to be written."""
+
+    def finished(self, step: int, loss: float | None = None) -> None:
+        """Note that a step is over, and its loss if all know it; who is to die now dies, by the signal that lets nobody clean up.
+
+        A rank that died when somebody else had seen enough steps could have done all of its own by then.
+        """
+        self.record.ended[step] = self.comm.now()
+        if self.comm.rank == 0:
+            note(self.job, done=step + 1, losses=noted(self.job).get("losses", {}) | ({} if loss is None else {str(step): loss}))
+        if self.comm.rank == self.job.dies and step + 1 >= AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def final(self) -> Record:
+        """All that there is to say."""
+        return self.record
+
+    def _agreed(self, step: int) -> bool:
+        """All ranks learn the mean of their losses, and whether to stop before the next step: two numbers, summed by a tree."""
+        losses, job, comm = self.record.losses, self.job, self.comm
+        mine = [losses.pop(key) for key in [*losses] if key[0] == step]
+        stop = comm.rank == 0 and step + 1 < job.steps and somebody_waits(comm, job)
+        words = torch.tensor([sum(mine) / comm.size, float(stop)], dtype=torch.float64)
+        with comm.about("loss, stop"):
+            all_reduce(comm, words, algorithm="tree")
+        loss = None if job.described else words[0].item()
+        if loss is not None:
+            losses[step, 0] = loss
+        self.finished(step, loss)
+        return bool(words[1])
+
+
+class Model(Member):
     """The weights, flat, and the gradient at them of some sequences of a batch.
 
     >>> model = Model(comm, Job())                                                      # doctest: +SKIP
@@ -46,7 +101,7 @@ class Model:
     """
 
     def __init__(self, comm: Communicator, job: Job) -> None:
-        self.comm, self.job, self.record = comm, job, Record()
+        super().__init__(comm, job)
         self.module = job.module()
         parameters = list(self.module.parameters())
         self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -68,12 +123,7 @@ class Model:
                 self.record.losses[step, first] = loss.item()
         return self.flat
 
-    def finished(self, step: int) -> None:
-        """Note that a step is over."""
-        over(self, step)
-
     def final(self) -> Record:
-        """All that there is to say, with the weights."""
         self.record.weights = None if self.job.described else self.weights.clone()
         return self.record
 
@@ -115,21 +165,10 @@ class Replica(Model):
             self.moments.mul_(self.job.momentum).add_(gradient)
             self.weights.sub_(self.moments, alpha=self.job.lr)
 
-    def steps(self) -> Iterator[int]:
-        """The steps still to be made; after each of them all ranks learn its loss, and whether somebody wants to come."""
-        for step in range(self.begin, self.job.steps):
-            yield step
-            self.record.stopped = agreed(self, step)
-            if self.record.stopped or (step + 1) % self.job.every == 0:
-                self._save(step + 1)
-            if self.record.stopped:
-                return
-
-    def _save(self, done: int) -> None:
+    def save(self, done: int) -> None:
         if self.comm.rank == 0 and self.job.folder and not self.job.described:
             with drafted(self.path) as draft:
                 save_file({"weights": self.weights, "moments": self.moments}, draft)
-        saved(self.comm, self.job, done)
 
     def _load(self) -> None:
         """Rank 0 has the file; weights and moments go to all."""
@@ -142,40 +181,9 @@ class Replica(Model):
             broadcast(self.comm, self.moments)
 
 
-def agreed(model: Any, step: int) -> bool:
-    """All ranks learn the mean of their losses, and whether to stop before the next step: two numbers, summed by a tree."""
-    job, comm, record = model.job, model.comm, model.record
-    mine = [loss for (at, _), loss in record.losses.items() if at == step]
-    stop = comm.rank == 0 and step + 1 < job.steps and somebody_waits(comm, job)
-    words = torch.tensor([sum(mine) / comm.size, float(stop)], dtype=torch.float64)
-    with comm.about("loss, stop"):
-        all_reduce(comm, words, algorithm="tree")
-    record.losses = {key: loss for key, loss in record.losses.items() if key[0] != step}
-    if not job.described:
-        record.losses[step, 0] = words[0].item()
-    over(model, step, {} if job.described else {str(step): words[0].item()})
-    return bool(words[1])
-
-
-def over(model: Any, step: int, losses: dict[str, float] | None = None) -> None:
-    """Note that a step is over, and what all know of its loss; who is to die now dies, by the signal that lets nobody clean up.
-
-    A rank that died when somebody else had seen enough steps could have done all of its own by then.
-    """
-    job, comm = model.job, model.comm
-    model.record.ended[step] = comm.now()
-    if comm.rank == 0 and job.folder:
-        facts = {} if losses is None else {"losses": noted(job).get("losses", {}) | losses}
-        note(job, done=step + 1, **facts)
-    if job.dies and not comm.topology and comm.rank == job.dies[0] and step + 1 >= job.dies[1]:  # a simulation has no processes
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def somebody_waits(comm: Communicator, job: Job) -> bool:
-    """Whether there are ranks who want to come: in the world they leave a file, in a simulation they have their time."""
-    if job.comes is not None:
-        return comm.now() >= job.comes
-    return bool(job.folder) and Path(job.folder, "comes").exists()
+    """Whether there are ranks who want to come: a simulation has a time for that; on processes so many steps must be done."""
+    return (comm.now() if comm.topology else noted(job).get("done", 0)) >= job.comes
 
 
 # ---- what is known of a job outside of its ranks ------------------------------------------------------------------------------
@@ -189,17 +197,12 @@ def beginning(comm: Communicator, job: Job) -> int:
     return begin
 
 
-def saved(comm: Communicator, job: Job, done: int) -> None:
-    """There is a checkpoint of so many steps."""
-    if comm.rank == 0 and job.folder:
-        note(job, saved=done)
-
-
 def note(job: Job, **facts: Any) -> None:
     """Write down what shall be known even if all ranks die: how many steps are done, how many are saved."""
-    path = Path(job.folder, "progress.json")
-    path.with_suffix(".draft").write_text(json.dumps(noted(job) | facts))
-    path.with_suffix(".draft").rename(path)
+    if job.folder:
+        draft = Path(job.folder, "progress.draft")
+        draft.write_text(json.dumps(noted(job) | facts))
+        draft.rename(draft.with_suffix(".json"))
 
 
 def noted(job: Job) -> dict[str, Any]:

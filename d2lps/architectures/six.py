@@ -12,18 +12,13 @@ from d2lps.architectures.hybrid import hybrid
 from d2lps.architectures.job import Job
 from d2lps.architectures.parameter_server import parameter_server
 from d2lps.architectures.ring import ring
-from d2lps.cost.numbers import named
 
 Architecture = Callable[..., Any]
 # Functions of a communicator, whose ranks wait for one another; and of a store, whose workers wait for servers.
 COLLECTIVE: dict[str, Architecture] = {"ring": ring, "hybrid": hybrid, "hierarchical": hierarchical, "dynamic": dynamic}
 STORED: dict[str, Architecture] = {"parameter server": parameter_server, "cloud-native": cloud_native}
+CONSISTENCY = {"parameter server": "bsp", "cloud-native": "asp"}
 ARCHITECTURES: dict[str, Architecture] = {"parameter server": parameter_server} | COLLECTIVE | {"cloud-native": cloud_native}
-
-
-def known(architecture: str) -> Architecture:
-    """The function of that name; ValueError, with those that there are."""
-    return named("architecture", architecture, ARCHITECTURES)
 
 
 def count(architecture: str, job: Job, ranks: int) -> int:
