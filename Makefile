@@ -69,7 +69,7 @@ versions: .venv/.done  ## test the library under other PyTorch and Python: 30 GB
 	$(BIN)/python tests/versions.py $(VERSIONS)
 
 bench: .venv/.done  ## measure ours beside its peers; TABLES=... for some
-	$(BIN)/python -m d2lps.bench $(TABLES)
+	$(BIN)/python -m d2lps_book.bench $(TABLES)
 
 cluster: .venv/.done  ## run a script on hosts with shaped links, all of them here; HOSTS=4, RUN="..." for another command
 	$(BIN)/python book/at_scale/cluster/host_box.py $(or $(HOSTS),3) $(or $(RUN),$(BIN)/python book/at_scale/cluster/train.py $$(mktemp -d) --steps 10)

@@ -1,4 +1,7 @@
-"""Lines that hold code, by folder of the library: no comments, docstrings or blanks; JavaScript beside. `make size` prints it."""
+"""Lines that hold code, by folder: no comments, docstrings or blanks; JavaScript beside. `make size` prints it.
+
+First of the library, then of what stands beside the chapters.
+"""
 
 import ast
 import io
@@ -6,7 +9,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-LIBRARY = Path(__file__).parents[1] / "d2lps"
+ROOT = Path(__file__).parents[1]
 _SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -29,12 +32,12 @@ def lines_of_script(text: str) -> int:
     return sum(1 for line in map(str.strip, text.splitlines()) if line and not line.startswith(("//", "/*", "*")))
 
 
-def sizes() -> tuple[Counter[str], Counter[str]]:
-    """Python's and JavaScript's lines, by folder; "top" for the files beside the folders."""
+def sizes(package: Path) -> tuple[Counter[str], Counter[str]]:
+    """Python's and JavaScript's lines of a package, by folder; "top" for the files beside the folders."""
     python: Counter[str] = Counter()
     script: Counter[str] = Counter()
-    for path in LIBRARY.rglob("*"):
-        inside = path.relative_to(LIBRARY).parts
+    for path in package.rglob("*"):
+        inside = path.relative_to(package).parts
         folder = inside[0] if len(inside) > 1 else "top"
         if path.suffix == ".py":
             python[folder] += lines_of_code(path.read_text())
@@ -44,12 +47,12 @@ def sizes() -> tuple[Counter[str], Counter[str]]:
 
 
 def main() -> None:
-    python, script = sizes()
-    print(f"{'folder':14}{'Python':>8}{'JavaScript':>12}")
-    for folder, lines in python.most_common():
-        print(f"{folder:14}{lines:>8,}{script[folder] or '':>12}")
-    print(f"{'all':14}{python.total():>8,}{script.total():>12,}")
-    print(f"{'but kvstore':14}{python.total() - python['kvstore']:>8,}")
+    for package in ("d2lps", "book/d2lps_book"):
+        python, script = sizes(ROOT / package)
+        print(f"{package:18}{'Python':>8}{'JavaScript':>12}")
+        for folder, lines in python.most_common():
+            print(f"  {folder:16}{lines:>8,}{script[folder] or '':>12}")
+        print(f"  {'all':16}{python.total():>8,}{script.total():>12,}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from launching import nothing_left, output_of, script, until  # noqa: F401 - one is a fixture
 
 import d2lps
-from d2lps.bench import all_reduce, kvstore, simulator, turns
+from d2lps_book.bench import all_reduce, kvstore, simulator, turns
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
@@ -102,7 +102,8 @@ def test_a_plain_script_and_the_benchmarks_have_tensors_on_the_same_pages(
     monkeypatch.delenv(ASKED, raising=False)
     if told is not None:
         monkeypatch.setenv(ASKED, told)
-    path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, (here.parent, here.parent / "book", here)))
     monkeypatch.setenv("PYTHONPATH", path)
     plain = json.loads(output_of(script(tmp_path / "plain.py", PLAIN), PYTHONPATH=path).lower())
     rival = turns.Rival("ours", looking, 1, (str(tmp_path / "found"),))

@@ -1,4 +1,4 @@
-"""d2lps.check: right functions pass, and of a wrong one the first wrong thing is said, in words that are true."""
+"""d2lps_book.check: right functions pass, and of a wrong one the first wrong thing is said, in words that are true."""
 
 import re
 from collections.abc import Callable
@@ -10,11 +10,12 @@ import torch
 from oracles import ALGORITHMS
 from solutions import refused
 
-from d2lps import Communicator, check, collectives
-from d2lps.check.exercise import Wrong
-from d2lps.check.tools import near, number, parts
-from d2lps.check.values import BASE, MOST, common_element, countable, counts
+from d2lps import Communicator, collectives
 from d2lps.topology import hgx_h100, ring, star
+from d2lps_book import check
+from d2lps_book.check.exercise import Wrong
+from d2lps_book.check.tools import near, number, parts
+from d2lps_book.check.values import BASE, MOST, common_element, countable, counts
 
 Function = Callable[..., Any]
 EXERCISES = ("all_reduce", "reduce", "broadcast", "scatter", "gather", "all_gather", "reduce_scatter", "all_to_all")

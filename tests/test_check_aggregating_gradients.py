@@ -5,7 +5,7 @@ import torch
 from solutions import refused
 
 from d2lps import ReduceOp, aggregate, collectives
-from d2lps.check import aggregating_gradients as check
+from d2lps_book.check import aggregating_gradients as check
 
 
 @pytest.mark.parametrize(

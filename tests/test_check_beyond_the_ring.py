@@ -6,7 +6,7 @@ import torch
 from solutions import refused, solution
 
 from d2lps import collectives
-from d2lps.check import beyond_the_ring as check
+from d2lps_book.check import beyond_the_ring as check
 
 LABELS = {"recursive_doubling": "doubling", "bruck": "bruck", "tree_merge": "variance"}
 MINE = {name: solution(f"ex-beyond-{label}") for name, label in LABELS.items()}

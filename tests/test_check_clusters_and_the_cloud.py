@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from solutions import refused, solution
 
-from d2lps.check import clusters_and_the_cloud as check
+from d2lps_book.check import clusters_and_the_cloud as check
 
 
 def each(done: int, batch: int, rank: int, size: int) -> range:

@@ -7,9 +7,9 @@ import torch
 from solutions import refused, solution
 
 from d2lps import ReduceOp, compress, simulate
-from d2lps.check import compression as check
 from d2lps.collectives import all_reduce
 from d2lps.topology import star
+from d2lps_book.check import compression as check
 
 # ---- pairs --------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from solutions import refused
 
-from d2lps.check import consistency as check
+from d2lps_book.check import consistency as check
 
 PAUSE = {"BSP": 52, "ASP": 46, "SSP(2)": 50, "SSP(4)": 48, "SSP(6)": 46, "SSP(8)": 46}
 

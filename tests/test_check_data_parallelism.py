@@ -7,8 +7,8 @@ import torch
 from solutions import refused
 
 from d2lps import ReduceOp
-from d2lps.check import data_parallelism as check
 from d2lps.collectives import all_gather_into_tensor, all_reduce
+from d2lps_book.check import data_parallelism as check
 
 # ---- token_loss -------------------------------------------------------------------------------------------------------
 

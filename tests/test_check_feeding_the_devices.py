@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from solutions import refused
 
-from d2lps.check import feeding_the_devices as check
+from d2lps_book.check import feeding_the_devices as check
 
 
 @pytest.mark.parametrize(

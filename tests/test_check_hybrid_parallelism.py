@@ -6,8 +6,8 @@ import pytest
 import torch
 from solutions import refused, solution
 
-from d2lps.check import hybrid_parallelism as check
 from d2lps.collectives import all_gather, all_reduce
+from d2lps_book.check import hybrid_parallelism as check
 
 SOLUTIONS = {"groups": "ex-hybrid-groups", "gradient": "ex-hybrid-gradient", "fit": "ex-hybrid-fit", "fewest": "ex-hybrid-fewest"}
 ANSWERS = {"memory": "ex-hybrid-memory", "micro_batches": "ex-hybrid-bubble"}

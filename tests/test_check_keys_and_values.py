@@ -10,7 +10,7 @@ import pytest
 import torch
 from solutions import refused_as
 
-from d2lps.check import keys_and_values as check
+from d2lps_book.check import keys_and_values as check
 
 Tensor = torch.Tensor
 

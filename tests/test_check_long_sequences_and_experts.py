@@ -6,10 +6,10 @@ import pytest
 import torch
 from solutions import refused, solution
 
-from d2lps.check import long_sequences_and_experts as check
 from d2lps.collectives import all_gather, all_reduce, all_to_all
 from d2lps.parallel import ring_attention
 from d2lps.parallel.context import in_turn
+from d2lps_book.check import long_sequences_and_experts as check
 
 # ---- merge --------------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from solutions import refused, solution
 
 from d2lps import Communicator, Trace, collectives
-from d2lps.check import many_processes as check
+from d2lps_book.check import many_processes as check
 
 Function = Callable[..., Any]
 

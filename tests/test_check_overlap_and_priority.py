@@ -7,8 +7,8 @@ import pytest
 import torch
 from solutions import refused, solution
 
-from d2lps.check import overlap_and_priority as check
 from d2lps.collectives import all_reduce
+from d2lps_book.check import overlap_and_priority as check
 
 # ---- best_count ---------------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from solutions import refused, solution
 
-from d2lps.check import pipeline_parallelism as check
 from d2lps.parallel.pipeline.balance import cut
 from d2lps.parallel.pipeline.schedules import one_f_one_b
+from d2lps_book.check import pipeline_parallelism as check
 
 # ---- one_each -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from solutions import refused, solution
 
-from d2lps.check import planning as check
+from d2lps_book.check import planning as check
 
 SOLUTIONS = {"survive": "ex-planning-survive", "amdahl": "ex-planning-amdahl"}
 ANSWERS = {name: f"ex-planning-{name}" for name in ("interval", "bisection", "power", "units")}

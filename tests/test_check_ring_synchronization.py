@@ -6,7 +6,7 @@ from solutions import refused, solution
 from test_check_beyond_the_ring import everyone_to_everyone
 
 from d2lps import ReduceOp, collectives
-from d2lps.check import ring_synchronization as check
+from d2lps_book.check import ring_synchronization as check
 
 
 def test_right_numbers_pass():

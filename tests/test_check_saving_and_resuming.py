@@ -7,9 +7,9 @@ import pytest
 import torch
 from solutions import refused
 
-from d2lps.check import sharding_the_state as check
 from d2lps.parallel import Piece
 from d2lps.parallel.saving.checkpoint import load, save
+from d2lps_book.check import sharding_the_state as check
 
 # ---- moments ------------------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ import torch
 from solutions import refused
 
 from d2lps import ReduceOp
-from d2lps.check import sharding_the_state as check
 from d2lps.collectives import all_gather_into_tensor, all_reduce, broadcast, gather, reduce, reduce_scatter_tensor, scatter
+from d2lps_book.check import sharding_the_state as check
 
 
 @pytest.mark.parametrize(

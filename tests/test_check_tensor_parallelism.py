@@ -5,11 +5,11 @@ import torch
 from solutions import refused
 from torch.nn.functional import gelu
 
-from d2lps.check import tensor_parallelism as check
 from d2lps.collectives import all_gather, all_gather_into_tensor, all_reduce
 from d2lps.comm import ReduceOp
 from d2lps.parallel import vocab_cross_entropy
 from d2lps.parallel.tensor.f_and_g import copy, reduce
+from d2lps_book.check import tensor_parallelism as check
 
 # ---- row ----------------------------------------------------------------------------------------------------------------
 

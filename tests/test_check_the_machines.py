@@ -9,7 +9,7 @@ import pytest
 from solutions import refused
 
 from d2lps import Topology, topology
-from d2lps.check import the_machines as check
+from d2lps_book.check import the_machines as check
 
 Function = Callable[..., Any]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from solutions import refused
 
-from d2lps.check import topology_aware as check
 from d2lps.collectives import all_reduce, broadcast
+from d2lps_book.check import topology_aware as check
 
 
 @pytest.mark.parametrize(

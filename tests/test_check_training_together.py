@@ -8,8 +8,8 @@ import torch
 from solutions import refused, solution
 
 from d2lps import ReduceOp
-from d2lps.check import training_together as check
 from d2lps.collectives import all_reduce
+from d2lps_book.check import training_together as check
 
 # ---- weighted_mean ------------------------------------------------------------------------------------------------------
 

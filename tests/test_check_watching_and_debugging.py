@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from solutions import refused
 
-from d2lps.check import watching_and_debugging as check
+from d2lps_book.check import watching_and_debugging as check
 
 
 def busy(trace: Any) -> np.ndarray:

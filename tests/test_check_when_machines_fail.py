@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from solutions import refused
 
-from d2lps.check import when_machines_fail as check
+from d2lps_book.check import when_machines_fail as check
 
 NUMBERS = {"failure": 30.4, "interval": 7.8, "rule": 0.42, "really": 0.52, "saving": 5}
 DELAY = {"bsp": 4, "ssp2": 6, "ssp4": 8, "asp": 12}

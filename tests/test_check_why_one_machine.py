@@ -8,8 +8,8 @@ import torch
 from solutions import refused, solution
 
 from d2lps import Communicator, ReduceOp
-from d2lps.check import why_one_machine as check
 from d2lps.collectives import all_reduce
+from d2lps_book.check import why_one_machine as check
 
 Function = Callable[..., Any]
 

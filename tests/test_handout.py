@@ -21,10 +21,10 @@ ALL_REDUCE = """def sum_everywhere(comm, tensor):
 """
 CHAPTER = [
     new_markdown_cell("# A chapter"),
-    new_code_cell("import d2lps"),
+    new_code_cell("import d2lps, d2lps_book.check"),
     new_markdown_cell("````{exercise} Sum\n:label: ex-sum\n\nLeave the sum with every rank.\n````"),
     new_code_cell("def sum_everywhere(comm, tensor):\n    ...", metadata={"tags": ["stub"]}),
-    new_code_cell("d2lps.check.all_reduce(sum_everywhere)", metadata={"tags": ["check", "points-3"]}),
+    new_code_cell("d2lps_book.check.all_reduce(sum_everywhere)", metadata={"tags": ["check", "points-3"]}),
     new_markdown_cell("````{solution-start} ex-sum\n````"),
     new_code_cell("# secret\n" + ALL_REDUCE),
     new_markdown_cell("````{solution-end}\n````"),

@@ -46,7 +46,8 @@ EXERCISE = [
     new_markdown_cell("````{exercise} Twice\n:label: ex-twice\n\nWrite `double(x)`, as in {doc}`/book/back/notation`.\n````"),
     new_code_cell("def double(x):\n    ...", metadata={"tags": ["stub"]}),
     new_code_cell(
-        "from d2lps.check.exercise import judged\n\n@judged\ndef twice(function):\n    return f'{function(3)}'\n\ntwice(double)",
+        "from d2lps_book.check.exercise import judged\n\n@judged\n"
+        "def twice(function):\n    return f'{function(3)}'\n\ntwice(double)",
         metadata={"tags": ["check"]},
     ),
     new_markdown_cell("````{solution-start} ex-twice\n:class: dropdown\n````"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from d2lps import OutOfMemory, simulate
-from d2lps.check.planning import _survived
 from d2lps.parallel import Calibration, Plan, Transformer
 from d2lps.parallel.prediction.messages import by_messages
 from d2lps.parallel.prediction.prices import axis_groups
@@ -17,6 +16,7 @@ from d2lps.planning import adaptive_routing, clos, daly, ecmp, goodput, lives, m
 from d2lps.planning.published import KOKOLIS, LLAMA3, loss
 from d2lps.planning.shared import SharedPrices
 from d2lps.topology import fat_tree
+from d2lps_book.check.planning import _survived
 
 HOUR, DAY = 3600.0, 86400.0
 H100 = Calibration(efficiency=0.7, fused_attention=True)

@@ -1,4 +1,4 @@
-"""The wheel: what it says of itself, and that it plays a Player where nothing but it is installed."""
+"""The wheel: what it says of itself, and that it plays a Player and checks an exercise where nothing but it is installed."""
 
 import re
 import subprocess
@@ -11,8 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PLAY = """
-import d2lps, pathlib, torch
-assert "site-packages" in d2lps.__file__, d2lps.__file__
+import d2lps, d2lps_book.bench.simulator, pathlib, torch
+from d2lps_book import check
+assert "site-packages" in d2lps.__file__ and "site-packages" in check.__file__, (d2lps.__file__, check.__file__)
+assert check.all_reduce(lambda comm, tensor: tensor.zero_()).text.startswith("with 1 rank and 8 elements")
 assert (pathlib.Path(d2lps.__file__).parent / "py.typed").exists()
 def work(comm):
     d2lps.collectives.all_reduce(comm, torch.ones(4, device=comm.device))
@@ -26,8 +28,9 @@ print(player)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what is committed or about to be, so that nothing is left behind here."""
     copy = tmp_path_factory.mktemp("copy")
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "d2lps", "pyproject.toml",
-                             "README.md", "LICENSE"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "d2lps", "book", "pyproject.toml",
+               "README.md", "LICENSE"]  # fmt: skip
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +47,8 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert "Description-Content-Type: text/markdown" in about and "# Dive into Parameter Servers" in about
     assert "Classifier: Typing :: Typed" in about and "d2lps/py.typed" in names
     assert {"torch", "anywidget", "pyzmq"} <= set(re.findall(r"^Requires-Dist: ([\w-]+)", about, re.MULTILINE))
-    assert not [name for name in names if name.startswith(("tests", "book"))]
+    assert {name.split("/")[0] for name in names} == {"d2lps", "d2lps_book", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    assert not [name for name in names if name.endswith(".ipynb")] and "d2lps_book/bench/ring.c" in names
 
 
 def test_the_wheel_plays_a_player(wheel: Path, tmp_path: Path) -> None:

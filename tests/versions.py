@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+QUIET = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'book'}", "OMP_WAIT_POLICY": "PASSIVE"}
 BUILT = ROOT / "_build" / "versions"
 REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 OLDER = ["2.6.0", "2.9.0"]  # the oldest torch that pyproject.toml allows, and one between that and the book's
@@ -110,15 +111,14 @@ def test(pair: Pair) -> Outcome:
     report.unlink(missing_ok=True)
     command = [pair.folder / "bin" / "python", "-m", "pytest", "-q", "--tb=short", "-n", "4", "--dist", "loadfile"]
     command += [f"--junitxml={report}", *(f"--ignore=tests/test_{part}.py" for part in ("site", "slides", "lab", "shaped_hosts"))]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"})
+    subprocess.run(command, cwd=ROOT, env=os.environ | QUIET)
     return outcome(report)._replace(alike=rerun(pair) if pair.chapters else "")
 
 
 def rerun(pair: Pair) -> str:
     """Run every chapter in the pair's environment: the last line says how many give their compared outputs."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [pair.folder / "bin" / "python", "book/_tools/rerun.py"]
-    told = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    told = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, stdout=subprocess.PIPE, text=True).stdout
     print(told, flush=True)
     return told.splitlines()[-1]
 

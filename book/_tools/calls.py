@@ -28,6 +28,8 @@ def resolve(name: str) -> Any:
     package, *parts = name.split(".")
     found = importlib.import_module(package)
     for part in parts:
+        if not hasattr(found, part):
+            importlib.import_module(f"{found.__name__}.{part}")  # a part that the package does not import by itself
         found = getattr(found, part)
     return found
 

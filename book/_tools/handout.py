@@ -43,8 +43,8 @@ def points_of(cell: NotebookNode) -> int:
 def graded(source: str, points: int) -> str:
     """A check's code, whose last expression is a verdict, so that the cell shows it and ends in its points.
 
-    >>> print(graded("from d2lps import check\\ncheck.all_reduce(mine)", 2))
-    from d2lps import check
+    >>> print(graded("from d2lps_book import check\\ncheck.all_reduce(mine)", 2))
+    from d2lps_book import check
     verdict = check.all_reduce(mine)
     print(verdict)
     2 * verdict.score
