@@ -1,6 +1,6 @@
-"""Lines that hold code, by folder: no comments, docstrings or blanks; JavaScript beside. `make size` prints it.
+"""Lines that hold code, without comments, docstrings and blanks: `make size` prints them.
 
-First of the library, then of what stands beside the chapters.
+They are the spine, the rest of the library, what stands beside the chapters, JavaScript, and tests.
 """
 
 import ast
@@ -32,27 +32,50 @@ def lines_of_script(text: str) -> int:
     return sum(1 for line in map(str.strip, text.splitlines()) if line and not line.startswith(("//", "/*", "*")))
 
 
-def sizes(package: Path) -> tuple[Counter[str], Counter[str]]:
-    """Python's and JavaScript's lines of a package, by folder; "top" for the files beside the folders."""
-    python: Counter[str] = Counter()
-    script: Counter[str] = Counter()
-    for path in package.rglob("*"):
-        inside = path.relative_to(package).parts
-        folder = inside[0] if len(inside) > 1 else "top"
-        if path.suffix == ".py":
-            python[folder] += lines_of_code(path.read_text())
-        elif path.suffix == ".js":
-            script[folder] += lines_of_script(path.read_text())
-    return python, script
+# What a student is sent to read: every line of what this book is about, without what only predicts, saves, starts or shows it.
+SPINE = ["comm", "collectives", "aggregate", "gossip", "compress", "cost", "parallel", "kvstore/core", "kvstore/naive"]
+BESIDE = ["parallel/prediction", "parallel/saving"]
+
+
+def in_spine(place: str) -> bool:
+    """Whether a file is of the spine, by its place in the library.
+
+    >>> in_spine("comm/ops.py"), in_spine("parallel/saving/pieces.py"), in_spine("kvstore/naive.py")
+    (True, False, True)
+    """
+
+    def lies(part: str) -> bool:
+        return place == f"{part}.py" or place.startswith(f"{part}/")
+
+    return any(map(lies, SPINE)) and not any(map(lies, BESIDE))
+
+
+def count(folder: Path) -> Counter[str]:
+    """Lines of each file that has any, by its place in the folder."""
+    count = {".py": lines_of_code, ".js": lines_of_script}
+    files = (path for path in folder.rglob("*") if path.suffix in count)
+    return Counter({path.relative_to(folder).as_posix(): count[path.suffix](path.read_text()) for path in files})
+
+
+def folders(lines: Counter[str]) -> Counter[str]:
+    """Lines by folder; "top" for the files beside the folders."""
+    total: Counter[str] = Counter()
+    for place, number in lines.items():
+        total[place.partition("/")[0] if "/" in place else "top"] += number
+    return total
 
 
 def main() -> None:
-    for package in ("d2lps", "book/d2lps_book"):
-        python, script = sizes(ROOT / package)
-        print(f"{package:18}{'Python':>8}{'JavaScript':>12}")
-        for folder, lines in python.most_common():
-            print(f"  {folder:16}{lines:>8,}{script[folder] or '':>12}")
-        print(f"  {'all':16}{python.total():>8,}{script.total():>12,}")
+    library, book, tests = (count(ROOT / folder) for folder in ("d2lps", "book/d2lps_book", "tests"))
+    python = Counter({place: lines for place, lines in library.items() if place.endswith(".py")})
+    spine = Counter({place: lines for place, lines in python.items() if in_spine(place)})
+    for title, lines in {"spine": spine, "rest of the library": python - spine, "beside the chapters": book}.items():
+        print(f"{title:24}{lines.total():>8,}")
+        for folder, number in folders(lines).most_common():
+            print(f"    {folder:20}{number:>8,}")
+    print(f"{'library':24}{python.total():>8,} in {len(python)} files")
+    print(f"{'JavaScript':24}{library.total() - python.total():>8,}")
+    print(f"{'tests':24}{tests.total():>8,}")
 
 
 if __name__ == "__main__":
