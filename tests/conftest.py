@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from photographs import chromium
 from slow import Slow
-from widget_page import chromium
 
 settings.register_profile("busy", deadline=None)  # no test fails because the machine is busy
 settings.load_profile("busy")
@@ -41,6 +41,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Gone at the end of a file: Playwright drives no second one in a process, and other tests look for what is left."""
+    pytest.importorskip("playwright.sync_api")
     with chromium() as browser:
         yield browser
 

@@ -25,7 +25,7 @@ from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.topology import Device, star
 from d2lps.trace.timeline import COLORS
-from d2lps.widgets import Bet, Choices, Lanes, Player, Race, collective_player, late_ring
+from d2lps.widgets import Bet, Choices, Lanes, Player, collective_player, late_ring
 from d2lps.widgets.ready import ALGORITHMS
 from d2lps.widgets.within import svg
 
@@ -412,10 +412,10 @@ def test_a_reader_makes_a_rank_late_and_sees_it_in_the_lanes(browser: Any) -> No
 
 @needs_chromium
 def test_a_bet_hides_its_result_until_it_is_made(browser: Any) -> None:
-    race = Race(star(4, bandwidth=1e9), ["tree", "ring"], nbytes=16e6)
-    bet = Bet("Who wins?", choices=["the tree", "the ring"], prediction="the ring", measurement="the ring", then=race)
+    choices, right = ["the tree", "the ring"], "the ring"
+    bet = Bet("Who wins?", choices=choices, prediction=right, measurement=right, then=play(3, "ring"))
     with shown(browser, bet) as page:
-        result, inner = page.locator(".result"), page.locator(".d2lps-race")
+        result, inner = page.locator(".result"), page.locator(".d2lps-player")
         inner.wait_for(state="attached")
         assert not result.is_visible()
         assert not inner.is_visible()

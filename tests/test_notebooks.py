@@ -12,7 +12,8 @@ import pytest
 from compared import CODE
 from execute import notebooks
 from nbformat import NotebookNode
-from normalize import normalize
+from normalize import VIEW, models, normalize
+from photographs import digest, kinds, shown, subject
 from renew import code_for, ours, pictures
 
 LONGEST = 25  # lines of a cell
@@ -74,6 +75,13 @@ def test_pictures_of_lanes_are_compared_wherever_they_are_held() -> None:
     """Alone, behind a bet, and chosen first of several."""
     found = [output.data["text/plain"] for path in notebooks() for output, _ in lanes(path)]
     assert {told.split(":")[0] for told in found} == {"Lanes", "Bet", "Choices"}
+
+
+def test_photographs_are_of_the_widgets_of_now(notebook: NotebookNode) -> None:
+    for output in shown(notebook):
+        state = models(notebook)[output.data[VIEW]["model_id"]].state
+        drawn = kinds(state) <= {"bet", "choices", "lanes", "player"}
+        assert subject(output.data["image/png"]) == ("" if drawn else digest(state)), "out of date: book/_tools/renew.py"
 
 
 def test_cells_are_short(notebook: NotebookNode) -> None:

@@ -121,7 +121,7 @@ def test_the_pages_that_make_test_opens_are_there() -> None:
 
 
 # Where a widget of this class is on its page.
-SELECTORS = {"Player": ".d2lps-player", "Race": ".d2lps-race", "Sweep": ".d2lps-sweep", "TopologyExplorer": ".d2lps-topology",
+SELECTORS = {"Player": ".d2lps-player", "TopologyExplorer": ".d2lps-topology",
              "Bet": ".d2lps-bet", "Choices": ".d2lps-choices", "Lanes": ".d2lps-lanes",
              "StepPlayer": ".d2lps-steps:not(.d2lps-plans, .d2lps-planning)", "PlanExplorer": ".d2lps-plans",
              "PlanningExplorer": ".d2lps-planning"}
@@ -200,11 +200,9 @@ def take_over(page: "playwright.Page") -> None:
 
 
 def by_mouse(page: "playwright.Page", widget: "playwright.Locator") -> None:
-    """What a reader does first with a mouse: the next step, another size, a cable less."""
+    """What a reader does first with a mouse: the next step, another plan, a cable less."""
     if (button := widget.locator('button[data-action="next"]')).count():
         button.click()
-    elif (plot := widget.locator("svg.plot")).count():
-        plot.hover(position={"x": 70, "y": 50})
     elif (block := widget.locator(".block")).count():
         block.first.click()
     elif (choice := widget.locator('[data-action="tp"]:not(:checked)')).count():
@@ -216,13 +214,10 @@ def by_mouse(page: "playwright.Page", widget: "playwright.Locator") -> None:
 
 
 def by_keyboard(page: "playwright.Page", widget: "playwright.Locator") -> None:
-    """With keys, what can come after that: the step before, yet another size, the cable put back."""
+    """With keys, what can come after that: the step before, the first plan, the cable put back."""
     if widget.locator('button[data-action="next"]').count():
         widget.focus()
         page.keyboard.press("ArrowLeft")
-    elif (plot := widget.locator("svg.plot")).count():
-        plot.focus()
-        page.keyboard.press("ArrowRight")
     elif widget.locator(".block").count():
         widget.focus()
         page.keyboard.press("ArrowRight")

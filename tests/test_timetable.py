@@ -51,7 +51,7 @@ def test_it_says_and_draws_what_the_replay_found() -> None:
     table = Timetable(zero_bubble(2, 2), title="Two ranks")
     assert repr(table) == "Timetable: Two ranks: 7 long, a bubble of 16.7 %; held: 2, 2"
     assert table.data["rows"][1]["bars"] == "F 0 0 1 2;B 0 0 2 3;F 0 1 3 4;B 0 1 4 5;W 0 0 5 6;W 0 1 6 7"
-    assert table._still().startswith(b"\x89PNG") and len(json.dumps(table.data)) < 1500
+    assert len(json.dumps(table.data)) < 1500
     half = Timetable(arranged(assignment(2, "looped"), 2), forward=0.5, backward=1)
     assert [row["held"] for row in half.data["rows"]] == ["2", "1.5"]
 

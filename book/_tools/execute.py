@@ -4,7 +4,8 @@
     python book/_tools/execute.py book/.../ring.ipynb   this one
     python book/_tools/execute.py --fresh               store the new outputs even where none that is compared has changed
 
-A notebook whose compared outputs are what they were is left as it is. A cell that fails ends the run with status 1.
+A notebook whose compared outputs are what they were is left as it is. A cell that fails ends the run with status 1, and so does a
+widget that must be photographed (photographs.py) where there is no Chromium.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal
 from nbformat import NotebookNode
 from normalize import normalize
+from photographs import photograph
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +73,9 @@ def execute(path: Path, fresh: bool) -> bool:
     """Run and store one notebook, print a line about it, and say whether it ran to its end."""
     begin = time.monotonic()
     try:
-        what = "stored" if store(path, run(path), fresh) else "unchanged"
+        new = run(path)
+        photograph(new, nbformat.read(path, as_version=4))
+        what = "stored" if store(path, new, fresh) else "unchanged"
     except RuntimeError as error:
         print(error, file=sys.stderr)
         what = "FAILED"

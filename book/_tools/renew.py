@@ -1,4 +1,4 @@
-"""Give stored widgets the code of now, and stored lanes the picture of now, without running a cell.
+"""Give stored widgets the code of now, and stored lanes and photographs the picture of now, without running a cell.
 
     python book/_tools/renew.py book/.../ring.ipynb ...    after a change of a widget's script, its style, or lanes' picture
 
@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import zlib
+from copy import deepcopy
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import nbformat
 from compared import CODE
 from nbformat import NotebookNode
 from normalize import VIEW, models
+from photographs import photograph, shown, subject
 
 import d2lps
 from d2lps import widgets
@@ -105,8 +107,13 @@ def _drawn(thing: dict[str, Any]) -> bytes:
 
 def renew(notebook: NotebookNode) -> None:
     """All of it, in place."""
+    before = deepcopy(notebook)
     for state in ours(notebook):
         state.update(code_for(state))
+    for output in shown(notebook):
+        if subject(output.data["image/png"]):
+            del output.data["image/png"]
+    photograph(notebook, before)
     for output, picture in pictures(notebook):
         output.data["image/png"] = base64.b64encode(picture).decode()
 

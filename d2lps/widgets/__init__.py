@@ -7,13 +7,11 @@ from d2lps.widgets.plan_explorer import PlanExplorer
 from d2lps.widgets.plan_player import plan_player
 from d2lps.widgets.planning_explorer import PlanningExplorer
 from d2lps.widgets.player import Player
-from d2lps.widgets.race import Race
 from d2lps.widgets.ready import collective_player, late_ring
 from d2lps.widgets.step_player import StepPlayer
-from d2lps.widgets.sweep import Sweep
 from d2lps.widgets.timetable import Timetable, schedule_explorer
 from d2lps.widgets.topology_explorer import TopologyExplorer
 
-__all__ = ["Bet", "Choices", "Lanes", "PlanExplorer", "PlanningExplorer", "Player", "Race", "StepPlayer", "Sweep"]
+__all__ = ["Bet", "Choices", "Lanes", "PlanExplorer", "PlanningExplorer", "Player", "StepPlayer"]
 __all__ += ["Timetable", "TopologyExplorer"]
 __all__ += ["collective_player", "late_ring", "plan_player", "schedule_explorer"]

@@ -53,6 +53,7 @@ class Bet(Holder):
     def _said(self, answer: Answer) -> str:
         return str(answer) if isinstance(answer, str) else BET["value"].format(x=f"{answer:g}", unit=self.data["unit"]).strip()
 
-    def _still(self) -> bytes:
+    def _still(self) -> bytes | None:
         """The question with its answers, and the result below."""
-        return below(png(repr(self).removeprefix("Bet: ")), *map(png, self._things))
+        pictures = [picture for thing in (repr(self).removeprefix("Bet: "), *self._things) if (picture := png(thing))]
+        return below(*pictures) if len(pictures) > len(self._things) else None

@@ -60,7 +60,7 @@ class Choices(Holder):
         said = (f"{o['name']} {o['values'][i]} (of {', '.join(o['values'])})" for o, i in options)
         return f"Choices: {', '.join(said)}: {self._told}"
 
-    def _still(self) -> bytes:
+    def _still(self) -> bytes | None:
         """What was chosen at first."""
         return png(self._first)
 

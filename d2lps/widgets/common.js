@@ -3,7 +3,6 @@
 const SVG = "http://www.w3.org/2000/svg";
 const GLIDE = 0.6; // seconds that a step button takes
 const HOUR = 3600; // seconds
-const ALGORITHMS = 9; // --algorithm-0 ... --algorithm-8 in common.css
 
 // ---- small helpers --------------------------------------------------------------------------------------------------
 
@@ -17,7 +16,6 @@ const html = (tag, attributes = {}, ...children) => make(document.createElement(
 const fill = (text, values) => text.replace(/\{(\w+)\}/g, (all, name) => values[name] ?? all);
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 const mix = (p, q, f) => ({ x: p.x + (q.x - p.x) * f, y: p.y + (q.y - p.y) * f });
-const algorithmColor = (style) => `var(--algorithm-${Math.min(style, ALGORITHMS - 1)})`;
 
 // An estimate is enough, and needs no layout by the browser: Chinese characters are as wide as they are high.
 const textWidth = (text, size) => [...text].reduce((sum, c) => sum + size * (c > "\u2e80" ? 1 : 0.58), 0);

@@ -50,6 +50,9 @@ class Lanes(still.Still):
     def __repr__(self) -> str:
         return f"Lanes: {self.data['title']}: " + ", ".join(f"{run['name']} {run['seconds']:.4g} s" for run in self.data["runs"])
 
+    def _still(self) -> bytes:
+        return still.as_png(self._figure())
+
     def _figure(self) -> Figure:
         return lanes_still.draw(self.data)
 

@@ -9,14 +9,12 @@ from itertools import product
 from typing import Any
 
 import traitlets
-from matplotlib.figure import Figure
 
 from d2lps.parallel import Calibration, Plan, Transformer, replay
 from d2lps.parallel.prediction.parts import matrix_flops
 from d2lps.topology import Topology
 from d2lps.widgets import still
 from d2lps.widgets.plan_answers import Answer, ask, plan_of
-from d2lps.widgets.step_player import AXIS_COLORS, HELD_COLORS
 from d2lps.widgets.step_scene import AXES
 from d2lps.widgets.texts import PLANS
 from d2lps.widgets.within import packed
@@ -28,9 +26,6 @@ OPTIONS: dict[str, Sequence[Any]] = {
 HOLDERS = ("weights", "gathered", "gradients", "optimizer", "activations", "working")
 PARTS = ("compute", "tp", "cp", "ep", "dp", "pp", "optimizer", "bubble")
 FINE = 2000  # parts of a device's memory, and of a step's time, to which numbers are rounded
-HELD_AS, PARTS_AS = {"optimizer": "state"}, {"dp": "dp_part"}  # in texts: other words than those of a part, of an axis
-COLORS = {"compute": "#57606a", "bubble": "white", "working": "#d8c7fb", "state": HELD_COLORS["optimizer"], **HELD_COLORS}
-COLORS |= {PARTS_AS.get(axis, axis): color for axis, color in zip(AXES, AXIS_COLORS, strict=False)}
 ROWS, UNIT = 8, 8  # of a pipeline's picture: ranks; parts of a forward pass
 
 
@@ -104,26 +99,6 @@ class PlanExplorer(still.Still):
         fitting = sum(answer.prediction is not None for answer in self._answers)
         told = f"{model} on {cluster}, {self.answer.plan}: {self.answer.said()}"
         return f"PlanExplorer: {len(self._answers):,} plans, {fitting:,} fit; {told}"
-
-    def _figure(self) -> Figure:
-        """Where the time of the chosen plan goes, and its memory."""
-        drawn, answer = still.figure(6.4, 2.8), self.answer
-        drawn.suptitle(f"{answer.plan}\n{answer.said()}", fontsize=9)
-        time = answer.prediction.parts if answer.prediction else {}
-        held = {HELD_AS.get(holder, holder): nbytes for holder, nbytes in answer.held.items()}
-        parts = {PARTS_AS.get(part, part): seconds for part, seconds in time.items()}
-        bars: list[tuple[str, str, float, dict[str, float]]] = [("time", "s", 1.0, parts), ("memory", "GB", 1e-9, held)]
-        for ax, (name, unit, scale, values) in zip(drawn.subplots(2), bars, strict=True):
-            left = 0.0
-            for label, value in values.items():
-                if value > 0.002 * sum(values.values()):
-                    told = f"{PLANS[label]} {value * scale:.3g}"
-                    ax.barh(0, value * scale, left=left, color=COLORS[label], edgecolor="black", linewidth=0.5, label=told)
-                    left += value * scale
-            ax.set(yticks=[], xlabel=f"{PLANS[name]} ({unit})")
-            if values:
-                ax.legend(fontsize=7, ncols=5, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-        return drawn
 
 
 # ---- all plans, as columns --------------------------------------------------------------------------------------------

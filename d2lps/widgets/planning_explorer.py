@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import traitlets
-from matplotlib.figure import Figure
 
 from d2lps.parallel import Prediction
 from d2lps.parallel.prediction.prices import Prices, axis_groups
@@ -16,7 +15,6 @@ from d2lps.planning.published import H100_WATTS, MACHINE_WATTS, META_RACK
 from d2lps.topology import Topology
 from d2lps.widgets import still
 from d2lps.widgets.plan_answers import COUNTED_AS, Answer, walk
-from d2lps.widgets.step_player import AXIS_COLORS
 from d2lps.widgets.step_scene import AXES
 from d2lps.widgets.texts import PLANNING
 
@@ -51,22 +49,6 @@ class PlanningExplorer(still.Still):
         job = self.data["jobs"][self.job]
         told = "; ".join(f"{level['kind']}: {level['count']} parts, {level['over']:.3g} : 1" for level in job["levels"][1:-1])
         return f"PlanningExplorer: {job['name']}, {job['time']:.4g} s a step; {told}"
-
-    def _figure(self) -> Figure:
-        """Of each level, how busy the step keeps what leads out of it, by axis."""
-        levels = [level for level in self.data["jobs"][self.job]["levels"] if level["up"]]
-        drawn = still.figure(6.4, 2.6)
-        ax, left = drawn.subplots(), np.zeros(len(levels))
-        time, names = self.data["jobs"][self.job]["time"], [PLANNING[level["kind"]] for level in levels]
-        for axis, color in zip(AXES, AXIS_COLORS, strict=False):
-            share = np.array([100 * level["sent"].get(axis, 0.0) / level["up"] / time for level in levels])
-            if share.any():
-                ax.barh(names, share, left=left, color=color, label=PLANNING[axis], edgecolor="black", linewidth=0.5)
-                left += share
-        ax.set(xlabel="% of what leads out of it, over a step", title=self.data["jobs"][self.job]["name"])
-        ax.invert_yaxis()
-        ax.legend(fontsize=8)
-        return drawn
 
 
 def _job(told: Prediction, rack: int) -> dict[str, Any]:

@@ -84,6 +84,9 @@ class Player(still.Still):
         counts = f"{len(self.scene['ranks'])} ranks, {sum(message.get('n', 1) for message in self.scene['messages'])} messages"
         return f"Player: {self.scene['title'] or 'a run'}, {counts} ({steps})"
 
+    def _still(self) -> bytes:
+        return still.as_png(self._figure())
+
     def _figure(self) -> Figure:
         """One column for each of a few steps, one line for each row; below them the timeline where there is a strip."""
         scene, trace = self.scene, self._timed

@@ -6,22 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import traitlets
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from d2lps.trace import Trace
 from d2lps.widgets import still
 from d2lps.widgets.player import _opening, _tell
-from d2lps.widgets.step_events import HELD
 from d2lps.widgets.step_scene import scene
 from d2lps.widgets.texts import STEPS
-
-# As in step_player.css.
-AXIS_COLORS = ["#0072b2", "#c44e00", "#00805d", "#a2477c", "#8a6a00", "#57606a"]
-BLOCK_COLORS = {"F": "#bcd9ee", "B": "#f6dc9c", "W": "#dccdee", "": "#d5d9df"}
-HELD_COLORS = dict(zip(HELD, ["#57606a", "#8b949e", "#b4bcc6", "#9fc5b5", "#8b5cf6", "#d5d9df"], strict=True))
 
 
 class StepPlayer(still.Still):
@@ -66,60 +57,3 @@ class StepPlayer(still.Still):
         told = ", ".join(f"{count:,} along {name}" for name, count in sent.items())
         ranks = f"{len(scene['ranks'])} ranks" + (f" ({axes})" if axes else "")
         return f"StepPlayer: {scene['title'] or 'a step'}: {ranks}, messages: {told or 'none'}; {scene['end']:.3g} s"
-
-    def _figure(self) -> Figure:
-        """Each rank over time: what it computes, sends, and holds."""
-        scene = self.scene
-        drawn = still.figure(5.6, 1.1 + 0.55 * len(scene["ranks"]))
-        ax = drawn.subplots()
-        scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if scene["end"] >= s), (1e-6, "µs"))
-        ax.set(xlim=(0, scene["end"] / scale), ylim=(len(scene["ranks"]) - 0.05, -0.05), xlabel=f"time ({unit})")
-        _blocks(ax, scene, scale)
-        _talks(ax, scene, scale)
-        _memory(ax, scene, scale)
-        names = [STEPS["rank"].format(name=rank["name"]) if rank["name"].isdigit() else rank["name"] for rank in scene["ranks"]]
-        ax.set_yticks([rank + 0.2 for rank in range(len(names))], names, fontsize=9)
-        ax.tick_params(axis="y", length=0)
-        ax.spines[["top", "right", "left"]].set_visible(False)
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8)
-        drawn.suptitle(scene["title"], fontsize=9)
-        return drawn
-
-
-def _blocks(ax: Axes, scene: dict[str, Any], scale: float) -> None:
-    for rank, start, end, kind, text, _ in scene["blocks"]:
-        look: dict[str, Any] = {"facecolor": BLOCK_COLORS[kind], "edgecolor": "white", "linewidth": 0.4}
-        ax.broken_barh([(start / scale, (end - start) / scale)], (rank, 0.4), **look)
-        if end - start > 0.011 * len(text) * scene["end"]:
-            ax.text((start + end) / 2 / scale, rank + 0.2, text, ha="center", va="center", fontsize=7)
-
-
-def _talks(ax: Axes, scene: dict[str, Any], scale: float) -> None:
-    names = {axis["style"]: axis["name"] for axis in scene["axes"]}
-    for rank, style, *flat in scene["talks"]:
-        spans = [(start / scale, (end - start) / scale) for start, end in zip(flat[::2], flat[1::2], strict=True)]
-        name = names.pop(style, "")
-        ax.broken_barh(spans, (rank + 0.4, 0.14), facecolor=AXIS_COLORS[min(style, 5)], label=name or None)
-
-
-def _memory(ax: Axes, scene: dict[str, Any], scale: float) -> None:
-    """As high as the most that any rank ever holds."""
-    times = [sorted({0.0, scene["end"], *(t for flat in kinds.values() for t in flat[::2])}) for kinds in scene["held"]]
-    amounts = [{kind: _at(flat, mine) for kind, flat in kinds.items()} for kinds, mine in zip(scene["held"], times, strict=True)]
-    most = max([1.0, *(float(np.sum(list(kinds.values()), axis=0).max()) for kinds in amounts if kinds)])
-    seen = set[str]()
-    for rank, (kinds, mine) in enumerate(zip(amounts, times, strict=True)):
-        below = np.zeros(len(mine))
-        for kind, nbytes in kinds.items():
-            low, high = (rank + 0.9 - 0.32 * level / most for level in (below, below + nbytes))
-            label = None if kind in seen else STEPS[kind].partition(",")[0]
-            ax.fill_between(np.array(mine) / scale, low, high, step="post", color=HELD_COLORS[kind], linewidth=0, label=label)
-            below = below + nbytes
-            seen.add(kind)
-
-
-def _at(flat: list[float], times: list[float]) -> np.ndarray:
-    """What is held at each of these times."""
-    steps, levels = np.array(flat[::2]), np.array([0.0, *flat[1::2]])
-    return levels[np.searchsorted(steps, times, side="right")]

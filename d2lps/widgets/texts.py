@@ -4,9 +4,9 @@ import tomllib
 from pathlib import Path
 
 _TABLES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-NAMES, SWEEP, EXPLORER, CHOICES, BET, READY, TIMETABLE, PLANS, PLANNING = (
-    _TABLES[name] for name in ("names", "sweep", "explorer", "choices", "bet", "ready", "timetable", "plans", "planning")
+NAMES, EXPLORER, CHOICES, BET, READY, TIMETABLE, PLANS, PLANNING = (
+    _TABLES[name] for name in ("names", "explorer", "choices", "bet", "ready", "timetable", "plans", "planning")
 )
-PLAYER, RACE = (_TABLES["controls"] | _TABLES[name] for name in ("player", "race"))
+PLAYER = _TABLES["controls"] | _TABLES["player"]
 STEPS = _TABLES["controls"] | _TABLES["steps"]
 LANES = PLAYER | _TABLES["lanes"]

@@ -3,15 +3,12 @@
 from typing import Any
 
 import traitlets
-from matplotlib.figure import Figure
 
 from d2lps.parallel.pipeline.arrange import arranged, assignment
 from d2lps.parallel.pipeline.schedules import Schedule, gpipe, interleaved, one_f_one_b, placed, replay, zero_bubble
 from d2lps.widgets import still
 from d2lps.widgets.choices import Choices, Options
 from d2lps.widgets.texts import TIMETABLE
-
-COLORS = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73"}
 
 
 class Timetable(still.Still):
@@ -38,25 +35,11 @@ class Timetable(still.Still):
             rows.append({"bars": ";".join(bars), "held": f"{peak / len(mine):.3g}"})
         held = TIMETABLE["and"].join(row["held"] for row in rows)
         said = TIMETABLE["said"].format(time=f"{done.time:.4g}", bubble=f"{100 * done.bubble:.3g}", held=held)
-        kinds = [kind for kind in COLORS if any(action.kind == kind for row in schedule for action in row)]
+        kinds = [kind for kind in "FBW" if any(action.kind == kind for row in schedule for action in row)]
         super().__init__(data={"title": title, "rows": rows, "end": done.time, "said": said, "kinds": kinds, "texts": TIMETABLE})
 
     def __repr__(self) -> str:
         return f"Timetable: {self.data['title'] and self.data['title'] + ': '}{self.data['said']}"
-
-    def _figure(self) -> Figure:
-        drawn = still.figure(6.4, 0.7 + 0.32 * len(self.data["rows"]))
-        ax = drawn.subplots()
-        for rank, row in enumerate(self.data["rows"]):
-            for kind, chunk, number, start, end in (bar.split() for bar in row["bars"].split(";")):
-                low, high = float(start), float(end)
-                ax.barh(rank, high - low, left=low, color=COLORS[kind], edgecolor="white", alpha=1 - 0.35 * int(chunk))
-                if high - low > self.data["end"] / 45:
-                    ax.text((low + high) / 2, rank, number, ha="center", va="center", color="white", fontsize=7)
-        ax.set(yticks=range(len(self.data["rows"])), xlim=(0, self.data["end"]), xlabel=self.data["said"])
-        ax.set_yticklabels([TIMETABLE["rank"].format(rank=rank) for rank in range(len(self.data["rows"]))])
-        ax.invert_yaxis()
-        return drawn
 
 
 def schedule_explorer(

@@ -51,7 +51,7 @@ class Explorer extends Widget {
     }));
     const { machine, algorithm, src, dst } = this.selects;
     machine.append(...data.machines.map(({ name }, i) => html("option", { value: i }, name)));
-    algorithm.append(...data.algorithms.map(({ name }, i) => html("option", { value: i }, name)));
+    algorithm.append(...data.algorithms.map((name, i) => html("option", { value: i }, name)));
     this.restore = html("button", { type: "button", "data-action": "restore" }, texts.restore);
     this.restore.addEventListener("click", () => this.choose({ removed: -1 }));
     const bar = html("div", { class: "controls" }); // what leaves no choice is not asked for
@@ -205,7 +205,7 @@ class Explorer extends Widget {
   // The words below the picture, and the state of the controls.
   show() {
     const { machine, data, texts, removed, run, selects } = this, name = (i) => machine.nodes[i].name, values = {
-      bytes: quantity(data.nbytes, "B"), n: machine.nodes.filter(({ kind }) => kind === "device").length, algorithm: data.algorithms[this.algorithm].name,
+      bytes: quantity(data.nbytes, "B"), n: machine.nodes.filter(({ kind }) => kind === "device").length, algorithm: data.algorithms[this.algorithm],
     };
     const whole = machine.runs[0][this.algorithm], cable = removed < 0 ? "" : this.title(removed), said = [];
     said.push(whole.lost ? fill(texts.impossible, { ...values, pair: whole.lost }) : fill(texts.whole, { ...values, time: quantity(whole.seconds, "s") }));

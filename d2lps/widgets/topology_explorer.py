@@ -1,18 +1,24 @@
 """The topology explorer: a machine, what an all-reduce does to its links, and what happens when a cable is missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import permutations
 from typing import Any
 
+import torch
 import traitlets
-from matplotlib.figure import Figure
 
+from d2lps.collectives import all_reduce
+from d2lps.comm import Communicator
+from d2lps.result import Run
+from d2lps.simulator import simulate
 from d2lps.topology import Topology
 from d2lps.topology.layout import MOST, layout
 from d2lps.widgets import still
-from d2lps.widgets.algorithms import Algorithm, described, simulated
-from d2lps.widgets.texts import EXPLORER
+from d2lps.widgets.texts import EXPLORER, NAMES
+
+Algorithm = str | Callable[[Communicator, torch.Tensor], Any]  # one of all_reduce's, or a function of one's own
 
 # Lists of numbers are strings, since a notebook gives each item of a list a line of its own.
 Routes = dict[str, str | None]  # "0 3": "0 8 3", the numbers of two nodes and of those on the way; None where there is none
@@ -31,7 +37,7 @@ class TopologyExplorer(still.Still):
     `all_reduce`'s, or functions of one's own, of (comm, tensor). Every picture is a simulation with one rank on each
     device, run here, beforehand: of the whole machine, and without each of its cables.
     `machine`, `algorithm`, `removed` (a cable), `src` and `dst` (nodes) are the choices made, as indices; -1 is none.
-    ValueError if there is no machine, if one is too large, or for what the simulator refuses.
+    ValueError if there is no machine or algorithm, if a machine is too large, or for what the simulator refuses.
     """
 
     _esm, _css = still.source("topology_explorer.js"), still.source("topology_explorer.css")
@@ -48,8 +54,10 @@ class TopologyExplorer(still.Still):
     ) -> None:  # fmt: skip
         if not machines:
             raise ValueError(f"machines={machines!r} is empty: an explorer needs at least one")
-        self.machines = dict(machines)
-        data = {"title": title or EXPLORER["title"], "nbytes": int(nbytes) // 4 * 4, "algorithms": described(algorithms)}
+        if isinstance(algorithms, str) or not algorithms:
+            raise ValueError(f"algorithms={algorithms!r} must be a list of at least one name or function")
+        called = [NAMES.get(a, a) if isinstance(a, str) else getattr(a, "__name__", str(a)) for a in algorithms]
+        data = {"title": title or EXPLORER["title"], "nbytes": int(nbytes) // 4 * 4, "algorithms": called}
         found = [explored(name, topology, nbytes, algorithms) for name, topology in machines.items()]
         super().__init__(data=data | {"machines": found, "texts": EXPLORER})
 
@@ -57,17 +65,8 @@ class TopologyExplorer(still.Still):
         said = []
         for machine in self.data["machines"]:
             runs = zip(self.data["algorithms"], machine["runs"][0], strict=True)
-            said.append(f"{machine['name']}: " + ", ".join(f"{algorithm['name']} {_said(run)}" for algorithm, run in runs))
+            said.append(f"{machine['name']}: " + ", ".join(f"{algorithm} {_said(run)}" for algorithm, run in runs))
         return f"TopologyExplorer: all-reduce of {self.data['nbytes']:,} B. {'; '.join(said)}"
-
-    def _figure(self) -> Figure:
-        """The chosen machine, whole, with the load of its links."""
-        machine, topology = self.data["machines"][self.machine], list(self.machines.values())[self.machine]
-        figure = still.figure(7.0, 7.0 * machine["aspect"] + 1.2)
-        load = map(int, machine["runs"][0][self.algorithm].get("load", "").split())
-        links = {link: thousandths / 1000 for link, thousandths in zip(topology.links, load, strict=False) if thousandths}
-        topology.draw(figure.subplots(), links=links, label="utilization")
-        return figure
 
 
 def _said(run: dict[str, Any]) -> str:
@@ -108,7 +107,7 @@ def _routes(topology: Topology) -> Routes:
 def _run(whole: Topology, less: Topology, routes: Routes, nbytes: float, algorithm: Algorithm) -> dict[str, Any]:
     """seconds, and for each link of the whole topology its bytes and its load in thousandths; or `lost`, who has no route."""
     try:
-        run = simulated(algorithm, less, nbytes, trace=True)
+        run = simulated(algorithm, less, nbytes)
     except ValueError:
         ends = ([less.nodes[int(end)] for end in pair.split()] for pair, way in routes.items() if way is None)
         lost = next((pair for pair in ends if set(pair) <= set(less.devices)), None)
@@ -118,6 +117,19 @@ def _run(whole: Topology, less: Topology, routes: Routes, nbytes: float, algorit
     moved, load = run.trace.bytes_on_links(), run.trace.utilization()
     loads = " ".join(str(round(1000 * load.get(link, 0.0))) for link in whole.links)
     return {"seconds": run.time, "bytes": " ".join(str(moved.get(link, 0)) for link in whole.links), "load": loads}
+
+
+def simulated(algorithm: Algorithm, topology: Topology, nbytes: float) -> Run:
+    """One all-reduce of so many bytes of float32, on all devices, without contents.
+
+    >>> from d2lps.topology import pcie_tree
+    >>> round(simulated("ring", pcie_tree(4, bandwidth=16e9, latency=0), 160e6).time, 9)
+    0.015
+    """
+    if not nbytes >= 4:
+        raise ValueError(f"nbytes={nbytes!r} is less than one float32 of 4 bytes")
+    function = partial(all_reduce, algorithm=algorithm) if isinstance(algorithm, str) else algorithm
+    return simulate(function, topology, torch.empty(int(nbytes) // 4, device="meta"), device="meta")
 
 
 def _picture(topology: Topology, cables: Sequence[tuple[Any, Any]]) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def _forget(drawn: Figure) -> None:
         sys.modules["matplotlib.pyplot"].close(drawn)
 
 
-def png(thing: Thing) -> bytes:
-    """A thing as it stands in a printed page: the same bytes each time."""
+def png(thing: Thing) -> bytes | None:
+    """A thing as it stands in a printed page, the same bytes each time; None of a widget that Python does not draw."""
     if isinstance(thing, Still):
         return thing._still()
     drawn = _written(thing) if isinstance(thing, str) else thing
