@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, search
 from d2lps.parallel.prediction.memory import held
+from d2lps.parallel.prediction.predict import described
 from d2lps.topology import A100, H100, Topology, dgx_a100, dgx_a100_pod, dgx_h100_pod, multi_node
 
 MEASURED = Path(__file__).parent.parent / "book" / "parallel_training" / "measured_steps.csv"
@@ -95,9 +96,7 @@ def plans(row: Row) -> Iterator[Plan]:
         for recompute in again:
             schedule = "interleaved" if v > 1 else "one_f_one_b"
             for micro in [int(row["micro_batch"])] if row["micro_batch"] else [1, 2, 4]:
-                yield (one := replace(plan, interleave=v, schedule=schedule, recompute=recompute, micro_batch=micro))
-                if zero == 3 and not row["overlap"]:
-                    yield replace(one, overlap=False, zero_layers=True)
+                yield replace(plan, interleave=v, schedule=schedule, recompute=recompute, micro_batch=micro)
 
 
 def predicted(row: Row, calibration: Calibration, here: Topology | None = None) -> Prediction:
@@ -157,7 +156,7 @@ def steps(names: list[str]) -> None:
 
 def zero_3() -> Iterator[tuple[str, Row, Prediction]]:
     """Steps under ZeRO-3 and nothing else: DeepSpeed's with eight ports a machine and with one of 200 Gb/s, torchtitan's 8B."""
-    for row in (deepspeeds := [row for row in rows("narayanan2") if row["zero"] == "3"]):
+    for row in (deepspeeds := [row for row in rows("narayanan2") if row["zero"] == "3" and not is_too_large(row)]):
         yield "eight ports", row, predicted(row, fit("1b"))
     machines = max(int(row["gpus"]) for row in deepspeeds) // 8
     one_port = multi_node(dgx_a100(device=A100), machines, 25e9, ports="node", reached=0.9)
@@ -168,27 +167,28 @@ def zero_3() -> Iterator[tuple[str, Row, Prediction]]:
             yield "torchtitan", row, predicted(row, FUSED)
 
 
+def is_too_large(row: Row) -> bool:
+    """The step that ran and that no Plan fits: its software fetched single layers."""
+    return (row["model"], row["gpus"], row["zero"]) == ("530B", "640", "3")
+
+
 def error_of(row: Row, prediction: Prediction) -> float:
     return prediction.time / float(row["seconds"]) - 1
 
 
-def beside(found: Prediction) -> Iterator[tuple[Plan, float]]:
-    """Plans that leave out what it takes to fit, and the GB that they would need."""
-    plan, others = found.job.plan, list[Plan]()
-    if plan.zero_layers:
-        others = [replace(plan, zero_layers=False, overlap=overlap) for overlap in (True, False)]
-    if plan.recompute == "activation":
-        others = [replace(plan, recompute="selective")]
-    for other in others:
-        yield other, sum(held(replace(found.job, plan=other)).values()) / 1e9
+def needed(row: Row, plan: Plan, calibration: Calibration = PLAIN) -> float:
+    """GB on a device, whether it has them or not."""
+    return sum(held(described(model(row), plan, cluster(row["table"]), int(row["batch"]), calibration)).values()) / 1e9
 
 
 def print_zero_3() -> None:
     for what, row, found in zero_3():
         told = f"{error_of(row, found):+.1%}, {found.memory / 1e9:.1f} GB, {found.job.plan}"
         print(f"{what}: {line(row, found)}    # {told}", flush=True)
-        for other, needed in beside(found):
-            print(f"    {needed:.1f} GB would be needed by {other}")
+    too_large = next(filter(is_too_large, rows("narayanan2")))
+    for plan in plans(too_large):
+        for overlap in (True, False):
+            print(f"530B on 640: {needed(too_large, replace(plan, overlap=overlap)):.1f} GB with {overlap=}")
 
 
 # ---- one model, all plans -----------------------------------------------------------------------------------------

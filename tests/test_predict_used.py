@@ -85,7 +85,7 @@ def test_a_search_that_nothing_suits_says_like_what() -> None:
         search(SMALL, dgx_a100(), 64, like=Plan(cp=3))
 
 
-ODD = [("zero", 1.0), ("zero", True), ("zero_layers", "no"), ("sequence_parallel", 1), ("overlap", 3), ("recompute", ["full"])]
+ODD = [("zero", 1.0), ("zero", True), ("sequence_parallel", 1), ("overlap", 3), ("recompute", ["full"])]
 
 
 @pytest.mark.parametrize(("name", "value"), ODD)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from d2lps.parallel.pipeline.schedules import Action
 from d2lps.parallel.prediction.parts import Part
 from d2lps.parallel.prediction.priced import ordered
-from d2lps.parallel.prediction.program import Job, at_a_time
+from d2lps.parallel.prediction.program import Job
 from d2lps.parallel.training.plan import Plan
 
 
@@ -48,8 +48,6 @@ def _largest(plan: Plan, parts: list[Part], without: float = 0, stay: bool = Fal
     zero_bubble: a B fetches them, and its W, much later, lets them go.
     """
     units = [part.weights - part.ends for part in parts]
-    if plan.zero_layers:
-        units = [count for part in parts for _, count in at_a_time(part, True)]
     largest = sorted([units[0] - without, *units[1:]], reverse=True)
     return sum(largest if stay else largest[: 1 + plan.overlap])
 

@@ -5,7 +5,7 @@ reads and writes are written down, as Megatron-LM's fused ones have them; of a m
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from d2lps.parallel.experts import Experts
@@ -45,10 +45,9 @@ class Part:
     """forward, backward: what is done one after another. again: what a backward pass repeats of the forward pass first. late: of
     a backward pass, what makes the weights' gradients, for which no other stage is waiting.
 
-    layers: how many weights each layer has on this rank, in the order of their use, and the axis of those that have the same
-    ones; weights: how many in all; experts: how many of them are experts'; ends: how many the first and the last stage both have;
-    tied: how many it uses that another part of its stage has. kept: bytes from the forward to the backward pass; working: bytes
-    while the part is at work, besides.
+    weights: how many it has on this rank; experts: how many of them are experts'; ends: how many of them the first and the last
+    stage both have; tied: how many it uses that another part of its stage has. kept: bytes from the forward to the backward pass;
+    working: bytes while the part is at work, besides.
     """
 
     name: str
@@ -56,22 +55,18 @@ class Part:
     backward: tuple[Step, ...]
     again: tuple[Step, ...] = ()
     late: tuple[Kernel, ...] = ()
-    layers: tuple[tuple[str, float], ...] = ()
+    weights: float = 0
     kept: float = 0
     working: float = 0
+    experts: float = 0
+    ends: float = 0
     tied: float = 0
 
-    @cached_property
-    def weights(self) -> float:
-        return sum(weights for _, weights in self.layers)
-
-    @cached_property
-    def experts(self) -> float:
-        return sum(weights for axis, weights in self.layers if axis == "edp")
-
-    @cached_property
-    def ends(self) -> float:
-        return sum(weights for axis, weights in self.layers if axis == "ends")
+    @property
+    def shared(self) -> list[tuple[str, float]]:
+        """The axes of those that have the same weights, but for what both ends have, and how many they have."""
+        rest = self.weights - self.experts - self.ends
+        return [(axis, count) for axis, count in (("dp", rest), ("edp", self.experts)) if count]
 
 
 class Sizes:
@@ -88,6 +83,8 @@ class Sizes:
         self.kv = self.kv_width / min(plan.tp, model.kv_heads or model.heads)  # of keys, or values, on this rank
         self.masks = 1 if model.dropout else 0  # bytes of a number's mask
         self.x = self.tokens * self.hidden * self.width  # bytes of a whole activation
+        self.table = model.vocab / plan.tp * model.hidden  # weights: a vector for each token, in the embedding and in the head
+        self.at_both_ends = self.table if model.tied and plan.pp > 1 else 0  # tied ones on two stages are averaged by themselves
 
     def matrix(self, rows: float, inputs: float, outputs: float, count: float = 1, filled: float = 1) -> Kernel:
         """[rows, inputs] times [inputs, outputs], so many of them at once; filled: the share of the rows that are tokens."""
@@ -131,10 +128,9 @@ def _leave(s: Sizes) -> tuple[Message, ...]:
 def _embed(s: Sizes) -> Part:
     m, wide = s.model, s.between * s.hidden
     look_up = s.touch((2 * s.tokens + 4 * s.between) * s.hidden)  # the rows, their sum with the positions', dropout
-    layers = (_at_an_end(s), *_dp(m.sequence * s.hidden))
-    return Part(
-        "embed", (look_up, *_leave(s)), (*_enter(s), s.touch(3 * s.tokens * s.hidden)), layers=layers, kept=s.masks * wide
-    )
+    weights = s.table + m.sequence * s.hidden
+    backward: tuple[Step, ...] = (*_enter(s), s.touch(3 * s.tokens * s.hidden))
+    return Part("embed", (look_up, *_leave(s)), backward, weights=weights, kept=s.masks * wide, ends=s.at_both_ends)
 
 
 def _head(s: Sizes) -> Part:
@@ -143,12 +139,13 @@ def _head(s: Sizes) -> Part:
     loss = s.touch(3 * scores, 4)  # in 32 bits: the largest, the sum, the own
     small = tuple(Message("tp", "all_reduce", nbytes * s.tokens) for nbytes in (4, 8) if s.tp > 1)
     back: tuple[Step, ...] = (s.touch(2 * scores, 4), product, *_leave(s), s.touch(3 * wide))
-    matrix = _at_an_end(s)
-    own, tied = ((), matrix[1]) if s.model.tied and s.plan.pp == 1 else ((matrix,), 0)
+    own, tied = (0.0, s.table) if s.model.tied and s.plan.pp == 1 else (s.table, 0.0)
     kept = 2 * wide * s.width + scores * (4 if s.width < 4 else s.width)
     forward: tuple[Step, ...] = (norm, *_enter(s), product, loss, *small)
-    layers = *_dp(2 * s.hidden), *own
-    return Part("head", forward, back, late=(product,), layers=layers, kept=kept, working=scores * s.width, tied=tied)
+    return Part(
+        "head", forward, back, late=(product,), weights=2 * s.hidden + own, kept=kept, working=scores * s.width,
+        ends=s.at_both_ends, tied=tied,
+    )  # fmt: skip
 
 
 def _block(s: Sizes) -> Part:
@@ -164,7 +161,8 @@ def _block(s: Sizes) -> Part:
     else:
         again = ()
     backward, late = (*mlp.backward, *attention.backward), (*mlp.late, *attention.late)
-    return Part("block", forward, backward, again, late, attention.layers + mlp.layers, kept, working)
+    weights = attention.weights + mlp.weights
+    return Part("block", forward, backward, again, late, weights, kept, working, mlp.experts)
 
 
 def _attention(s: Sizes) -> Part:
@@ -180,8 +178,8 @@ def _attention(s: Sizes) -> Part:
     scores = 0 if s.fused else heads * s.tokens * s.model.sequence
     inside = scores * (s.width + s.masks * (1 + s.width))  # softmax's output; its mask, and what dropout makes of it
     kept = 2 * wide * s.width + s.tokens * (2 * inner + 2 * s.kv) * s.width + s.masks * wide + inside
-    layers = (2 * h, (h + 1) * inner, (h + 1) * s.kv, (h + 1) * s.kv, inner * h + h)
-    return Part("attention", forward, backward, attend, (out, *project), _dp(*layers), kept, inside)
+    weights = 2 * h + (h + 1) * (inner + 2 * s.kv) + inner * h + h
+    return Part("attention", forward, backward, attend, (out, *project), weights, kept, inside)
 
 
 def _attend(s: Sizes, heads: float) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
@@ -211,10 +209,10 @@ def _mlp(s: Sizes) -> Part:
     forward: tuple[Step, ...] = (norm, *_enter(s), *[up] * ups, bend, down, *_leave(s), add)
     backward: tuple[Step, ...] = (add, *_enter(s), down, unbend, *[up] * ups, *_leave(s), s.touch(3 * wide))
     kept = 2 * wide * s.width + (1 + ups) * s.tokens * inner * s.width + s.masks * wide
-    layers = (2 * h, *[(h + 1) * inner] * ups, inner * h + h)
+    weights = 2 * h + ups * (h + 1) * inner + inner * h + h
     again = forward if s.masks else forward[: -2 - len(_leave(s))]  # until all is there that was kept: torch stops there
     again = (bend,) if s.plan.recompute == "activation" else again
-    return Part("mlp", forward, backward, again, (down, *[up] * ups), _dp(*layers), kept, s.tokens * inner * s.width)
+    return Part("mlp", forward, backward, again, (down, *[up] * ups), weights, kept, s.tokens * inner * s.width)
 
 
 def _mixture(s: Sizes) -> Part:
@@ -232,18 +230,9 @@ def _mixture(s: Sizes) -> Part:
     backward = s.touch(3 * wide), *enter, sort, *there, down, bend, bend, *products, route, s.touch(3 * wide)
     experts = here * (ups * (h * inner + inner) + inner * h + h)
     kept = (2 * wide + 2 * slots * h + (1 + ups) * slots * inner) * s.width
-    layers = *_dp(2 * h, h * s.model.experts), ("edp" if s.plan.ep > 1 else "dp", experts)
+    weights, apart = 2 * h + h * s.model.experts + experts, experts if s.plan.ep > 1 else 0
     again = (bend,) if s.plan.recompute == "activation" else forward
-    return Part("experts", forward, backward, again, (down, *products, route), layers, kept, slots * inner * s.width)
-
-
-def _at_an_end(s: Sizes) -> tuple[str, float]:
-    """A vector for each token, in the embedding or in the head; tied ones that are on two stages are averaged by themselves."""
-    return ("ends" if s.model.tied and s.plan.pp > 1 else "dp"), s.model.vocab / s.tp * s.hidden
-
-
-def _dp(*weights: float) -> tuple[tuple[str, float], ...]:
-    return tuple(("dp", count) for count in weights)
+    return Part("experts", forward, backward, again, (down, *products, route), weights, kept, slots * inner * s.width, apart)
 
 
 def stages(model: Transformer, plan: Plan, fused: bool = False) -> list[list[Part]]:

@@ -123,14 +123,6 @@ class Job:
         return sum(self.device.time_of(kernel.flops, kernel.nbytes) for kernel in kernels)
 
 
-def at_a_time(part: Part, layers: bool) -> list[tuple[str, float]]:
-    """What ZeRO fetches and reduces at a time of it: a layer, or all that the same ranks have, but for what is at both ends."""
-    if layers:
-        return [(axis, count) for axis, count in part.layers if axis != "ends"]
-    rest = part.weights - part.experts - part.ends
-    return [(axis, count) for axis, count in (("dp", rest), ("edp", part.experts)) if count]
-
-
 class Rank:
     """One rank's program, on a rank of the pipeline. Its parts are what ZeRO fetches and reduces at a time."""
 
@@ -153,7 +145,6 @@ class Rank:
                 continue
             if action.kind == "B":
                 self._fetch((action.stage, number), -1)
-                self._fetch_again(part)
                 self._run(part, "again")
                 self._make_room()
                 self._run(part, "backward")
@@ -180,8 +171,6 @@ class Rank:
         """A part's weights are needed now; with overlap, those of its neighbor next."""
         if self.plan.zero < 3:
             return
-        if self.plan.zero_layers:
-            return self._fetch_layers(at_a_time(self.job.stages[unit[0]][unit[1]], True))
         self._gather(unit)
         for started in self.gathered[unit]:
             self.world.wait(started)
@@ -194,19 +183,9 @@ class Rank:
         if self.plan.zero == 3 and part.tied:
             self.world.collective("dp", "all_gather", part.tied * self.job.width)
 
-    def _fetch_again(self, part: Part) -> None:
-        """Layers come and go while a block is computed again; the last stays, if it is not a mask's turn first."""
-        if self.plan.zero_layers and self.plan.zero == 3 and self.plan.recompute == "full" and part.name == "block":
-            self._fetch_layers(part.layers if self.job.model.dropout else part.layers[:-1])
-
-    def _fetch_layers(self, layers: Iterable[tuple[str, float]]) -> None:
-        """One after the other, and nothing overlaps: so it does not matter what is computed in between."""
-        for axis, weights in layers:
-            self.world.collective(axis, "all_gather", weights * self.job.width)
-
     def _gather(self, unit: tuple[int, int]) -> None:
         if unit not in self.gathered:
-            counts = at_a_time(self.job.stages[unit[0]][unit[1]], False)
+            counts = self.job.stages[unit[0]][unit[1]].shared
             self.gathered[unit] = [self._begin(axis, "all_gather", n * self.job.width) for axis, n in counts]
 
     def _begin(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
@@ -220,8 +199,7 @@ class Rank:
     def _complete(self, unit: tuple[int, int], part: Part, last: bool) -> None:
         """A micro-batch's gradients of a part are there: they travel, if they are shared out, or if they are the last."""
         if self.plan.zero > 1 or (last and self.plan.overlap):
-            layers = self.plan.zero_layers
-            for axis, weights in at_a_time(part, layers)[:: -1 if layers else 1]:
+            for axis, weights in part.shared:
                 self._reduce(weights, axis)
         self.gathered.pop(unit, None)
 

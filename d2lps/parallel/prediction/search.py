@@ -55,7 +55,7 @@ def search(
 
     Tried are all degrees of tp within a machine, pp, dp, all interleavings, with and without sequence parallelism where tp > 1,
     and what is named: sizes of a micro-batch, stages of zero, what to recompute; what else there is, such as zero=(3,), is to be
-    named. like: a plan whose other fields all have (precision, cp, ep, overlap, zero_layers, the schedule of one stage a rank).
+    named. like: a plan whose other fields all have (precision, cp, ep, overlap, the schedule of one stage a rank).
     ranks: on the first of the devices only. plans: those to compare, in place of all these. Plans that can't be, for their
     numbers, are left out. ValueError if none is left, or none fits. Cost: some hundredths of a second for each that fits.
     """

@@ -65,6 +65,5 @@ def look_after(mesh: Mesh, plan: Plan, module: nn.Module, tied: list[nn.Paramete
     stage = max(stage, 1 + plan.overlap)  # 2 is how 1 overlaps: by unit; in the last backward pass alone, see Trainer
     for comm, parameters, how in ((mesh.data, rest, stage), (mesh.edp, split, stage), (mesh.data, tied, 1)):
         if parameters:
-            precision = PRECISIONS[plan.precision]
-            layers, main = plan.zero_layers and how > 1, plan.main_grads
-            yield Zero(comm, module, optimizer, how, group, precision, plan.overlap, parameters, layers, main_grads=main)
+            precision, main = PRECISIONS[plan.precision], plan.main_grads
+            yield Zero(comm, module, optimizer, how, group, precision, plan.overlap, parameters, main_grads=main)

@@ -29,10 +29,10 @@ class Plan:
     dp, tp, pp, cp, ep: how many ranks share the batch, each layer, the layers, each sequence, the experts (see `Mesh`).
     micro_batch: sequences that a rank computes at a time. zero: 1, 2 and 3 share out the optimizer's state, gradients too, and
     parameters too, among the ranks that hold the same ones, or within so many of them (zero_group); 2 and 3 reduce and fetch
-    a block at a time, or a single layer, such as the embedding (zero_layers), and nothing overlaps. schedule: in which order
-    stages compute micro-batches; interleave: how many stages a rank has. recompute: what is computed again in the backward pass
-    and not kept, "selective" the attention, "activation" what is between an MLP's matrices, "full" the blocks. sequence_parallel:
-    also what lies between a layer's matrices is shared out along tp. precision: "bf16" (with FP32 masters), "fp32", "fp64".
+    a block at a time. schedule: in which order stages compute micro-batches; interleave: how many stages a rank has.
+    recompute: what is computed again in the backward pass and not kept, "selective" the attention, "activation" what is between
+    an MLP's matrices, "full" the blocks. sequence_parallel: also what lies between a layer's matrices is shared out along tp.
+    precision: "bf16" (with FP32 masters), "fp32", "fp64".
     main_grads: micro-batches' BF16 gradients are added up in FP32, and rounded once, before they travel; in BF16, a sum soon no
     longer sees what is added: after 256 alike at the latest.
     overlap: gradients travel while others are computed, and so, with zero=0 and 1, in the last micro-batch's backward pass, each
@@ -48,7 +48,6 @@ class Plan:
     micro_batch: int = 1
     zero: int = 0
     zero_group: int | None = None
-    zero_layers: bool = False
     schedule: str = "one_f_one_b"
     interleave: int = 1
     recompute: str = "none"
@@ -62,7 +61,7 @@ class Plan:
             whole(name, getattr(self, name))
         if type(self.zero) is not int or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero!r} is none of the stages 0, 1, 2 and 3, an int")
-        for name in ("zero_layers", "sequence_parallel", "main_grads", "overlap"):
+        for name in ("sequence_parallel", "main_grads", "overlap"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r} is neither True nor False")
         named("schedule", self.schedule, SCHEDULES)
@@ -126,10 +125,6 @@ class Plan:
             yield f"ep={self.ep} must divide dp x cp = {self.dp} x {self.cp}, among which the experts are shared out"
         if self.sequence_parallel and self.tp == 1:
             yield "sequence_parallel=True shares out along tp, and tp=1"
-        if self.zero_layers and self.zero < 2:
-            yield f"zero_layers=True says what zero=2 and 3 take at a time, and zero={self.zero} takes all at once"
-        if self.zero_layers and self.overlap:
-            yield "zero_layers=True with overlap=True: single layers are fetched when they are needed, and not before"
         if not self.main_grads and self.precision != "bf16":
             yield f"main_grads=False says that bf16 gradients are added up as they are, and precision={self.precision!r}"
         if self.zero_group is not None and not self.zero:
@@ -147,8 +142,6 @@ class Plan:
             yield f"interleave={self.interleave}, schedule={self.schedule!r}: one asks for several stages a rank, one for one"
         if self.ep > 1 and model.experts == 1:
             yield f"ep={self.ep} shares out experts, and the model has none (experts=1)"
-        if self.zero_layers and model.experts > 1:
-            yield f"zero_layers=True is not carried out with experts={model.experts}: they hold the router, another layer"
         if self.cp > 1 and model.capacity * model.top_k < model.experts:  # a whole sequence may not find slots
             told = "each part of a sequence would be sorted into slots by itself, and others dropped than without cp"
             yield f"capacity={model.capacity} with cp={self.cp}: {told}; capacity=float('inf') drops none"
