@@ -15,7 +15,7 @@ from oracles import digits
 import d2lps
 from d2lps.kvstore import Lost, Reply, Request, Server, simulate
 from d2lps.kvstore.core.client import Session
-from d2lps.kvstore.core.clocks import ALL, Clocks, Front
+from d2lps.kvstore.core.clocks import ALL, Clocks
 from d2lps.kvstore.core.events import Effect
 from d2lps.kvstore.storage.checkpoint import flatten, unflatten
 from d2lps.topology import star
@@ -214,18 +214,18 @@ def test_impossible_rules_are_refused(consistency: str, staleness: int, says: st
 @settings(max_examples=60, deadline=None)
 @given(moves=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60))
 def test_a_front_knows_its_slowest(moves: list[tuple[int, int]]) -> None:
-    front, at = Front({0: 0, 1: 0}), {0: 0, 1: 0}
+    front, at = Clocks({0: 0, 1: 0}), {0: 0, 1: 0}
     for worker, move in moves:
         if move == 3:
-            front.remove(worker)
+            front.leave(worker)
             at.pop(worker, None)
         elif worker not in at:
-            front.add(worker, front.reached + move)
+            front.join(worker)
             at[worker] = front.at[worker]
         else:
-            front.move(worker, at[worker] + move)
+            front.tick(worker, at[worker] + move)
             at[worker] += move
-        assert front.at == at and front.slowest == min(at.values(), default=float("inf"))
+        assert front.at == at and front.slowest() == min(at.values(), default=float("inf"))
 
 
 def test_a_clock_may_jump() -> None:
@@ -237,10 +237,10 @@ def test_a_clock_may_jump() -> None:
 
 
 def test_fronts_of_keys_follow_the_clocks() -> None:
-    clocks = Clocks([0, 1])
-    assert clocks.done("w", 0) == set() and clocks.done("w", 1) == {"w"}
+    clocks = Clocks({0: 0, 1: 0})
+    assert clocks.end(0, "w") == set() and clocks.end(1, "w") == {"w"}
     assert clocks.tick(0, 1) == set() and clocks.tick(1, 1) == {ALL}
-    assert clocks.tick(0, 2) == set() and clocks.leave(1) == {ALL, "w"}
+    assert clocks.tick(0, 2) == set() and clocks.leave(1) == {ALL}
 
 
 # ---- those who go and those who come --------------------------------------------------------------------------------------
@@ -350,17 +350,17 @@ def test_who_comes_when_all_have_left_is_alone() -> None:
     assert rig.ask(2, "join", "")[0].clock == 1
     rig.ask(2, "push", value=torch.ones(1))
     rig.clock(2)
-    assert rig.value() == [1.0] and not rig.server.clocks.all.left
+    assert rig.value() == [1.0] and not rig.server.clocks.left
 
 
 def test_of_those_who_have_left_only_what_still_counts_is_kept() -> None:
-    front = Front({0: 0, 1: 0})
+    front = Clocks({0: 0, 1: 0})
     for life in range(100):
-        front.move(1, life + 2)
-        front.remove(1)
-        front.add(1, life + 1)
-        front.move(0, life + 1)
-    assert len(front.left) <= 2 and front.members(100) == {0, 1}
+        front.tick(1, life + 2)
+        front.leave(1)
+        front.join(1)
+        front.tick(0, life + 1)
+    assert len(front.left) <= 2 and front.members(100, "w") == {0, 1}
 
 
 def test_who_joins_begins_at_the_current_clock() -> None:

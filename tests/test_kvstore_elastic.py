@@ -36,6 +36,7 @@ from d2lps.kvstore.launch.chaos import RunIsOver
 from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.launch.resize import Resizing, plan_orders
 from d2lps.kvstore.network.deployment import deploy
+from d2lps.kvstore.storage import parcels
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -159,18 +160,19 @@ def test_who_is_gone_holds_nobody_up_and_nobody_comes_meanwhile() -> None:
 def test_settled_is_when_all_have_settled_and_answers_come_with_the_new_view() -> None:
     server = Server([0, 1], "bsp")
     zero, one = Asking(server, 0), Asking(server, 1)
-    assert not server.settled
+    assert not parcels.settled(server)
     zero("init", key="w", value=torch.zeros(2))
     for ask in (zero, one):
         ask("hold", clock=1)
         ask("push", key="w", value=torch.ones(2))
         ask("clock", clock=1)
-    assert not zero("settle") and not server.settled
-    assert not one("settle") and server.settled
+    assert not zero("settle") and not parcels.settled(server)
+    assert not one("settle") and parcels.settled(server)
     assert server.entries["w"].value.tolist() == [2, 2] and not server.entries["w"].open
-    replies = server.resize(1, {"v"}, {"v": [torch.ones(1), {}, 3, (0, 0)]})
+    replies = parcels.resize(server, 1, {"v"}, {"v": [torch.ones(1), {}, 3, (0, 0)]})
     assert [(r.client, r.op, r.view, r.error) for r in replies] == [(0, "settle", 1, ""), (1, "settle", 1, "")]
-    assert server.entries.keys() == {"v"} and not server.settled and not server.stops and list(server.store) == [("v", "")]
+    assert server.entries.keys() == {"v"} and not server.stops and list(server.store) == [("v", "")]
+    assert not parcels.settled(server)
     [stale] = server.step(Request("pull", "v", sequence=6))
     assert isinstance(stale, Reply) and stale.error.startswith("stale view")
 
@@ -179,9 +181,9 @@ def test_no_worker_is_no_settled_server() -> None:
     server = Server([0])
     ask = Asking(server, 0)
     ask("settle")
-    assert server.settled
+    assert parcels.settled(server)
     ask("leave")
-    assert not server.settled
+    assert not parcels.settled(server)
 
 
 class Promised:
@@ -267,11 +269,11 @@ def test_who_stops_for_a_change_that_was_called_off_before_is_there_for_the_one_
 def test_a_server_tells_a_barrier_in_front_of_the_place_where_all_stop() -> None:
     server = Server([0, 1], consistency="asp")
     zero, one = Asking(server, 0), Asking(server, 1)
-    assert not one("barrier") and not server.stuck
-    assert not zero("settle") and server.stuck and not server.settled
-    assert [(reply.client, reply.op, reply.view, reply.error) for reply in server.resume()] == [(0, "settle", 0, "")]
-    assert not server.stuck and not server.stops
-    assert [op for _, op, *_ in zero("barrier")] == ["barrier", "barrier"] and not server.stuck
+    assert not one("barrier") and not parcels.stuck(server)
+    assert not zero("settle") and parcels.stuck(server) and not parcels.settled(server)
+    assert [(reply.client, reply.op, reply.view, reply.error) for reply in parcels.resume(server)] == [(0, "settle", 0, "")]
+    assert not parcels.stuck(server) and not server.stops
+    assert [op for _, op, *_ in zero("barrier")] == ["barrier", "barrier"] and not parcels.stuck(server)
 
 
 def test_sessions_begin_and_end() -> None:

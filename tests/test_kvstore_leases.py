@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from d2lps.architectures.leases import Leases
 from d2lps.kvstore import Lost, Reply, Request, Server
 from d2lps.kvstore.core.client import Client
-from d2lps.kvstore.core.events import Append
+from d2lps.kvstore.core.events import Append, alike
 
 PARTS, STEPS = 4, 3
 
@@ -74,20 +75,20 @@ def test_every_part_counts_once_a_step_whoever_dies(moves: list[tuple[int, str]]
         elif rank in live and move == "die" and len(live) > 1:
             live.discard(rank)
             workers.step(Lost(rank))
-        elif rank in live and move == "again" and (step := workers.server.leases["w"].step):
+        elif rank in live and move == "again" and (step := workers.server.more["leases"]["w"].step):
             assert not workers.bring(rank, step - 1, 0), "of a step that is over: it is heard, and counts no more"
         elif rank in live:
             go_on(rank)
-    while workers.server.leases["w"].step < STEPS:
+    while workers.server.more["leases"]["w"].step < STEPS:
         for rank in live:
             go_on(rank)
-    steps = workers.server.leases["w"].step
+    steps = workers.server.more["leases"]["w"].step
     assert workers.server.entries["w"].version == steps
     assert workers.server.entries["w"].value.item() == sum(8.0**k for k in range(steps * PARTS))
     replayed = Server(range(4), "asp")
     for event in workers.log:
         replayed.step(event)
-    assert replayed.leases["w"].state()[:3] == workers.server.leases["w"].state()[:3]
+    assert alike(replayed.state(), workers.server.state())
     assert torch.equal(replayed.entries["w"].value, workers.server.entries["w"].value)
 
 
@@ -115,16 +116,16 @@ def test_parts_are_added_in_their_own_order() -> None:
 
 def test_elsewhere_a_step_ends_when_somebody_speaks_of_the_next() -> None:
     """Whoever brought the last part may be lost on the way to the server that leases: the old weights are still needed."""
-    for speaks in ("pull", "bring"):
+    for speaks in ("fetch", "bring"):
         workers = Workers(2)
         for part in range(PARTS):
             assert not workers.bring(0, 0, part, last=False)
-        assert not workers.ask(1, "pull", options={"step": 0}) and workers.server.entries["w"].version == 0
+        assert not workers.ask(1, "fetch", options={"step": 0}) and workers.server.entries["w"].version == 0
         assert not workers.bring(1, 0, 3, last=False), "once more, by who has leased it after that"
-        assert not (workers.ask(1, "pull", options={"step": 1}) if speaks == "pull" else workers.bring(1, 1, 0, last=False))
+        assert not (workers.ask(1, "fetch", options={"step": 1}) if speaks == "fetch" else workers.bring(1, 1, 0, last=False))
         assert workers.server.entries["w"].version == 1
         assert workers.server.entries["w"].value.item() == sum(8.0**k for k in range(PARTS))
-        assert "is at step 1" in workers.ask(1, "pull", options={"step": 0})
+        assert "is at step 1" in workers.ask(1, "fetch", options={"step": 0})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_elsewhere_a_step_ends_when_somebody_speaks_of_the_next() -> None:
         ("bring", {"options": {"part": 0}}, "step=None"),
         ("share", {"options": {"parts": 5}}, "'w' has 4 parts, not 5"),
         ("share", {"options": {"parts": 0}}, "parts=0 of 'w' is no number of parts"),
-        ("pull", {"options": {"step": 1}}, "key 'w' is at step 0: its value of step 1 is not there"),
+        ("fetch", {"options": {"step": 1}}, "key 'w' is at step 0: its value of step 1 is not there"),
         ("hold", {"clock": 1}, r"servers can't come or go while the parts of \['w'\] are leased"),
     ],
 )
@@ -142,7 +143,7 @@ def test_what_is_refused(op: str, fields: dict[str, Any], told: str) -> None:
     workers = Workers(1)
     value = {"value": torch.ones(1, dtype=torch.float64)} if op == "bring" else {}
     assert re.search(told, workers.ask(0, op, **fields, **value))
-    assert workers.server.leases["w"].state() == [PARTS, 0, {}, {}]
+    assert workers.server.more["leases"] == {"w": Leases(PARTS)}
 
 
 def test_a_key_that_is_not_shared_has_no_leases() -> None:

@@ -270,7 +270,7 @@ def test_a_peek_moves_and_writes_nothing(tmp_path: Path) -> None:
     for request in requests(random.Random(8), 50, "sgd"):
         server.step(request)
     before, hot, written = bytes_in(tmp_path), tiers.hot, tiers.counts.bytes_written
-    last = server.filter.clients[0].next
+    last = server.clients[0].next
     for number in range(6):
         [*_, reply] = server.step(Request("peek", str(number), client=0, sequence=last + number))
         assert torch.equal(reply.value, tiers.peek((str(number), "")))

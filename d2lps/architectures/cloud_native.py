@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from d2lps.architectures import leases as leases  # whose operations are asked for here
 from d2lps.architectures.job import Job
 from d2lps.architectures.replica import Model, Record
 from d2lps.kvstore import KVWorker, Request
@@ -52,8 +53,8 @@ class Batch:
 
     def fetch(self, step: int) -> None:
         """The weights of that step."""
-        asked = [(part, Request("pull", part.name, options={"step": step})) for part in self.parts]
-        self.kv.fetch("pull", "weights", asked, [part.of(self.model.weights) for part in self.parts]).wait()
+        asked = [(part, Request("fetch", part.name, options={"step": step})) for part in self.parts]
+        self.kv.fetch("fetch", "weights", asked, [part.of(self.model.weights) for part in self.parts]).wait()
 
     def bring(self, step: int, part: int, gradient: Tensor) -> None:
         """To the home last, when all others have it."""

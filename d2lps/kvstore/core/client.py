@@ -2,7 +2,7 @@
 
 No clock, no sockets, no threads: a driver tells it the time, sends what `next` gives, and hands in what comes back. Requests
 get their numbers as they leave, so until then one of higher priority can overtake. A server executes them in the order of
-their numbers, each once (see `Filter`): so a client may send as often as it likes.
+their numbers, each once (see `exactly_once`): so a client may send as often as it likes.
 """
 
 from __future__ import annotations

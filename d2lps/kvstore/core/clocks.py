@@ -1,136 +1,188 @@
-"""How far everybody is. A worker's clock counts the iterations that it has ended."""
+"""How far every worker is, and so who may read: a worker's clock counts the iterations that it has ended.
+
+| rule | a read waits until the slowest worker is at most | pushes take effect | source |
+|---|---|---|---|
+| bsp | 0 clocks behind | at the end of their round, summed in rank order | Valiant 1990 |
+| ssp | `staleness` clocks behind | as they arrive | Ho et al., NIPS 2013 |
+| asp | any number of clocks behind: it never waits | as they arrive | Dean et al., NIPS 2012 |
+| adaptive | a bound between 0 and `staleness` behind, which moves | as they arrive | after Zhao et al., ICDCS 2019 |
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
 
-Span = tuple[int, int, int]  # a worker, its first round, and the one after its last
-ALL = None  # stands for all keys that have no front of their own
+from msgspec import Struct, field
 
+from d2lps.cost.numbers import named, whole
 
-class Front:
-    """Who has come how far, and how far the slowest: kept up to date, for with 512 workers a minimum is asked for often.
-
-    >>> front = Front({0: 0, 1: 0})
-    >>> front.move(0, 2), front.slowest
-    (False, 0)
-    >>> front.move(1, 1), front.slowest
-    (True, 1)
-    >>> front.remove(0), front.members(1), front.members(2)     # worker 0 had ended rounds 0 and 1 before it left
-    (False, {0, 1}, {1})
-    """
-
-    def __init__(
-        self, at: Mapping[int, int], reached: int = 0, began: Mapping[int, int] | None = None, left: Iterable[Span] = ()
-    ) -> None:
-        self.at = dict(at)
-        self.began = dict(began or {})  # of those who came later: their first round
-        self.left = list(left)  # of those who left when they were ahead of others
-        self.reached = min(self.at.values(), default=reached)  # where the slowest is, or was when the last one left
-        self._count = Counter(self.at.values())
-
-    @property
-    def slowest(self) -> float:
-        """Infinite if nobody is left: then there is nobody to wait for."""
-        return self.reached if self.at else math.inf
-
-    def move(self, worker: int, to: int) -> bool:
-        """One goes on, never back; whether the slowest has thereby moved."""
-        before = self.slowest
-        here = self.at[worker]
-        if to > here:
-            self.at[worker] = to
-            self._count[to] += 1
-            self._gone(here)
-        return self.slowest != before
-
-    def add(self, worker: int, at: int) -> None:
-        """A newcomer begins at a place no earlier than the slowest one's."""
-        if worker not in self.at:
-            if not self.at:
-                self.reached, self.left = at, []
-            self.at[worker] = self.began[worker] = at
-            self._count[at] += 1
-
-    def remove(self, worker: int) -> bool:
-        """Nobody waits for this one any more; whether the slowest has thereby moved."""
-        before = self.slowest
-        if worker in self.at:
-            span = worker, self.began.pop(worker, 0), self.at.pop(worker)
-            self.left = [found for found in (*self.left, span) if found[2] > self.reached]  # the rounds before that are over
-            self._gone(span[2])
-        return self.slowest != before
-
-    def members(self, round: int) -> set[int]:
-        """Who has taken part in a round, with or without a push: it depends on what they did, not on who was heard first."""
-        here = {worker for worker in self.at if self.began.get(worker, 0) <= round}
-        return here.union(worker for worker, first, end in self.left if first <= round < end)
-
-    def past(self) -> tuple[int, dict[int, int], list[Span]]:
-        """What a front is made of, beside `at`."""
-        return self.reached, dict(self.began), list(self.left)
-
-    def _gone(self, place: int) -> None:
-        self._count[place] -= 1
-        if not self._count[place]:
-            del self._count[place]
-            self.reached = min(self._count, default=self.reached)
+ALL = None  # stands for all keys of which no worker has ended its iteration ahead of its clock
+Moved = set[str | None]  # keys whose slowest worker has moved on, ALL among them if that of all other keys has
 
 
-class Clocks:
-    """A front for all, and one of its own for each key of which a worker can be done before its iteration is.
+class Span(Struct, frozen=True):
+    """The rounds of a worker that has left: from `first` up to before `end`, and of the keys in `ahead` the round `end`, too."""
+
+    worker: int
+    first: int
+    end: int
+    ahead: tuple[str, ...] = ()
+
+
+class Clocks(Struct):
+    """The clock table.
 
     >>> clocks = Clocks({0: 0, 1: 0})
-    >>> clocks.done("w", 0), clocks.position(0), clocks.position(0, "w")
+    >>> clocks.end(0, "w"), clocks.position(0), clocks.position(0, "w")     # worker 0 has ended its iteration of key "w" alone
     (set(), 0, 1)
     >>> clocks.tick(1, 1), clocks.slowest(), clocks.slowest("w")
     ({'w'}, 0, 1)
+
+    A worker is ahead of its own clock, where one key is concerned, by one iteration at most: so a key needs no clocks of its own.
+    Cost: with 512 workers the slowest is asked for often, so it is kept up to date; a `tick` looks once at each key in `ahead`.
     """
 
-    def __init__(self, at: Iterable[int] | Mapping[int, int]) -> None:
-        self.all = Front(at if isinstance(at, Mapping) else dict.fromkeys(at, 0))
-        self.keys: dict[Hashable, Front] = {}
+    at: dict[int, int]  # the clock of every live worker
+    ahead: dict[str, set[int]] = field(default_factory=dict)  # by key: who has ended the present iteration of this key alone
+    over: set[str] = field(default_factory=set)  # the keys of which all of the slowest workers have
+    began: dict[int, int] = field(default_factory=dict)  # of those who came later: their first round
+    left: list[Span] = field(default_factory=list)  # of those who left ahead of others
+    reached: int = 0  # the clock of the slowest, or the one that it had when the last one left
+    last: int = 0  # how many workers are at that clock
 
-    @property
-    def at(self) -> dict[int, int]:
-        """The clock of every live worker."""
-        return self.all.at
+    def __post_init__(self) -> None:
+        self._find_slowest()
 
-    def front(self, key: Hashable = ALL) -> Front:
-        return self.keys.get(key, self.all)
-
-    def position(self, worker: int, key: Hashable = ALL) -> int:
+    def position(self, worker: int, key: str | None = ALL) -> int:
         """The worker's clock where this key is concerned."""
-        return self.front(key).at[worker]
+        return self.at[worker] + (worker in self.ahead.get(key or "", ()))
 
-    def slowest(self, key: Hashable = ALL) -> float:
-        return self.front(key).slowest
+    def slowest(self, key: str | None = ALL) -> float:
+        """Infinite if nobody is left: then there is nobody to wait for."""
+        return self.reached + (key in self.over) if self.at else math.inf
 
     def spread(self) -> int:
         """How many clocks lie between the fastest and the slowest."""
         return max(self.at.values(), default=0) - min(self.at.values(), default=0)
 
-    # Each of these returns the keys whose slowest worker has moved on; ALL stands for all that have no front of their own.
+    def members(self, round: int, key: str) -> set[int]:
+        """Who has taken part in a round, with or without a push: it depends on what they did, not on who was heard first."""
+        gone = {span.worker for span in self.left if span.first <= round < span.end + (key in span.ahead)}
+        return gone | {worker for worker in self.at if self.began.get(worker, 0) <= round}
 
-    def tick(self, worker: int, clock: int) -> set[Hashable]:
-        """A worker has ended an iteration."""
-        return {key for key, front in self._fronts() if front.move(worker, clock)}
+    # ---- each of these returns the keys whose slowest worker has moved on ---------------------------------------------------
 
-    def done(self, key: Hashable, worker: int) -> set[Hashable]:
+    def tick(self, worker: int, clock: int) -> Moved:
+        """A worker has ended an iteration. It never goes back."""
+        if clock <= (before := self.at[worker]):
+            return set()
+        self._forget_ahead(worker)
+        self.at[worker] = clock
+        return self._left_behind(before)
+
+    def end(self, worker: int, key: str) -> Moved:
         """A worker has ended its present iteration for this key alone."""
-        front = self.keys.setdefault(key, Front(self.at, *self.all.past()))
-        return {key} if front.move(worker, self.at[worker] + 1) else set()
+        self.ahead.setdefault(key, set()).add(worker)
+        if key in self.over or not self._is_over(key):
+            return set()
+        self.over.add(key)
+        return {key}
 
-    def leave(self, worker: int) -> set[Hashable]:
-        return {key for key, front in self._fronts() if front.remove(worker)}
+    def leave(self, worker: int) -> Moved:
+        """Nobody waits for this worker any more."""
+        if worker not in self.at:
+            return set()
+        ahead, end = self._forget_ahead(worker), self.at.pop(worker)
+        spans = [*self.left, Span(worker, self.began.pop(worker, 0), end, ahead)]
+        self.left = [span for span in spans if span.end + bool(span.ahead) > self.reached]  # all rounds of the others are over
+        return self._left_behind(end)
 
     def join(self, worker: int) -> None:
         """A newcomer begins with the first iteration of which nothing is over, for no key."""
-        begin = max(front.reached for _, front in self._fronts())
-        for _, front in self._fronts():
-            front.add(worker, begin)
+        if worker in self.at:
+            return
+        if not self.at:
+            self.left = []
+        begin = self.reached + bool(self.over)
+        self.at[worker] = self.began[worker] = begin
+        self.last += begin == self.reached
 
-    def _fronts(self) -> list[tuple[Hashable, Front]]:
-        return [(ALL, self.all), *self.keys.items()]
+    # ---- how the slowest is kept up to date ---------------------------------------------------------------------------------
+
+    def _find_slowest(self) -> None:
+        self.reached = min(self.at.values(), default=self.reached)
+        self.last = sum(clock == self.reached for clock in self.at.values())
+
+    def _forget_ahead(self, worker: int) -> tuple[str, ...]:
+        """The worker goes away from where it is; the keys of which it was ahead there."""
+        keys = tuple(key for key, done in self.ahead.items() if worker in done)
+        for key in keys:
+            self.ahead[key].remove(worker)
+            if not self.ahead[key]:
+                del self.ahead[key]
+        return keys
+
+    def _left_behind(self, place: int) -> Moved:
+        """There is one worker less at this clock."""
+        if place > self.reached:
+            return set()
+        self.last -= 1
+        if on := not self.last:
+            self._find_slowest()
+            self.over = set()
+        came = {key for key in self.ahead if key not in self.over and self._is_over(key)}
+        self.over |= came
+        return {*came, ALL} if on else {*came}
+
+    def _is_over(self, key: str) -> bool:
+        """Whether all of the slowest workers have ended their present iteration for this key."""
+        done = self.ahead[key]
+        return len(done) >= self.last and all(worker in done for worker, at in self.at.items() if at == self.reached)
+
+
+class Consistency(Struct):
+    """How far apart workers may drift. rounds: whether pushes wait for the end of their round. most: of a bound that adapts.
+
+    An adaptive bound changes each time that the slowest clock moves: if a read had to wait since the last time, it grows by one,
+    up to `most`; if none had to, and nobody is that far ahead, it shrinks by one, down to 0. Each server goes by what it sees.
+
+    >>> rule = make_consistency("adaptive", 2)
+    >>> rule.waited = True
+    >>> rule.round_ended(spread=1), rule.staleness
+    (None, 1)
+    >>> rule.round_ended(spread=1), rule.staleness      # just enough
+    (None, 1)
+    >>> rule.round_ended(spread=0), rule.staleness      # more than enough
+    (None, 0)
+    """
+
+    staleness: float
+    rounds: bool = False
+    most: float | None = None
+    waited: bool = False  # whether a read had to wait since the slowest clock moved
+
+    def may_read(self, position: float, slowest: float) -> bool:
+        """`make_consistency("ssp", 2).may_read(position=5, slowest=3)`"""
+        return slowest >= position - self.staleness
+
+    def round_ended(self, spread: int) -> None:
+        """The slowest clock has moved, and the fastest is `spread` ahead of it."""
+        if self.most is not None and self.waited:
+            self.staleness = min(self.staleness + 1, self.most)
+        elif self.most is not None and spread < self.staleness:
+            self.staleness -= 1
+        self.waited = False
+
+
+def make_consistency(name: str, staleness: int = 0) -> Consistency:
+    """`make_consistency("ssp", 3)`: by name; with "adaptive", `staleness` is the most that it may become."""
+    whole("staleness", staleness, least=0)
+    rules = {
+        "bsp": Consistency(0, rounds=True),
+        "ssp": Consistency(staleness),
+        "asp": Consistency(math.inf),
+        "adaptive": Consistency(0, most=staleness),
+    }
+    if staleness and name in ("bsp", "asp"):
+        raise ValueError(f"staleness={staleness}, but {name} knows no such bound: choose 'ssp' or 'adaptive'")
+    return named("consistency", name, rules)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, MutableMapping
 
 import torch
+from msgspec import Struct
 
 from d2lps.kvstore.core.optimizers import Moments, Optimizer, optimize
 from d2lps.kvstore.core.reductions import Contribution, Pushes, Rule, add_to, total
@@ -26,6 +27,13 @@ class Store(MutableMapping[Hashable, torch.Tensor]):
 
 class Memory(dict[Hashable, torch.Tensor], Store):
     """All of it, always."""
+
+
+class Offer(Struct):
+    """A first value of a part, of which there may be several, and which life of which worker has brought it."""
+
+    owner: tuple[int, int]
+    value: torch.Tensor
 
 
 class Entry:

@@ -14,21 +14,14 @@ Request(op='push', key='w', epoch=1, sequence=3)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import torch
 from msgspec import Meta, Struct, field
 from msgspec.structs import astuple
 from msgspec.structs import replace as replace
 
-# What a client can ask for.
-Op = Literal[
-    "declare", "offer", "choose", "init", "push", "pull", "pushpull", "peek",
-    "clock", "barrier", "hold", "settle", "set_optimizer", "state", "restore", "join", "leave", "share", "lease", "bring",
-]  # fmt: skip
-OPS: tuple[Op, ...] = get_args(Op)
-READS = ("pull", "pushpull", "peek")  # what is answered with a value
-
+Op = Annotated[str, Meta(pattern="^[a-z_]{1,32}$")]  # what a client can ask for: a name in the table of operations
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Plain = bool | int | float | str
@@ -116,7 +109,7 @@ class Reply(_Record, frozen=True):
     client: Annotated[int, Meta(ge=-1)]
     epoch: Count
     sequence: Count
-    op: Literal["", Op, "send"] = ""
+    op: Annotated[str, Meta(pattern="^[a-z_]{0,32}$")] = ""
     key: str = ""
     value: torch.Tensor | None = None  # pull, pushpull: the tensor as it is now, or the rows asked for; never changed
     error: str = ""  # not empty: the request was refused, for this reason

@@ -1,255 +1,294 @@
-"""What each request does to a server, one function an op.
-
-Each first finds out whether it may, and raises Refused where it may not, so a refused request leaves everything as it was.
-It returns the places whose slowest worker has thereby moved on (see `Clocks`): rounds may end there, and reads go.
-"""
+"""What clients can ask of a server, one function an operation; what else belongs to it stands above it (see `Operation`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from d2lps.comm.rank import describe
-from d2lps.kvstore.core.events import READS, Refused, Request
-from d2lps.kvstore.core.leases import Leases
-from d2lps.kvstore.core.refusals import (
-    between_rounds,
-    check_key,
-    check_options,
-    first_value,
-    leases_of,
-    named_tensor,
-    pushed,
-    whole_of,
-)
-from d2lps.kvstore.core.state import BARRIER, State
+from d2lps.kvstore.core.clocks import Moved
+from d2lps.kvstore.core.entry import Entry, Offer
+from d2lps.kvstore.core.events import Refused, Request
+from d2lps.kvstore.core.optimizers import made_of
+from d2lps.kvstore.core.reductions import COMPARE, total
+from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.core.table import MEETING, operation
 
-Moved = set[Hashable]
+# What values may be: what can be added (bools are or-ed), and what the format of checkpoints has a name for.
+KEPT = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64,
+)  # fmt: skip
 
 
-def declare(state: State, request: Request) -> Moved:
+# ---- what answers wait for, and carry -------------------------------------------------------------------------------------
+
+
+def fresh(server: Server, request: Request) -> bool:
+    """The slowest worker is near enough."""
+    return server.consistency.may_read(request.clock, server.clocks.slowest(request.key))
+
+
+def met(server: Server, request: Request) -> bool:
+    """All live workers wait in the same kind of meeting."""
+    waiting = server.waiting[MEETING]
+    if len(waiting) < len(server.clocks.at):  # as it is but for the last one who comes
+        return False
+    return {other.client for other in waiting if other.op == request.op} >= server.clocks.at.keys()
+
+
+def read(server: Server, request: Request) -> None:
+    """It sees the rounds before its own clock, no more and no less."""
+    slowest = server.clocks.slowest(request.key)
+    server.close(request.key, min(request.clock, slowest))
+    server.seen[int(max(0, request.clock - slowest))] += 1
+
+
+def value(server: Server, request: Request) -> Mapping[str, Any]:
+    """A copy of the value, or the value itself, lent (see `Entry.read`)."""
+    return {"value": check_key(server, request).read(request.rows, only_look=request.op == "peek", lend=server.lends)}
+
+
+def content(server: Server, request: Request) -> Mapping[str, Any]:
+    """For `kv.save`: what there is, or of one key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
+    if request.key:
+        return {"value": named_tensor(server, request).clone()}
+    parts = {}
+    for key, entry in server.entries.items():
+        parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names, bool(entry.open)
+    found = {"workers": sorted(server.clocks.at), "options": server.options, "parts": parts}
+    return {"value": torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)}
+
+
+# ---- first values ---------------------------------------------------------------------------------------------------------
+
+
+@operation()
+def declare(server: Server, request: Request) -> None:
     """What a key is as a whole, where it lies in parts, or elsewhere: kept by its home, which its name alone determines.
 
     options: {"whole": "float32[100, 2]"}. Who is the first to say so is right.
     """
     whole = str(request.options.get("whole"))
-    if (known := whole_of(state, request.key)) not in ("", whole):
+    if (known := whole_of(server, request.key)) not in ("", whole):
         raise Refused(f"key {request.key!r} is {known}, not {whole}")
-    state.wholes[request.key] = whole
-    return set()
+    server.wholes[request.key] = whole
 
 
-def offer(state: State, request: Request) -> Moved:
+@operation()
+def offer(server: Server, request: Request) -> None:
     """A first value of one part, kept until one worker's has been chosen for all parts."""
-    value = first_value(state, request)
-    if request.key not in state.entries:
-        state.offers.setdefault(request.key, {}).setdefault((request.client, request.epoch), value.clone())
-    return set()
+    first, mine = first_value(server, request), (request.client, request.epoch)
+    if request.key not in server.entries:
+        offers = server.offers.setdefault(request.key, [])
+        if all(offer.owner != mine for offer in offers):
+            offers.append(Offer(mine, first.clone()))
 
 
-def choose(state: State, request: Request) -> Moved:
+@operation(carries=lambda server, request: {"owner": server.entries[request.key].owner})
+def choose(server: Server, request: Request) -> None:
     """The first value shall be the one that this life of a worker has offered, or who asks, if nobody is named.
 
     If that was done before, nothing: the answer says whose value it is.
     """
     wanted = request.options.get("owner", [request.client, request.epoch])
-    if request.key not in state.entries:
-        offers = state.offers.get(request.key, {})
-        found = [owner for owner in offers if list(owner) == wanted]
+    if request.key not in server.entries:
+        offers = server.offers.get(request.key, [])
+        found = [offer for offer in offers if list(offer.owner) == wanted]
         if not found:
-            raise Refused(f"choose of {request.key!r}: worker and life {wanted!r} have offered no value, only {list(offers)}")
-        state.make(request.key, offers[found[0]], found[0])
-    return set()
+            there = [offer.owner for offer in offers]
+            raise Refused(f"choose of {request.key!r}: worker and life {wanted!r} have offered no value, only {there}")
+        server.make(request.key, found[0].value, found[0].owner)
 
 
-def init(state: State, request: Request) -> Moved:
+@operation()
+def init(server: Server, request: Request) -> None:
     """The first writer wins."""
-    value = first_value(state, request)
-    if request.key not in state.entries:
-        state.make(request.key, value.clone(), (request.client, request.epoch))
-    return set()
+    first = first_value(server, request)
+    if request.key not in server.entries:
+        server.make(request.key, first.clone(), (request.client, request.epoch))
 
 
-def push(state: State, request: Request) -> Moved:
+# ---- pushes and reads -----------------------------------------------------------------------------------------------------
+
+
+@operation()
+def push(server: Server, request: Request) -> None:
     """Aside, until the round ends, or at once into the value."""
-    value = pushed(state, request)
-    entry, worker, contribution = state.entries[request.key], request.client, (request.rows, value)
-    if state.consistency.rounds:
-        entry.push(state.clocks.at[worker], worker, contribution)
+    contribution = request.rows, pushed(server, request)
+    entry, worker = server.entries[request.key], request.client
+    if server.consistency.rounds:
+        entry.push(server.clocks.at[worker], worker, contribution)
     else:
-        entry.apply({worker: [contribution]}, len(state.clocks.at), state.optimizer, state.rule)
-    return set()
+        entry.apply({worker: [contribution]}, len(server.clocks.at), server.optimizer, server.rule)
 
 
-def pull(state: State, request: Request) -> Moved:
-    """The value is read when it is answered; so too for peek. {"step": 3}: that of a step, of a key with leases."""
-    check_key(state, request)
-    if type(wanted := request.options.get("step")) is int:
-        leases = leases_of(state, request)
-        _come_to(state, request.key, wanted)
-        if wanted != leases.step:
-            raise Refused(f"key {request.key!r} is at step {leases.step}: its value of step {wanted} is not there")
-    return set()
+@operation("key", until=fresh, then=read, carries=value)
+@operation("key", until=fresh, then=read, carries=value, name="peek")
+def pull(server: Server, request: Request) -> None:
+    """The value is read when it is answered; so too for peek."""
+    check_key(server, request)
 
 
-def pushpull(state: State, request: Request) -> Moved:
+@operation("key", until=fresh, then=read, carries=value)
+def pushpull(server: Server, request: Request) -> Moved:
     """A push that ends the worker's round for this key; what comes back is read after that round."""
-    push(state, request)
-    return state.clocks.done(request.key, request.client)
+    push(server, request)
+    return server.clocks.end(request.client, request.key)
 
 
-def clock(state: State, request: Request) -> Moved:
-    at = state.clocks.at[request.client]
-    if request.clock < at:
-        raise Refused(f"worker {request.client} is at clock {at}: it cannot go back to {request.clock}")
-    return state.clocks.tick(request.client, request.clock)
-
-
-def barrier(state: State, request: Request) -> Moved:
-    """{"said": "done"}: what all shall hear who come to it; of whoever dies, all of them hear it, or none."""
-    number = state.barriers.at[request.client] + 1
-    if "said" in request.options:
-        state.said = number, str(request.options["said"])
-    return {BARRIER} if state.barriers.move(request.client, number) else set()
-
-
-def hold(state: State, request: Request) -> Moved:
-    """The servers are to change: this worker will go no further than to this clock before it knows where all of them stop."""
-    if state.leases:
-        raise Refused(f"servers can't come or go while the parts of {[*state.leases]} are leased")
-    state.stops.setdefault(request.client, request.clock)
-    return {BARRIER}
-
-
-def settle(state: State, request: Request) -> Moved:
-    """This worker has the answers to all that it has asked, and asks no more until the servers have changed."""
-    return set()
-
-
-def set_optimizer(state: State, request: Request) -> Moved:
+@operation(until=fresh, then=lambda server, request: server.optimize(request.options))
+def set_optimizer(server: Server, request: Request) -> None:
     """Done when it is answered: under bsp, after the rounds before it."""
     if not request.options:
         raise Refused("set_optimizer names no optimizer, nor a reduction")
-    check_options(state, request.options)
-    return set()
+    check_options(server, request.options)
 
 
-def look(state: State, request: Request) -> Moved:
-    """For `kv.save`: what there is, or of one key its value, or one of the optimizer's tensors: {"moment": "exp_avg"}."""
+# ---- files ----------------------------------------------------------------------------------------------------------------
+
+
+@operation(carries=content)
+def state(server: Server, request: Request) -> None:
+    """For `kv.save`: see `content`."""
     if request.key:
-        named_tensor(state, request)
-    return set()
+        named_tensor(server, request)
 
 
-def restore(state: State, request: Request) -> Moved:
+@operation()
+def restore(server: Server, request: Request) -> None:
     """For `kv.load`: what `set_optimizer` was told, or one key's value, and after it each of the optimizer's tensors."""
-    moment, value = request.options.get("moment"), request.value
+    moment, given = request.options.get("moment"), request.value
     if not request.key:
-        check_options(state, request.options)
-        state.optimize(request.options)
-        return set()
-    entry = between_rounds(state, request)
-    told = "nothing" if value is None else describe(value)
-    if value is None or (told != describe(entry.like) and (value.dim() or not moment)):
+        check_options(server, request.options)
+        return server.optimize(request.options)
+    entry, told = between_rounds(server, request), "nothing" if given is None else describe(given)
+    if given is None or (told != describe(entry.like) and (given.dim() or not moment)):
         raise Refused(f"{request.key!r} is {describe(entry.like)}, not {told}")
     if moment:
-        entry.moments = entry.moments | {str(moment): value.clone()}
+        entry.moments = entry.moments | {str(moment): given.clone()}
     else:
-        entry.moments = state.optimizer.state(value) if state.optimizer else {}
-        entry.put(value.clone())
-    return set()
+        entry.moments = server.optimizer.state(given) if server.optimizer else {}
+        entry.put(given.clone())
+    return None
 
 
-def join(state: State, request: Request) -> Moved:
-    if state.stops:
+# ---- iterations, and who takes part ---------------------------------------------------------------------------------------
+
+
+@operation()
+def clock(server: Server, request: Request) -> Moved:
+    """This worker has ended so many iterations."""
+    at = server.clocks.at[request.client]
+    if request.clock < at:
+        raise Refused(f"worker {request.client} is at clock {at}: it cannot go back to {request.clock}")
+    return server.clocks.tick(request.client, request.clock)
+
+
+@operation("meeting", until=met, carries=lambda server, request: {"said": server.clients[request.client].said})
+def barrier(server: Server, request: Request) -> None:
+    """{"said": "done"}: what all shall hear who come to it; of whoever dies, all of them hear it, or none."""
+
+
+@operation()
+def join(server: Server, request: Request) -> None:
+    """This worker counts from now on, beginning at the current clock."""
+    if server.stops:
         raise Refused(f"worker {request.client} cannot join while the servers change: try again")
-    state.admit(request.client)
-    return set()
+    server.clocks.join(request.client)
 
 
-def leave(state: State, request: Request) -> Moved:
-    return state.forget(request.client)
+@operation()
+def leave(server: Server, request: Request) -> set[Any]:
+    """Nobody waits for this worker from now on."""
+    return server.forget(request.client)
 
 
-def share(state: State, request: Request) -> Moved:
-    """From now on each step of this key has so many parts: {"parts": 8}. Who says so later finds it done."""
-    check_key(state, request)
-    parts = request.options.get("parts")
-    if type(parts) is not int or parts < 1:
-        raise Refused(f"parts={parts!r} of {request.key!r} is no number of parts")
-    if state.leases.setdefault(request.key, Leases(parts)).parts != parts:
-        raise Refused(f"{request.key!r} has {state.leases[request.key].parts} parts, not {parts}")
-    return set()
+# ---- what is refused ------------------------------------------------------------------------------------------------------
 
 
-def lease(state: State, request: Request) -> Moved:
-    """Answered when there is a part that nobody has."""
-    leases_of(state, request)
-    return set()
+def check_key(server: Server, request: Request) -> Entry:
+    """The entry of a key that there is, if it has the rows that are asked for."""
+    if request.key not in server.entries:
+        known = f"{server.wholes[request.key]}, and does not lie here" if request.key in server.wholes else "unknown"
+        raise Refused(f"key {request.key!r} is {known}: init comes first")
+    entry, rows = server.entries[request.key], request.rows
+    if rows is None:
+        return entry
+    if rows.dtype != torch.int64 or rows.dim() != 1 or entry.like.dim() == 0:
+        found = f"{describe(rows)} of {describe(entry.like)}"
+        raise Refused(f"rows of {request.key!r} must be int64[n], and it must have rows; not {found}")
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(entry.like):
+        wrong = f"not from {int(rows.min())} to {int(rows.max())}"
+        raise Refused(f"rows of {request.key!r} go from 0 to {len(entry.like) - 1}, {wrong}")
+    return entry
 
 
-def bring(state: State, request: Request) -> Moved:
-    """A part of a step's gradient, {"step": 3, "part": 5}: kept until all are there, which count in their own order.
-
-    {"last": true}: all servers that have other rows of the key have this part, so the step may end here. There it ends when
-    somebody speaks of the next: until then a worker may be lost that has not come here, and another need the old weights.
-    """
-    value, leases = pushed(state, request), leases_of(state, request)
-    step, part = (request.options.get(name) for name in ("step", "part"))
-    if type(step) is not int or type(part) is not int or not 0 <= part < leases.parts:
-        raise Refused(f"step={step!r}, part={part!r} of {request.key!r}: its steps have {leases.parts} parts")
-    _come_to(state, request.key, step)
-    leases.bring(step, part, value.clone())
-    if request.options.get("last"):
-        _come_to(state, request.key, step + 1)
-    return {request.key}
+def first_value(server: Server, request: Request) -> torch.Tensor:
+    """The value that a key may begin with."""
+    key, given, budget = request.key, request.value, server.store.budget
+    if given is None:
+        raise Refused(f"{request.op} of {key!r} needs a value")
+    if given.dtype not in KEPT:
+        kept = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEPT)
+        raise Refused(f"key {key!r} is {describe(given)}, which cannot be added up or stored: choose one of {kept}")
+    if budget is not None and given.nbytes > budget:
+        raise Refused(f"{key!r} has {given.nbytes} bytes, and this server's memory a budget of {budget}")
+    if (known := whole_of(server, key)) not in ("", describe(given)):
+        raise Refused(f"key {key!r} already holds {known}, not {describe(given)}")
+    return given
 
 
-def _come_to(state: State, key: str, step: int) -> None:
-    """End the step before this one, if all its parts are here."""
-    leases = state.leases[key]
-    if step == leases.step + 1 and (complete := leases.end()) is not None:
-        pushes = {number: [(None, gradient)] for number, gradient in complete.items()}
-        state.entries[key].apply(pushes, leases.parts, state.optimizer, state.rule)
+def whole_of(server: Server, key: str) -> str:
+    """What a key is, as far as this server knows: "float32[100, 2]"; "float32[3] everywhere"; empty if it does not."""
+    offered = [offer.value for offer in server.offers.get(key, [])]
+    there = [server.entries[key].like] if key in server.entries else offered
+    return server.wholes.get(key) or (describe(there[0]) if there else "")
 
 
-_ALL: tuple[Callable[[State, Request], Moved], ...] = (
-    declare, offer, choose, init, push, pull, pushpull, clock, barrier, hold, settle, set_optimizer, restore, join, leave,
-    share, lease, bring,
-)  # fmt: skip
-OPERATIONS = {function.__name__: function for function in _ALL} | {"peek": pull, "state": look}
+def pushed(server: Server, request: Request) -> torch.Tensor:
+    """The value of a push that fits."""
+    key, given, worker, held = request.key, request.value, request.client, check_key(server, request).like
+    if given is None:
+        raise Refused(f"a {request.op} of {key!r} needs a value")
+    shape = held.shape if request.rows is None else (len(request.rows), *held.shape[1:])
+    if given.shape != shape or given.dtype != held.dtype:
+        raise Refused(f"key {key!r} holds {describe(held)}: {describe(given)} does not fit {list(shape)}")
+    if (server.optimizer or server.rule is not total) and not held.dtype.is_floating_point:
+        needs = "an optimizer, and any reduction but 'sum', needs floating-point values"
+        raise Refused(f"key {key!r} holds {describe(held)}: {needs}")
+    at = server.clocks.at[worker]
+    if server.consistency.rounds and server.clocks.position(worker, key) > at:
+        raise Refused(f"worker {worker} has ended its round {at} of {key!r} with a pushpull: clock comes next")
+    return given
 
 
-def answer(state: State, request: Request) -> torch.Tensor | None:
-    """The tensor that an answer carries: a copy of the value, or for `kv.save` of what it asks for."""
-    if request.op == "state" and request.key:
-        return named_tensor(state, request).clone()
-    if request.op == "state":
-        parts = {}
-        for key, entry in state.entries.items():
-            parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names, bool(entry.open)
-        found = {"workers": sorted(state.clocks.at), "options": state.options, "parts": parts}
-        return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
-    if request.op not in READS:
-        return None
-    return check_key(state, request).read(request.rows, only_look=request.op == "peek", lend=state.lends)
+def check_options(server: Server, options: Mapping[str, Any]) -> None:
+    """What `set_optimizer` may be given."""
+    try:
+        made_of(options)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    reduction, workers = options.get("reduction"), len(server.clocks.at)
+    if reduction in COMPARE and not server.consistency.rounds:
+        raise Refused(f"reduction={reduction!r} compares the pushes of a round: choose consistency 'bsp', which has rounds")
+    if reduction == "trimmed_mean" and 2 * (trim := options.get("trim", 1)) >= workers:
+        raise Refused(f"trim={trim} at either end leaves nothing of {workers} workers' pushes")
 
 
-def owner_of(state: State, request: Request) -> tuple[int, ...]:
-    """Whose first value a key has; which step's part a worker has leased."""
-    if request.op == "lease" and (part := state.leases[request.key].held.get(request.client)) is not None:
-        return state.leases[request.key].step, part
-    return state.entries[request.key].owner if request.op == "choose" else ()
+def between_rounds(server: Server, request: Request) -> Entry:
+    """A key's entry, of which no round has begun."""
+    if (entry := check_key(server, request)).open:
+        raise Refused(f"{request.key!r} has pushes of a round that is not over: all workers' clock() comes first")
+    return entry
 
 
-def said_in(state: State, request: Request) -> str:
-    """What somebody has told all in the barrier that a worker has come to last."""
-    number, said = state.said
-    return said if request.op == "barrier" and state.barriers.at.get(request.client) == number else ""
-
-
-def place(request: Request) -> Hashable:
-    """Where a request waits if it must: None (for all keys), a key, or BARRIER."""
-    return BARRIER if request.op in ("barrier", "hold", "settle") else request.key if request.op in (*READS, "lease") else None
+def named_tensor(server: Server, request: Request) -> torch.Tensor:
+    """The value, or the optimizer's tensor that is named."""
+    entry, name = between_rounds(server, request), request.options.get("moment", "")
+    if name not in ["", *entry.names]:
+        raise Refused(f"{request.key!r} has no {name!r}, only {entry.names}")
+    return entry.peek(name)

@@ -7,12 +7,14 @@ its arguments, its results, its words for an argument that is wrong. Of the work
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from d2lps.cost.numbers import whole
+from d2lps.kvstore.core.reductions import Rule, make_rule
 
 Moments = dict[str, torch.Tensor]
 
@@ -138,6 +140,16 @@ def make_optimizer(name: str, **hyper: Any) -> Optimizer:
     except Exception as error:
         raise ValueError(f"optimizer {name!r} cannot be made of {hyper}: {error}") from error
     return optimizer
+
+
+def made_of(options: Mapping[str, Any]) -> tuple[Optimizer | None, Rule]:
+    """The optimizer that `set_optimizer` has named, if it has, and the rule of what it gets; ValueError."""
+    hyper = dict(options)
+    name = hyper.pop("name", None)
+    rule = make_rule(hyper.pop("reduction", "mean" if options else "sum"), hyper.pop("trim", None))
+    if name is None and hyper:
+        raise ValueError(f"{hyper} without an optimizer: name one")
+    return None if name is None else make_optimizer(str(name), **hyper), rule
 
 
 def optimize(

@@ -144,7 +144,7 @@ def run(
     >>> kvstore.run(worker, workers=2, servers=1)               # doctest: +SKIP
     Run([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
 
-    consistency, staleness: see `consistency`. durability, options: see `Deployment`. saboteur: see `Cluster`. monitor: see
+    consistency, staleness: see `clocks`. durability, options: see `Deployment`. saboteur: see `Cluster`. monitor: see
     `Monitor`. backend, timeout, live: as in `d2lps.run`, for kv.comm too. The Run has `time`, `values`, `servers` and
     `staleness` as simulate's (a server that was restarted counts anew), `history`, deaths and recoveries, and `lost`, who died
     of what: a worker that is killed is not waited for, and its result is None.

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 import zmq
 
 from d2lps.kvstore.core.events import Reply, Request
-from d2lps.kvstore.core.state import Life
+from d2lps.kvstore.core.exactly_once import Life
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.sockets import guard, listen
 from d2lps.kvstore.network.wire import CARD, UNREADABLE, Wire

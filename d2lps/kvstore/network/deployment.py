@@ -13,11 +13,13 @@ from msgspec.structs import replace
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.core.table import MORE, OPERATIONS
 from d2lps.kvstore.network.sockets import Keys, check_address, derive_keys, new_secret
 from d2lps.kvstore.storage.durable import read_mark
 
 # What "durability" may be, and what each level survives; "replica" keeps every server twice, the others on disk or not at all.
 LEVELS = ("memory", "log", "fsync", "replica")
+REGISTERS: tuple[dict[str, Any], ...] = OPTIMIZERS, OPERATIONS, MORE  # to which users may add their own
 HEAD = 1 << 20  # bytes of a message beside its tensors, at most
 Bytes = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
@@ -59,7 +61,7 @@ class Deployment(msgspec.Struct, frozen=True):
     # What a run adds.
     room: str = ""  # a folder of its own, which nobody else can enter
     keys: Keys | None = None
-    optimizers: dict[str, Any] = field(default_factory=dict)  # all that are registered, for servers to know them too
+    registered: tuple[dict[str, Any], ...] = ()  # what the tables in REGISTERS have here, for servers to have it too
     earlier: dict[str, Any] = field(default_factory=dict)  # the mark of the run whose folder this one goes on with
 
     @property
@@ -121,7 +123,7 @@ class Deployment(msgspec.Struct, frozen=True):
         return Placement(range(self.servers), self.split, self.placement)
 
 
-OWN = {"workers", "servers", "room", "keys", "optimizers", "earlier"}  # not to be given as options
+OWN = {"workers", "servers", "room", "keys", "registered", "earlier"}  # not to be given as options
 OPTIONS = {*Deployment.__struct_fields__} - OWN
 SAME = ("servers", "split", "placement")  # must be as in the run whose folder it is: they say which server has what
 
@@ -144,7 +146,8 @@ def deploy(workers: int, servers: int, **options: Any) -> Deployment:
     where, secret = check_address(plan.address), plan.secret
     keys = None if where == "ipc" and secret is None else derive_keys(new_secret() if secret is None else secret)
     folder, earlier = _folder(plan)
-    return replace(plan, address=where, keys=keys, secret=None, folder=folder, earlier=earlier, optimizers=dict(OPTIMIZERS))
+    more: dict[str, Any] = {"folder": folder, "earlier": earlier, "registered": tuple(map(dict, REGISTERS))}
+    return replace(plan, address=where, keys=keys, secret=None, **more)
 
 
 def _explained(error: str, options: dict[str, Any]) -> str:

@@ -18,11 +18,10 @@ import zmq
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Send
 from d2lps.kvstore.core.notes import ServerNotes
-from d2lps.kvstore.core.optimizers import OPTIMIZERS
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.clients import Clients, received
-from d2lps.kvstore.network.deployment import Deployment
+from d2lps.kvstore.network.deployment import REGISTERS, Deployment
 from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.monitor import Meter
 from d2lps.kvstore.network.pulse import Pulse
@@ -52,7 +51,8 @@ def serving(
 ) -> Iterator[Serving]:
     """A node that listens, as long as the context lasts."""
     keep_freed_memory()
-    OPTIMIZERS.update(plan.optimizers)
+    for table, registered in zip(REGISTERS, plan.registered, strict=True):
+        table.update(registered)
     server = Serving(plan, node, endpoint, first, recorder)
     try:
         yield server
@@ -145,7 +145,7 @@ class Serving:
 
     def _look_for_workers(self, patience: float | None) -> None:
         """Is anybody there?"""
-        lives = [(worker, self.server.filter.clients[worker].epoch) for worker in self.server.clocks.at]
+        lives = [(worker, self.server.clients[worker].epoch) for worker in self.server.clocks.at]
         if not self.workers.reached(lives):
             silent = f"server {self.report.node}: nothing has come for {patience:g} s"
             raise RankHung(f"{silent}, and workers {[worker for worker, _ in lives]} are out of reach")

@@ -9,10 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+from msgspec.structs import replace as changed
+
 from d2lps.kvstore.core.entry import Entry
-from d2lps.kvstore.core.events import Reply
-from d2lps.kvstore.core.pieces import Pieces
+from d2lps.kvstore.core.events import Refused, Reply, Request
+from d2lps.kvstore.core.pieces import Pieces, Plain
 from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.core.table import MEETING, operation
 from d2lps.kvstore.storage import checkpoint
 from d2lps.kvstore.storage.durable import Durable
 
@@ -26,15 +30,15 @@ def carry_out(word: str, order: Order, server: Server, durable: Durable | None) 
     "give": see there. "take": what it was given is safe here. What was done before is not done again, only said.
     """
     said, replies, changed = {"view": order["view"]}, list[Reply](), False
-    if word == "settled" and server.stuck:
+    if word == "settled" and stuck(server):
         said["parts"] = None
-    elif word == "settled" and not server.settled:
+    elif word == "settled" and not settled(server):
         said["view"] = server.view
     elif word == "settled":
         likes = {name: entry.like for name, entry in server.entries.items()}
         said["parts"] = {name: (list(like.shape), str(like.dtype).removeprefix("torch.")) for name, like in likes.items()}
-    elif word == "resume" and server.stuck:
-        replies, changed = server.resume(), True
+    elif word == "resume" and stuck(server):
+        replies, changed = resume(server), True
     elif word == "give":
         give(server, order)
     elif word == "take" and server.view < order["view"]:
@@ -50,7 +54,7 @@ def give(server: Server, order: Order) -> None:
     for dst, names in order["gives"].items():
         parcel = Path(order["folder"], f"{order['server']}-{dst}")
         if not checkpoint.steps(parcel):
-            content = {"parts": {name: pieces.cut(name) for name in names}, "beginning": server.beginning()}
+            content = {"parts": {name: pieces.cut(name) for name in names}, "beginning": beginning(server)}
             tensors, plain = checkpoint.flatten(content)
             checkpoint.save(parcel, order["view"], tensors, {"state": plain})
 
@@ -66,4 +70,66 @@ def take(server: Server, order: Order) -> list[Reply]:
     new = {name: pieces.cut(name) for name in order["parts"] if name not in server.entries}
     for parcel in came:
         server.wholes |= parcel["beginning"]["wholes"]
-    return server.resize(order["view"], set(order["parts"]), new)
+    return resize(server, order["view"], set(order["parts"]), new)
+
+
+# ---- a server while others come and go: none of this is in its log, so a checkpoint must come before the answers -----------
+
+
+@operation(
+    "meeting",
+    until=lambda server, request: server.clocks.at.keys() <= server.stops.keys(),
+    carries=lambda server, request: {"clock": max(server.stops.values(), default=0)},
+)
+def hold(server: Server, request: Request) -> None:
+    """The servers are to change: this worker will go no further than to this clock before it knows where all of them stop."""
+    if server.more.get("leases"):
+        raise Refused(f"servers can't come or go while the parts of {[*server.more['leases']]} are leased")
+    server.stops.setdefault(request.client, request.clock)
+
+
+@operation("meeting", until=lambda server, request: server.view > request.view)
+def settle(server: Server, request: Request) -> None:
+    """This worker has the answers to all that it has asked, and asks no more until the servers have changed."""
+
+
+def settled(server: Server) -> bool:
+    """Whether all workers wait for the servers to change, so that nothing else is open: no round, no read."""
+    return _all_wait(server, "settle")
+
+
+def stuck(server: Server) -> bool:
+    """Whether some workers wait for the servers to change, and all others in a barrier, for those."""
+    return not settled(server) and _all_wait(server, "settle", "barrier") and not _all_wait(server, "barrier")
+
+
+def _all_wait(server: Server, *ops: str) -> bool:
+    waiting = {request.client for request in server.waiting.get(MEETING, ()) if request.op in ops}
+    return bool(server.clocks.at) and waiting >= server.clocks.at.keys()
+
+
+def resize(server: Server, view: int, stay: set[str], come: dict[str, Plain]) -> list[Reply]:
+    """Other servers are in force, and other parts are here."""
+    for key in server.entries.keys() - stay:
+        server.entries.pop(key).drop()
+    for key, (value, moments, version, owner) in come.items():
+        server.entries[key] = Entry(key, value, server.store, moments, version, owner)
+    server.view, server.stops, server.offers = view, {}, {}
+    server.clocks.ahead, server.clocks.over = {}, set()
+    return server.go_on({MEETING})
+
+
+def resume(server: Server) -> list[Reply]:
+    """A change of servers is called off: who has stopped for it goes on."""
+    settling = [request for request in server.waiting[MEETING] if request.op == "settle"]
+    server.waiting[MEETING] = [request for request in server.waiting[MEETING] if request.op != "settle"]
+    server.stops = {}
+    return [Reply(*request.retry_key, op="settle", view=server.view) for request in settling]
+
+
+def beginning(server: Server) -> dict[str, Any]:
+    """What a server that comes now has to know of this one's `state()`: who takes part, and how far they are, but no key."""
+    none: dict[str, Any] = {name: {} for name in ("values", "moments", "versions", "open", "offers")}
+    none["clocks"] = to_builtins(changed(server.clocks, ahead={}, over=set()))
+    none["clients"] = {worker: {"epoch": client.epoch, "over": client.over} for worker, client in server.clients.items()}
+    return server.state() | none | {"waiting": []}
