@@ -17,7 +17,7 @@ from d2lps.kvstore import Lost, Reply, Request, Server, simulate
 from d2lps.kvstore.core.client import Session
 from d2lps.kvstore.core.clocks import ALL, Clocks
 from d2lps.kvstore.core.events import Effect
-from d2lps.kvstore.storage.checkpoint import flatten, unflatten
+from d2lps.kvstore.storage.frame import pack, unpack
 from d2lps.topology import star
 
 
@@ -315,7 +315,7 @@ def test_who_ends_a_round_and_leaves_counts_in_it_whenever_that_is_heard(op: str
         if turn == when:
             rig.take(rig.server.step(Lost(2))) if lost else rig.ask(2, "leave")
             fresh = Server([0, 1, 2])
-            fresh.restore(unflatten(*flatten(rig.server.state())))
+            fresh.restore(unpack(bytearray(b"".join(pack(rig.server.state())))))
             rig.server = fresh if restored else rig.server
         if rank is not None:
             rig.ask(rank, op, value=torch.tensor([3.0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from d2lps import kvstore
+from d2lps import disk, kvstore
 from d2lps.kvstore import Lost, Refused
 from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.events import alike
@@ -495,3 +496,39 @@ def test_what_was_saved_is_loaded_where_servers_have_gone(tmp_path: Path) -> Non
         cluster.remove_server(0)
 
     assert kvstore.run(work, 2, 2, split=100, saboteur=there) == [[1, 2]] * 2
+
+
+# ---- drafts ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_who_write_one_file_at_once_do_not_sweep_away_each_others_draft(tmp_path: Path) -> None:
+    """As two runs that save under one name; what is left of one that is no more goes all the same."""
+    final, left = tmp_path / "weights", tmp_path / ".weights.draft-of-one-that-is-no-more"
+    left.mkdir()
+    (left / "weights").write_text("half of it")
+    with disk.drafted(final) as first:
+        assert not left.exists()
+        first.write_text("the first one's")
+        with disk.drafted(final) as second:
+            second.write_text("the second one's")
+            assert first.exists()
+        assert final.read_text() == "the second one's"
+    assert final.read_text() == "the first one's" and os.listdir(tmp_path) == ["weights"]
+
+
+def test_a_draft_that_is_swept_away_before_it_is_locked_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+    real = os.open
+
+    def sweeping(path: Any, *flags: Any, **options: Any) -> int:  # another writer comes just before, then just after it
+        file = -1
+        if (number := len(found)) < 2 and Path(path).name.startswith(".weights.draft-"):
+            found.append(Path(path))
+            file = real(path, *flags) if number else -1
+            os.rmdir(path)
+        return real(path, *flags, **options) if file < 0 else file
+
+    monkeypatch.setattr(os, "open", sweeping)
+    with disk.drafted(tmp_path / "weights") as draft:
+        draft.write_text("all of it")
+    assert len(found) == 2 and (tmp_path / "weights").read_text() == "all of it" and os.listdir(tmp_path) == ["weights"]

@@ -5,7 +5,7 @@
     header           in its metadata, as JSON: what `set_optimizer` was told, the names of the optimizer's tensors, and which
                      keys were everywhere
 
-A checkpoint of a server (see `checkpoint`) has all of its state, and is of use to that server alone.
+The state in a server's log (see `durable`) has all that it knows, and is of use to that server alone.
 """
 
 from __future__ import annotations

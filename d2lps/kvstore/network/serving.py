@@ -76,19 +76,20 @@ class Serving:
         self.server.lends = plan.memory_budget is None  # else what is lent would take more
         self.meter = Meter(self.report, self.server)
         self.step = ServerNotes(self.server, recorder, plan.workers + plan.server(node)).step if recorder else self.server.step
-        if plan.replicated:
-            load_state(self.server, self._handed(node))
-        self.durable, cut = None, 0
+        if plan.replicated and (handed := load_state(self._handed(node))) is not None:
+            self.server.restore(handed)
+        self.durable: Durable | None = None
         goes_on = on_disk and bool(plan.earlier) and first and node < plan.servers
         if on_disk and (goes_on or not first) and not any(plan.disk(node).glob("log-*")):
             raise LogDamaged(f"{plan.disk(node)}: its log is gone: acknowledged requests are lost")
         if goes_on:
             earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
             promised = plan.earlier.get("numbers", {}).get(str(node), 0)
-            cut = renew(self.server, earlier, plan.disk(node), plan.durability, plan.limit, promised)
-        if on_disk:
+            written = plan.disk(node), plan.durability, plan.limit, plan.log_bytes
+            self.durable = renew(self.server, earlier, *written, promised)
+        elif on_disk:
             self.durable = Durable(self.server, plan.disk(node), plan.durability, plan.limit, plan.log_bytes)
-            cut += self.durable.cut
+        cut = self.durable.cut if self.durable is not None else 0
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.workers = Clients(plan, self.context, endpoint)
         self.control = connect(self.context, plan.coordinator, str(node).encode(), plan.largest, None) if plan.room else None
@@ -213,7 +214,7 @@ class Serving:
     def _hand_over(self, spare: int) -> None:
         """A new backup is to begin with all that there is now; if that cannot be written, there will be none."""
         try:
-            save_state(self.server, self._handed(spare), self.server.number)
+            save_state(self._handed(spare), self.server.number, self.server.state())
         except OSError as error:
             shutil.rmtree(self._handed(spare), ignore_errors=True)  # what was written takes up the room that others need
             self.tell(b"unhanded", str(error).encode())

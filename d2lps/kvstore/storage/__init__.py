@@ -1,1 +1,1 @@
-"""Bytes: records as frames, the log, checkpoints, and tensors that lie on the disk."""
+"""Bytes: records as frames, the log that begins with a state, and tensors that lie on the disk."""

@@ -1,31 +1,25 @@
-"""What a server process keeps on disk: a checkpoint, and a log of all that it executed since, so that neither becomes too long.
+"""What a server process keeps on disk: a log that begins with its state, and has all that it executed since.
 
-    folder/step-000000000042.safetensors    its state after 42 events, if there were so many
-    folder/log-000000000042                 the events after these
-    folder/spare                            a log that nobody needs any more, to become the next one
+    folder/log-000000000042     its state after 42 events, then these events' successors
+    folder/spare                a log that nobody needs any more, to be written over by the next one
 
-A checkpoint after 99 events goes like this, and may be stopped anywhere:
-
-    1. spare becomes log-99, empty            if it ends here, 42 is still the newest state, and its log goes on; log-99 is spare
-    2. step-99 appears, whole, by a rename    from here on 99 is the newest state, and its log is there
-    3. step-42 goes
-    4. log-42 becomes spare                   else it becomes that when the server starts again
-
-So a state without its log, or a log without its state, is no crash, but a loss, and an error.
+A checkpoint after 99 events is a new log, log-000000000099, of which the state is the first record: it appears whole, by one
+rename, and from then on it is the newest. Then log-000000000042 becomes the spare; if the server is stopped before that, when
+it starts again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from d2lps import disk
 from d2lps.kvstore.core.events import Event
 from d2lps.kvstore.core.server import Server
-from d2lps.kvstore.storage import checkpoint
-from d2lps.kvstore.storage.frame import frame, parse
+from d2lps.kvstore.storage.frame import frame, pack, parse, unpack
 from d2lps.kvstore.storage.log import Level, Log, LogDamaged
 
 _SHORT, _TIMES = 1 << 27, 4  # bytes of a log that is long enough, unless the state is more than a quarter of them
@@ -46,42 +40,41 @@ class Durable:
     >>> again.entries["w"].value
     tensor([1., 1.])
 
-    Made with a new server, it brings that to where the last one was: from the checkpoint, by what the log has after it, through
-    the same `step`. folder: there, and nobody else uses it (see `lock`). level: see `Log`. limit: bytes of the tensors of an
-    event. log_bytes: when a log is longer, a checkpoint comes, or sooner (see `_longest`). promised: how many events somebody
-    knows to have been executed.
-    LogDamaged where fewer are found, or files are missing. Cost of a restart: all that is read once; of a checkpoint, the
-    server's state written once, to the disk itself, while nobody is answered; on disk, the state and twice `log_bytes`.
+    Made with a new server, it brings that to where the last one was: to the state that the log begins with, then by the events
+    after it, through the same `step`. folder: there, and nobody else uses it (see `lock`). level: see `Log`. limit: bytes of the
+    tensors of an event. log_bytes: when a log is longer, a checkpoint comes, or sooner (see `_longest`). promised: how many
+    events somebody knows to have been executed.
+    LogDamaged where fewer are found, or what is there is broken. Cost of a restart: all that is read once; of a checkpoint, the
+    server's state written once, to the disk itself, while nobody is answered; on disk, the state and `log_bytes`, both twice.
     """
 
     def __init__(
         self, server: Server, folder: Path, level: str, limit: int = 1 << 30, log_bytes: int = 1 << 30, promised: int = 0
     ) -> None:
-        self.server, self.folder, self.log_bytes = server, folder, log_bytes
-        begin = load_state(server, folder)
-        logs = {int(path.name.removeprefix("log-")): path for path in folder.glob("log-*")}
-        if begin not in logs and (logs or checkpoint.steps(folder)):
-            found = f"its state is that after event {begin}, and its logs begin at {sorted(logs)}"
-            raise LogDamaged(f"{folder}: {found}: acknowledged requests are lost")
-        self.log = Log(self._path(begin), cast(Level, level), begin)
-        try:
-            if self.number < promised:
-                counts = f"there are {self.number} events, and {promised} were promised"
-                raise LogDamaged(f"{self.log.path}: {counts}: acknowledged requests are lost")
-            for path in logs.values():
-                if path != self.log.path:
-                    path.rename(folder / "spare")
-            for _, data in self.log.read():
-                server.step(cast(Event, parse([data], limit)))
-            self.until = self._longest()
-        except BaseException:
+        self.server, self.folder, self.limit, self.log_bytes = server, folder, limit, log_bytes
+        *older, newest = logs_in(folder) or [0]
+        first = [] if _path(folder, newest).exists() else pack(server.state())
+        self.until = min(log_bytes, _SHORT)
+        self.log = Log(_path(folder, newest), cast(Level, level), newest, first, partial(self._read, newest))
+        if self.number < promised:
             self.log.close()
-            raise
+            counts = f"there are {self.number} events, and {promised} were promised"
+            raise LogDamaged(f"{self.log.path}: {counts}: acknowledged requests are lost")
+        for number in older:
+            _path(folder, number).rename(folder / "spare")
+
+    def _read(self, begin: int, number: int, data: bytearray) -> None:
+        """A record of the log: the first one is a state, the others are events."""
+        if number == begin:
+            self.server.restore(unpack(data))
+            self.until = len(data) + self._longest()
+        else:
+            self.server.step(cast(Event, parse([data], self.limit)))
 
     @property
     def number(self) -> int:
         """How many events are written down; as safe as the level promises, after a `sync`."""
-        return self.log.number
+        return self.log.number - 1
 
     @property
     def cut(self) -> int:
@@ -99,66 +92,66 @@ class Durable:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Write down the state, and begin a new log, unless this one is still empty."""
-        number, following = self.number, self.log
-        if number > self.log.begin:
-            following = Log(self._path(number), self.log.level, number)
-        try:
-            save_state(self.server, self.folder, number)
-        except BaseException:
-            following.close()
-            raise
-        if following is not self.log:
-            self.log.close()
-            self.log.path.rename(self.folder / "spare")
-            self.log = following
-        self.until = self._longest()
+        """Begin a new log with the state, even if there was no event since the last one."""
+        self.log.restart(_path(self.folder, self.number), self.number, *pack(self.server.state()))
+        self.until = self.log.end + self._longest()
 
     def _longest(self) -> int:
-        """Bytes: the shorter logs are, the sooner they are written over, in pages that the kernel still has; but the state, which
-        is written each time, shall be a small part of what is written."""
-        return min(self.log_bytes, max(_SHORT, _TIMES * sum(entry.nbytes for entry in self.server.entries.values())))
+        """Bytes of events: the shorter logs are, the sooner they are written over, in pages that the kernel still has; but the
+        state, which is written each time, shall be a small part of what is written."""
+        held = sum(entry.nbytes for entry in self.server.entries.values())
+        return min(self.log_bytes, max(_SHORT, _TIMES * held))
 
     def close(self) -> None:
         self.log.close()
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"log-{number:012d}"
 
-
-def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int = 1 << 30, promised: int = 0) -> int:
+def renew(server: Server, earlier: Server, folder: Path, level: str, limit: int, log_bytes: int, promised: int = 0) -> Durable:
     """Let the server of a new run begin with what is in the folder of an earlier one, which `earlier` has the rules of.
 
     What workers have taught it stays, and nothing about them: lives, clocks, open rounds, who waits. It may be stopped anywhere,
-    and done again. The bytes of an unfinished event that were cut off. Cost: a restart, and a checkpoint.
+    and done again. Cost: a restart, and a checkpoint.
     """
-    last = Durable(earlier, folder, level, limit, promised=promised)
-    try:
-        state = earlier.state()
-        lasting = {name: found for name, found in state.items() if name in LASTING}
-        begun = {"open": {key: {} for key in state["values"]}, "number": last.number}
-        server.restore(server.state() | lasting | begun)
-        last.server = server
-        last.checkpoint()
-        return last.cut
-    finally:
-        last.close()
+    durable = Durable(earlier, folder, level, limit, log_bytes, promised)
+    state = earlier.state()
+    lasting = {name: found for name, found in state.items() if name in LASTING}
+    begun = {"open": {key: {} for key in state["values"]}, "number": durable.number}
+    server.restore(server.state() | lasting | begun)
+    durable.server = server
+    durable.checkpoint()
+    return durable
 
 
-def save_state(server: Server, folder: Path, step: int) -> None:
-    """A checkpoint of all that a server knows, in place of those before it."""
-    tensors, plain = checkpoint.flatten(server.state())
-    checkpoint.save(folder, step, tensors, {"state": plain}, keep=1)
+# ---- a state alone ----------------------------------------------------------------------------------------------------------
 
 
-def load_state(server: Server, folder: Path) -> int:
-    """Let a server know what the newest checkpoint holds; its step, 0 if there is none."""
-    if not checkpoint.steps(folder):
-        return 0
-    newest = checkpoint.load(folder)
-    state: dict[str, Any] = checkpoint.unflatten(newest.tensors, newest.meta["state"])
-    server.restore(state)
-    return newest.step
+def logs_in(folder: Path) -> list[int]:
+    """The numbers of the logs there, the newest last: how many events had been executed when each began."""
+    return sorted(int(path.name.removeprefix("log-")) for path in folder.glob("log-*"))
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"log-{number:012d}"
+
+
+def save_state(folder: Path, number: int, state: Any) -> None:
+    """Write a log that has a state after so many events, and nothing else: it is there as a whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    Log(_path(folder, number), begin=number, first=pack(state)).close()
+
+
+def load_state(folder: Path) -> Any:
+    """What `save_state` has written; None if it has not. LogDamaged where it is broken.
+
+    >>> import tempfile
+    >>> save_state(folder := Path(tempfile.mkdtemp()), 7, {"clocks": {0: 3}})
+    >>> load_state(folder)
+    {'clocks': {0: 3}}
+    """
+    found: list[Any] = [None]
+    for number in logs_in(folder)[-1:]:
+        Log(_path(folder, number), begin=number, each=lambda number, data: found.append(unpack(data))).close()
+    return found[-1]
 
 
 # ---- the mark of a run ------------------------------------------------------------------------------------------------------

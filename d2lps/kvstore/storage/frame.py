@@ -1,4 +1,4 @@
-"""Events and replies as bytes: a head in JSON, and up to two tensors; never pickle, which runs what it reads.
+"""Events, replies and whole states as bytes: a head in JSON, and up to two tensors; never pickle, which runs what it reads.
 
     prefix     16 bytes (PREFIX): magic, version, length of the head, checksum of prefix and head; tensors are seen to by who
                carries them, a log or CURVE
@@ -22,13 +22,13 @@ from typing import Annotated, Any, NoReturn
 
 import msgspec
 import torch
-from msgspec import Meta
+from msgspec import Meta, msgpack
 
 from d2lps.comm.staging import stage
 from d2lps.kvstore.core.events import Count, Event, Lost, Membership, Reply, Request, Send
 from d2lps.kvstore.storage.log import Bytes, checksum
 
-MAGIC, VERSION = b"d2ps", 4
+MAGIC, VERSION = b"d2ps", 5
 PREFIX = struct.Struct("<4sIII")
 MAX_DIMS, MAX_HEAD = 8, 1 << 16
 NOWHERE = (-1, 0)  # of a tensor that travels
@@ -188,3 +188,48 @@ class _Payload(threading.local):
 _NOTHING = torch.empty(0)
 _payload = _Payload()
 _HEAD = msgspec.json.Decoder(Request | Reply | Lost | Membership | Send, dec_hook=_payload.tensor)
+
+
+# ---- a server's whole state, in its log ----------------------------------------------------------------------------------------
+
+
+def pack(state: Any) -> list[Bytes]:
+    """The buffers of dictionaries, lists, numbers, strings and tensors; the tensors are not copied, tuples become lists.
+
+    >>> buffers = pack({"clocks": {0: 3}, "values": {"w": torch.ones(2)}})
+    >>> unpack(bytearray(b"".join(buffers)))
+    {'clocks': {0: 3}, 'values': {'w': tensor([1., 1.])}}
+
+    After the prefix a head in MessagePack, however long, then the tensors in the order in which the head names them; the head and
+    each tensor with zeros up to a multiple of 8 bytes.
+    """
+    payload = list[Bytes]()
+
+    def said(tensor: Any) -> msgpack.Ext:
+        payload.append(bytes_of(tensor))
+        return msgpack.Ext(0, msgpack.encode([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]))
+
+    head = msgpack.encode(state, enc_hook=said)
+    prefix = PREFIX.pack(MAGIC, VERSION, len(head), 0)
+    return [prefix, *(piece for data in (head, *payload) for piece in (data, bytes(-len(data) % 8)))]
+
+
+def unpack(data: bytearray) -> Any:
+    """The state of `pack`; its tensors share the memory of `data`. FrameError for what another version has written."""
+    rest = memoryview(data)
+    magic, version, length, _ = PREFIX.unpack_from(rest)
+    if (magic, version) != (MAGIC, VERSION):
+        wrong("magic and version of a state", (magic, version), f"wanted {(MAGIC, VERSION)}")
+
+    def taken(nbytes: int) -> memoryview:
+        nonlocal rest
+        mine, rest = rest[:nbytes], rest[nbytes + -nbytes % 8 :]
+        return mine
+
+    def tensor(_: int, said: memoryview) -> torch.Tensor:
+        dtype, shape = msgpack.decode(said)
+        mine = taken(math.prod(shape) * DTYPES[dtype].itemsize)
+        return torch.frombuffer(mine, dtype=DTYPES[dtype]).view(shape) if mine else torch.empty(shape, dtype=DTYPES[dtype])
+
+    taken(PREFIX.size)
+    return msgpack.decode(taken(length), ext_hook=tensor)

@@ -7,15 +7,20 @@ again. What the two levels promise, of all records that were appended before a `
     "fsync"   the disk itself has them: they survive a power cut too
 
 One `sync` is for all records before it: a server that has several requests at hand appends them all, syncs once, and then
-answers them all (group commit). Records are numbered, and a log begins with the number that its checkpoint ends with:
+answers them all (group commit). Records are numbered from any number on:
 
     header    number of the first record | number of the first that is not promised | checksum
     record    its number                 | bytes of its data                        | checksum      then the data, and so on
 
 A checksum covers the two numbers before it and the data after it. The first record that does not fit ends the log. If it was
 promised, that is damage, and an error. If not, it is a write that was cut short, of which nobody was told, and its place is
-free again. New pages of a file take a kernel twenty times as long as old ones, so a log that nobody needs any more is written
-over: what is left in it has smaller numbers, and is never taken for a record.
+free again.
+
+A log that has become too long is begun anew, with one record that stands for all that were before it. The new log is written
+beside the old one, under the name `spare`, and takes its own name when all of it is on the disk: whoever is stopped before
+this rename goes on with the old log, and whoever is stopped after it, with the new one. The old log is the next spare. For new
+pages of a file take a kernel twenty times as long as old ones, so logs are written over in turn. What an earlier life of a file
+has left in it has smaller numbers, and is never taken for a record.
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 from zlib import crc32
@@ -34,6 +41,7 @@ from d2lps import disk
 Level = Literal["log", "fsync"]
 Bytes = bytes | bytearray | memoryview
 HEADER = struct.Struct("<QQI")
+MOST = 1024  # buffers that Linux takes at once
 
 
 class LogDamaged(RuntimeError):
@@ -54,41 +62,81 @@ class Log:
     >>> [(number, bytes(data)) for number, data in Log(path).read()]
     [(0, b'push w 1'), (1, b'push w 2')]
 
-    begin: the number of its first record. Opening it reads and checks all of it. `number`: of the next record. `cut`: bytes of
-    an unfinished record that were cut off. LogDamaged where a promised record is broken. An error of the disk, such as a full
+    begin: the number of its first record. first: that record's buffers, of a log that is new. each: is called with every record's
+    number and data as they are found, since opening a log reads and checks all of it. `number`: of the next record. `cut`: bytes
+    of an unfinished record that were cut off. LogDamaged where a promised record is broken. An error of the disk, such as a full
     one, names the file, and what was appended before it stays. Two processes must not have it open: see `lock`.
     """
 
-    def __init__(self, path: str | Path, level: Level = "log", begin: int = 0) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        level: Level = "log",
+        begin: int = 0,
+        first: Iterable[Bytes] = (),
+        each: Callable[[int, bytearray], object] = lambda number, data: None,
+    ) -> None:
         if level not in ("log", "fsync"):
             raise ValueError(f'a log has level "log" or "fsync", not {level!r}')
-        self.path, self.level, self.begin = Path(path), level, begin
-        if new := not self.path.exists():
-            make(self.path, level, begin)
+        self.path, self.level, self.begin, self.cut = Path(path), level, begin, 0
+        if not self.path.exists():
+            self._begin(self.path, begin, [*first])
+            return
         self._file = self.path.open("r+b", buffering=0)
         try:
-            self.number = self._promised()
-            lengths = [len(data) for _, data in self.read()]
-            self.number, self.end = begin + len(lengths), HEADER.size * (1 + len(lengths)) + sum(lengths)
-            self.cut = self._unfinished()
-            if not new:
-                self._file.truncate(self.end)  # a later record of that write may be whole: it must never come after others
-            self._safe = -1  # a killed process may have left records that only the kernel has
-            self.sync()
+            self._recover(each)
         except BaseException:
             self.close()
             raise
 
+    def restart(self, path: Path, begin: int, *first: Bytes) -> None:
+        """Go on in a new file, which begins with this record, whole on the disk; the one so far becomes `spare`.
+
+        If this is stopped by an error, such as that of a full disk, the log goes on where it was.
+        """
+        old, former = self._file, self.path
+        self._begin(path, begin, [*first])
+        old.close()
+        if former != path:
+            former.rename(path.with_name("spare"))
+
+    def _begin(self, path: Path, begin: int, first: list[Bytes]) -> None:
+        """A new log, which is there with its header and its first record, if it has one, or not at all."""
+        spare, safe = path.with_name("spare"), bool(first) or self.level == "fsync"
+        spare.touch(0o600)
+        file, end = spare.open("r+b", buffering=0), HEADER.size
+        try:
+            if first:
+                end += write_record(file.fileno(), spare, end, begin, first)
+            os.pwrite(file.fileno(), header(begin, begin + bool(first)), 0)
+            if safe:
+                disk.persist(file.fileno())
+            spare.rename(path)
+        except BaseException:
+            file.close()
+            raise
+        self.path, self._file, self.begin, self.end = path, file, begin, end
+        self.number = self._safe = begin + bool(first)
+        if safe:
+            disk.persist_path(path.parent)
+
+    def _recover(self, each: Callable[[int, bytearray], object]) -> None:
+        """Find what an earlier life of this log has left, and promise it."""
+        self.number, following, self.end = self._promised(), self.begin, HEADER.size
+        for number, data in self.read():
+            each(number, data)
+            following, self.end = number + 1, self.end + HEADER.size + len(data)
+        self.number = following
+        self.cut = self._unfinished()
+        self._file.truncate(self.end)  # a later record of that write may be whole: it must never come after others
+        self._safe = -1  # a killed process may have left records that only the kernel has
+        self.sync()
+
     def append(self, *buffers: Bytes) -> None:
         """Write one record, given in one or more buffers; n bytes cost 20 more, a checksum, and one copy by the kernel."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        length = sum(view.nbytes for view in views)
-        try:  # a write that fails half way is written over by the next
-            write_at(self._file.fileno(), self.end, [memoryview(header(self.number, length, *views)), *views])
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
-        self.number, self.end = self.number + 1, self.end + HEADER.size + length
+        # A write that fails half way is written over by the next.
+        self.end += write_record(self._file.fileno(), self.path, self.end, self.number, buffers)
+        self.number += 1
 
     def sync(self) -> None:
         """Promise all that was appended; 2 us, and on "fsync" what the disk takes, 0.1 to 10 ms.
@@ -138,32 +186,32 @@ class Log:
         return min(os.fstat(self._file.fileno()).st_size - self.end, HEADER.size + length)
 
 
-def make(path: Path, level: Level, begin: int) -> None:
-    """A new log, which is there with its header or not at all; made of the file `spare` beside it, if there is one."""
-    spare = path.with_name("spare")
-    spare.touch(0o600)
-    with spare.open("r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), header(begin, begin), 0)
-        if level == "fsync":
-            disk.persist(file.fileno())
-    spare.rename(path)
-    if level == "fsync":
-        disk.persist_path(path.parent)
-
-
 # ---- records --------------------------------------------------------------------------------------------------------------
 
 
-def checksum(*buffers: Bytes, start: int = 0) -> int:
+def checksum(*buffers: Bytes) -> int:
     """The crc32 of buffers that follow each other: `checksum(b"ab", b"c") == checksum(b"abc")`; 3 to 4 GB/s."""
+    value = 0
     for buffer in buffers:
-        start = crc32(buffer, start)
-    return start
+        value = crc32(buffer, value)
+    return value
 
 
 def header(number: int, other: int, *data: Bytes) -> bytes:
     """Two numbers, and the checksum of them and of the data: a record's, for which `other` is its length, or the file's."""
     return HEADER.pack(number, other, checksum(struct.pack("<QQ", number, other), *data))
+
+
+def write_record(file: int, path: Path, offset: int, number: int, buffers: Iterable[Bytes]) -> int:
+    """Write one record; its bytes. path: what an error calls the file."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    length = sum(view.nbytes for view in views)
+    try:
+        write_at(file, offset, [memoryview(header(number, length, *views)), *views])
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    return HEADER.size + length
 
 
 def record(file: BufferedReader, number: int) -> bytearray | None:
@@ -180,11 +228,16 @@ def record(file: BufferedReader, number: int) -> bytearray | None:
 # ---- files ----------------------------------------------------------------------------------------------------------------
 
 
-def write_at(file: int, offset: int, views: list[memoryview]) -> None:
+def write_at(file: int, offset: int, views: Iterable[memoryview]) -> None:
     """Write buffers one after another; the kernel may take less than it was given, but seldom does."""
-    written, length = os.pwritev(file, views, offset), sum(view.nbytes for view in views)
-    while written < length:
-        written += os.pwrite(file, b"".join(views)[written:], offset + written)
+    left = deque(views)
+    while left:
+        written = os.pwritev(file, [*islice(left, MOST)], offset)
+        offset += written
+        while left and written >= left[0].nbytes:
+            written -= left.popleft().nbytes
+        if written:
+            left[0] = left[0][written:]
 
 
 def lock(folder: Path) -> int:

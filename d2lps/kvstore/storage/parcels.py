@@ -17,8 +17,7 @@ from d2lps.kvstore.core.events import Refused, Reply, Request
 from d2lps.kvstore.core.pieces import Pieces, Plain
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.core.table import MEETING, operation
-from d2lps.kvstore.storage import checkpoint
-from d2lps.kvstore.storage.durable import Durable
+from d2lps.kvstore.storage.durable import Durable, load_state, logs_in, save_state
 
 Order = dict[str, Any]  # what the coordinator wants of one server: see `Resizing`
 
@@ -53,16 +52,14 @@ def give(server: Server, order: Order) -> None:
     pieces = Pieces(server.entries.values())
     for dst, names in order["gives"].items():
         parcel = Path(order["folder"], f"{order['server']}-{dst}")
-        if not checkpoint.steps(parcel):
+        if not logs_in(parcel):
             content = {"parts": {name: pieces.cut(name) for name in names}, "beginning": beginning(server)}
-            tensors, plain = checkpoint.flatten(content)
-            checkpoint.save(parcel, order["view"], tensors, {"state": plain})
+            save_state(parcel, order["view"], content)
 
 
 def take(server: Server, order: Order) -> list[Reply]:
     """Become what this server is in the new view: the answers that are now due, as soon as that is safe."""
-    found = [checkpoint.load(Path(order["folder"], f"{src}-{order['server']}")) for src in order["takes"]]
-    came = [checkpoint.unflatten(parcel.tensors, parcel.meta["state"]) for parcel in found]
+    came = [load_state(Path(order["folder"], f"{src}-{order['server']}")) for src in order["takes"]]
     if order["new"]:
         server.restore(came[0]["beginning"] | {"number": server.number})
     others = [Entry(name, value, None, *rest) for parcel in came for name, (value, *rest) in parcel["parts"].items()]
