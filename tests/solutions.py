@@ -7,6 +7,8 @@ mentions, and so on, as they last stood before the solution ends. Cells that pri
 neither does a name that nobody asks for. What is built otherwise (a list filled in a loop) is not seen: a solution is best
 self-contained, with d2lps, torch and functions of the chapter.
 
+Wrong answers are mutants of them, as `tried` tells: a printed solution, with one thing changed that readers get wrong.
+
 >>> mine = solution("ex-aggregating-weights")
 >>> mine["weighted_mean"].__name__
 'weighted_mean'
@@ -18,20 +20,25 @@ import ast
 import builtins
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 BOOK = Path(__file__).parents[1] / "book"
 
 
 def solution(label: str) -> "Solution":
     """The names that the solution of an exercise defines, each made when it is asked for."""
-    return Solution(label, *_solutions()[label][1:])
+    _, before, own = _solutions()[label]
+    return Solution(label, before, ast.parse(own).body)
 
 
+@cache
 def printed() -> dict[str, tuple[str, str]]:
     """Of all chapters, by "chapter exercise check": the label of a solution, and how it calls its check.
 
@@ -39,11 +46,45 @@ def printed() -> dict[str, tuple[str, str]]:
     """
     calls = {}
     for label, (chapter, _, own) in _solutions().items():
-        for step in own:
+        for step in ast.parse(own).body:
             match step:
                 case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="check"), attr=name))):
                     calls[f"{chapter} {label} {name}"] = (label, ast.unparse(step))
     return calls
+
+
+def refusing(wrong: dict[str, list[tuple[Any, ...]]]) -> Callable[..., None]:
+    """A test that wrong answers are refused: of each exercise, pairs of an answer and words of the verdict; see `tried`.
+
+        test_refused = refusing({"ex-tensor-row row": [("y + bias -> y", "the bias is missing")]})
+    """
+    cases = [(exercise, answer, words) for exercise, answers in wrong.items() for answer, *words in answers]
+    names = [f"{exercise} {getattr(answer, '__name__', answer)}" for exercise, answer, _ in cases]
+
+    @pytest.mark.parametrize(("exercise", "answer", "words"), cases, ids=names)
+    def test_a_wrong_answer_is_refused(exercise: str, answer: Any, words: list[str]) -> None:
+        refused(tried(exercise, answer), *words)
+
+    return test_a_wrong_answer_is_refused
+
+
+def tried(exercise: str, answer: Any) -> Any:
+    """The verdict of a check on another answer; `exercise` is a solution's label and the name of the check that it calls.
+
+    answer: "y + bias -> y", a change of what the solution prints, where it must be found once, or a tuple of several;
+    "3, [1, 2]", other arguments of the check, in the names of the solution; or a function that is checked in place of its.
+    """
+    label, name = exercise.split()
+    chapter, before, own = _solutions()[label]
+    if callable(answer):
+        return getattr(import_module(f"d2lps_book.check.{chapter}"), name)(answer)
+    changes = (answer,) if isinstance(answer, str) else answer
+    if " -> " not in changes[0]:
+        return solution(label).value(f"check.{name}({answer})")
+    for old, new in (change.split(" -> ") for change in changes):
+        assert own.count(old) == 1, f"the solution of {label} has {old!r} {own.count(old)} times, not once:\n{own}"
+        own = own.replace(old, new)
+    return Solution(label, before, ast.parse(own).body).value(printed()[f"{chapter} {label} {name}"][1])
 
 
 def refused(verdict: Any, *words: str) -> None:
@@ -112,22 +153,23 @@ def _mentioned(step: ast.AST) -> set[str]:
 
 
 @cache
-def _solutions() -> dict[str, tuple[str, list[ast.stmt], list[ast.stmt]]]:
-    """By label: the chapter, what the code cells before a solution's start hold, and what those up to its end hold."""
+def _solutions() -> dict[str, tuple[str, list[ast.stmt], str]]:
+    """By label: the chapter, what the code cells before a solution's start hold, and the text of those up to its end."""
     found = {}
     for path in sorted(BOOK.rglob("*.ipynb")):
         cells, start = json.loads(path.read_text())["cells"], 0
-        parsed = [_parsed(cell) for cell in cells]
+        code = [_code(cell) for cell in cells]
+        parsed = [ast.parse(text).body for text in code]
         for here, cell in enumerate(cells):
             source = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
             if opening := re.search(r"```{solution-start} (\S+)\n", source):
                 label, start = opening[1], here
             elif "{solution-end}" in source:
-                found[label] = path.stem, list(chain(*parsed[:start])), list(chain(*parsed[start:here]))
+                found[label] = path.stem, list(chain(*parsed[:start])), "\n".join(filter(None, code[start:here]))
     return found
 
 
-def _parsed(cell: dict[str, Any]) -> list[ast.stmt]:
-    """Its statements, if it has any, and is not the shell's."""
+def _code(cell: dict[str, Any]) -> str:
+    """The text of a cell of code; empty for one of words, or of the shell's."""
     source = "".join(cell["source"])
-    return ast.parse(source).body if cell["cell_type"] == "code" and not source.startswith("%") else []
+    return source if cell["cell_type"] == "code" and not source.startswith("%") else ""
