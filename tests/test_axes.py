@@ -17,6 +17,7 @@ from d2lps.comm.errors import OutOfMemory
 from d2lps.parallel import Mesh, Transformer, activations
 from d2lps.topology import star
 from d2lps.topology.device import Device
+from d2lps.trace import About
 from d2lps.trace.recorder import axis_of
 
 CARD = Device(1e12, 1e6, 1e12)
@@ -28,7 +29,7 @@ BOTH = [
 
 def along_two_axes(comm: Communicator) -> tuple[str, ...]:
     mesh = Mesh(comm, dp=2, tp=2)
-    with mesh.tp.about("x[B, T, D]{*} → x[B, T, D]"):
+    with mesh.tp.about("x", "B T D", "B T D", partial=True):
         all_reduce(mesh.tp, torch.ones(8))
     mesh.dp.start(all_reduce, torch.ones(4)).wait()
     half = mesh.dp.split(0)
@@ -49,6 +50,8 @@ def test_a_message_knows_its_axis_and_what_it_is_about(world: Any) -> None:
     assert ways == {(0, 1), (1, 0), (2, 3), (3, 2)}
     said = [f"x[B, T, D]{{tp}} → x[B, T, D]: {step} 1/1" for step in ("all-gather", "reduce-scatter")]
     assert sorted({trace.steps[step] for step in m["step"][np.array(axes) == "tp"]}) == said
+    assert {trace.about[step] for step in m["step"][np.array(axes) == "tp"]} == {About("x", "tp", "B T D", "B T D", partial=True)}
+    assert {trace.about[step] for step in m["step"][np.array(axes) == "dp"]} == {None}
     assert {trace.steps[step] for step in m["step"][np.array(axes) == "dp"]} == {"all-gather 1/1", "reduce-scatter 1/1"}
 
 

@@ -164,7 +164,7 @@ def test_a_block_keeps_about_what_the_module_does(name: str, recompute: str) -> 
 
 # What predictions leave out: numbers of some bytes, once a step; and, where a tensor is cut along the sequence or several ranks
 # have the same heads of keys, the sum of the norms', biases' and these heads' gradients over tp.
-LEFT_OUT = ("number of tokens", "squares of grads", "loss[]", "the shape of what follows", "grads[P]{tp}", "broadcast")
+LEFT_OUT = ("number of tokens", "grads' squares", "loss[]", "the shape of what follows", "grads[P]{tp}", "broadcast")
 KINDS = ("reduce-scatter", "all-gather", "all-to-all")
 
 

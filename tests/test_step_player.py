@@ -31,11 +31,11 @@ def two_axes(comm: Communicator) -> None:
     mesh = Mesh(comm, dp=2, tp=2)
     comm.sleep(1.0, "F0")
     release = comm.hold(8, "activations block0")
-    with mesh.tp.about("x[B, T, D]{*} → x[B, T, D]"):
+    with mesh.tp.about("x", "B T D", "B T D", partial=True):
         all_reduce(mesh.tp, torch.zeros(4, device=comm.device))
     comm.sleep(2.0, "B0")
     release()
-    with mesh.dp.about("block0 weights[P_*] → weights[P]"):
+    with mesh.dp.about("block0 weights", "P_*", "P"):
         all_gather(mesh.dp, [torch.zeros(2, device=comm.device) for _ in range(2)], torch.zeros(2, device=comm.device))
 
 
@@ -111,13 +111,13 @@ def test_the_shapes_say_which_collective_it_is() -> None:
     def work(comm: Communicator) -> None:
         tp = Mesh(comm, tp=2).tp
         half, one = torch.zeros(2), torch.zeros(1)
-        with tp.about("x[B, T, D]{*} → x[B, T_*, D]"):
+        with tp.about("x", "B T D", "B T_* D", partial=True):
             reduce_scatter(tp, one, [torch.zeros(1), torch.zeros(1)])
         comm.sleep(1.0)
-        with tp.about("tokens[E, C_*, D] → tokens[E_*, C, D]"):
+        with tp.about("tokens", "E C_* D", "E_* C D"):
             all_to_all(tp, [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)])
         comm.sleep(1.0)
-        with tp.about("keys x[B, T_*, D]"):
+        with tp.about("keys x", "B T_* D"):
             tp.sendrecv(one, 1 - tp.rank, torch.zeros(1), 1 - tp.rank)
         comm.sleep(1.0)
         all_reduce(tp, half)

@@ -19,7 +19,7 @@ from d2lps.comm.ops import ReduceOp
 from d2lps.comm.status import Board, Status, readers_line
 from d2lps.comm.watcher import Watcher
 from d2lps.comm.work import Event
-from d2lps.trace.recorder import Recorder, axis_of
+from d2lps.trace.recorder import About, Recorder, axis_of
 
 # With this, torch's own random numbers begin in every rank: alike on all ranks, in every run, and in both worlds. A rank's
 # own numbers come from `comm.generator`.
@@ -99,25 +99,25 @@ class Rank(ABC):
         return axis_of(self.name) or "ranks"
 
     @contextmanager
-    def about(self, label: str) -> Iterator[None]:
-        """Say what the messages of the block carry: with it begin the names of their steps. `*` stands for this group's axis.
+    def about(self, name: str, before: str | None = None, after: str | None = None, partial: bool = False) -> Iterator[None]:
+        """Say what the messages of the block carry: the trace keeps it (see `About`), and the names of their steps begin with it.
 
-        >>> with comm.about("mlp[B, T, D]{*} → mlp[B, T, D]"):      # "mlp[B, T, D]{tp} → mlp[B, T, D]: reduce-scatter 1/3"
-        ...     all_reduce(comm, hidden)                            # doctest: +SKIP
+        >>> with comm.about("mlp", "B T D", "B T D", partial=True):     # "mlp[B, T, D]{tp} → mlp[B, T, D]: reduce-scatter 1/3"
+        ...     all_reduce(comm, hidden)                                # doctest: +SKIP
 
-        A shape has a letter for each dimension; `D_*` is one that is cut, each rank of the group having its piece, `{*}` behind
-        it a sum of which each has a summand. Costs nothing without a trace.
+        before, after: a letter for each dimension; "D_*" is one that is cut, each rank of the group having its piece. partial:
+        before, it is a sum of which each rank has a summand. Costs nothing without a trace.
         """
         if (recorder := self.recorder) is None:
             yield
             return
-        before = recorder.about, recorder.step
-        recorder.about = f"{label.replace('*', self.axis)}: "
-        recorder.step = recorder.about.removesuffix(": "),
+        was = recorder.about, recorder.step
+        recorder.about = About(name, self.axis, before, after, partial)
+        recorder.step = recorder.about,
         try:
             yield
         finally:
-            recorder.about, recorder.step = before
+            recorder.about, recorder.step = was
 
     def compute(self, label: str, flops: float | None = None, bytes: float | None = None) -> AbstractContextManager[None]:
         """Name what is computed in the block, so that a trace shows it.
@@ -185,7 +185,7 @@ class Rank(ABC):
         """Name what follows, in traces and pictures: `comm.step("reduce-scatter {}/{}", 1, 3)`."""
         if self.recorder:
             about = self.recorder.about
-            self.recorder.step = ("{}" + label, about, *numbers) if about else (label, *numbers)
+            self.recorder.step = ("{}: " + label, about, *numbers) if about else (label, *numbers)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialized tensor where this world likes its tensors best; every rank of the group must call it."""

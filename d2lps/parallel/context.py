@@ -127,7 +127,7 @@ class _Ring(Function):
                 theirs[1, ..., :last, :] = (weights.mT @ asked).sum(2, keepdim=True)
             if home is not None:  # what the ranks before have found for this block
                 ctx.comm.combine(theirs, home())
-            with ctx.comm.about("gradients of keys, values x[B, T_*, D]"):
+            with ctx.comm.about("gradients of keys, values x", "B T_* D"):
                 home = _pass_on(ctx.comm, theirs)
         assert home is not None
         found = home().squeeze(3).to(pair.dtype)
@@ -137,7 +137,7 @@ class _Ring(Function):
 def _around(comm: Communicator, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Each rank's tensor in turn, with whose it is, this rank's first; the next one is on its way meanwhile."""
     for step in range(comm.size):
-        with comm.about("keys, values x[B, T_*, D]"):
+        with comm.about("keys, values x", "B T_* D"):
             comm.step("ring {}/{}", step + 1, comm.size)
             arrived = _pass_on(comm, mine) if step + 1 < comm.size else None
         yield (comm.rank - step) % comm.size, mine

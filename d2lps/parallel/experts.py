@@ -138,13 +138,14 @@ class _AllToAll(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(ctx.comm, grad, "grad tokens", not ctx.there), None, None
+        return _exchanged(ctx.comm, grad, "tokens.grad", not ctx.there), None, None
 
 
 def _exchanged(comm: Communicator, parts: Tensor, name: str, there: bool) -> Tensor:
     """there: from each rank's own tokens, for all experts, to all tokens for its own experts."""
-    received, shapes = torch.empty_like(parts := parts.contiguous()), ["[E, C_*, D]", "[E_*, C, D]"][:: 1 if there else -1]
-    with comm.about(f"{name}{shapes[0]} → {name.split()[-1]}{shapes[1]}"):
+    received = torch.empty_like(parts := parts.contiguous())
+    before, after = ("E C_* D", "E_* C D")[:: 1 if there else -1]
+    with comm.about(name, before, after):
         all_to_all(comm, list(received.chunk(comm.size)), list(parts.chunk(comm.size)))
     return received
 

@@ -74,7 +74,7 @@ def add_up_partial(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
             together.setdefault((comm, gradient.dtype), []).append(gradient)
     for (comm, _), parts in together.items():
         flat = torch.cat([part.flatten() for part in parts])
-        with comm.about("grads[P]{*} → grads[P]"):
+        with comm.about("grads", "P", "P", partial=True):
             all_reduce(comm, flat)
         for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))

@@ -14,7 +14,7 @@ from math import nan
 from struct import Struct
 from threading import Lock
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,31 @@ COLUMNS = {
 SEQ, _DONE_SEQ, STREAM, POSTED, WAITED, DONE, _END = 0, 1, 2, 8, 9, 10, 11  # where they stand in a row of "ends", and its length
 _pack = Struct("11d").pack
 _new = Lock()  # the lanes of a rank are threads, and no two labels may get one number
+
+
+class About(NamedTuple):
+    """What messages carry: a tensor, and which piece of it each rank of their group has before and after them.
+
+    >>> str(About("block0 weights", "dp", "P_*", "P")), str(About("x", "tp", "B T D", "B T_* D", partial=True))
+    ('block0 weights[P_dp] → weights[P]', 'x[B, T, D]{tp} → x[B, T_tp, D]')
+    """
+
+    name: str  # the last word is the tensor's own, the others say which one it is
+    axis: str  # of the group
+    before: str | None = None  # a letter for each dimension; "T_*" is cut along the axis; a number has none; None: no tensor
+    after: str | None = None  # None: what one rank has goes to another as it is
+    partial: bool = False  # before, it is a sum of which each rank has a summand
+
+    @property
+    def tensor(self) -> str:
+        return self.name.rpartition(" ")[2]
+
+    def __str__(self) -> str:
+        begin = self.name + self._dimensions(self.before) + (f"{{{self.axis}}}" if self.partial else "")
+        return begin if self.after is None else f"{begin} → {self.tensor}{self._dimensions(self.after)}"
+
+    def _dimensions(self, letters: str | None) -> str:
+        return "" if letters is None else f"[{', '.join(letters.replace('*', self.axis).split())}]"
 
 
 class Names(dict[tuple[Hashable, ...], int]):
@@ -92,7 +117,7 @@ class Recorder:
         self.lines = array("i")  # one for each row of `ends`, or none
         self.vocabulary = vocabulary or Vocabulary()
         self.step: tuple[Any, ...] = ()  # a label and the numbers in it; see Communicator.step
-        self.about = ""  # what labels begin with; see Communicator.about
+        self.about: About | None = None  # what labels begin with; see Communicator.about
         self.tables = {name: array("d") for name in COLUMNS}  # row by row; a double holds whole numbers up to 2**53
         self.ends = self.tables["ends"]
         self.seq = 0

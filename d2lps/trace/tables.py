@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from d2lps.trace.recorder import ACTIONS, COLUMNS, KINDS, Recorder, Vocabulary, axis_of
+from d2lps.trace.recorder import ACTIONS, COLUMNS, KINDS, About, Recorder, Vocabulary, axis_of
 
 Columns = dict[str, np.ndarray]
 _TIMES = ("posted", "waited", "done", "start", "end")
@@ -32,6 +32,7 @@ class Tables:
     Each of them says in which lane: 0 is a rank's own thread of control, the others are what it has started.
     Times are seconds since the first rank of a machine began. `step`, `group`, `op` and `label` are indices into `steps`,
     `groups`, `ops` and `labels`, a span's `kind` into `kinds`, buffers are indices into `buffers`; `axes` are those of `groups`.
+    `about` has of each of `steps` what its messages carry, where `Communicator.about` has said so, or None.
     The `*seq` columns number the events of a thread, which is one of `threads`, in the order of its program.
     """
 
@@ -47,6 +48,7 @@ class Tables:
         self._streams = dict(zip(("group", "src", "dst", "tag"), streams.T, strict=True))  # what their messages have in common
         names = words.step, words.group, words.op, words.label
         self.steps, self.groups, self.ops, self.labels = (labels.strings for labels in names)
+        self.about = [next((part for part in label if isinstance(part, About)), None) for label in words.step]
         self.axes = [axis_of(group) for group in self.groups]  # of each group: "tp", or "" for one of no mesh
         self.buffers = words.buffers.seen
         self.lines: list[Any] = list(words.line)  # (file, number); none if the trace has no lines

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from d2lps.trace import Trace
+from d2lps.trace import About, Trace
 
 HELD = ("weights", "gradients", "optimizer", "gathered", "activations", "other")
 _COMPUTE = [re.compile(r"(?P<stage>\d*)(?P<kind>[FBW])(?P<k>\d+)")]
@@ -43,7 +43,7 @@ class Episode(NamedTuple):
     """One collective of a group, or messages that belong together."""
 
     group: Group
-    about: str
+    about: About
     start: float
     end: float
 
@@ -90,11 +90,12 @@ def read(label: str) -> tuple[str, str, str]:
 
 def episodes(trace: Trace, found: Sequence[Group]) -> list[Episode]:
     """Messages of one group about one thing, until there is a pause."""
-    m, made, last = trace.messages, list[Episode](), dict[tuple[int, str], int]()
+    m, made, last = trace.messages, list[Episode](), dict[tuple[int, About], int]()
     least = 1e-9 * float(np.nanmax(m["end"], initial=0.0))
     for row in np.lexsort((m["end"], m["start"])).tolist():
         if not np.isnan(m["end"][row]):
-            about = _about(trace.steps[m["step"][row]])
+            step = m["step"][row]
+            about = trace.about[step] or About(trace.steps[step].rstrip("0123456789/ "), "")  # nobody has said more of it
             start, end = float(m["start"][row]), float(m["end"][row])
             key = int(m["group"][row]), about
             at = last.get(key)
@@ -104,11 +105,6 @@ def episodes(trace: Trace, found: Sequence[Group]) -> list[Episode]:
                 last[key] = len(made)
                 made.append(Episode(found[key[0]], about, start, end))
     return made
-
-
-def _about(step: str) -> str:
-    """What the messages of a step are about: `_about("x[B, T]{tp} → x[B, T]: all-gather 1/3") == "x[B, T]{tp} → x[B, T]"`."""
-    return step.rpartition(": ")[0] or step.rstrip("0123456789/ ")
 
 
 def held(trace: Trace) -> list[dict[str, list[tuple[float, float]]]]:

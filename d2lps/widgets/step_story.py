@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
@@ -10,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from d2lps.trace import About
 from d2lps.widgets.step_events import Block, Episode, Group, read, short
 from d2lps.widgets.texts import STEPS
 
-_SHAPE = re.compile(r"((?:grad )?[\w.]+)?\[([^\]]*)\](?:\{(\w+)\})?")
 _MOST_STOPS = 60
 
 
@@ -26,17 +25,19 @@ class Shapes:
     def of(self, episode: Episode) -> list[dict[str, Any]]:
         """Those before and after: {"name", "text", "grid": [rows, columns], "own": of each rank of the group its cell, or -1 for
         all, "partial": whether that is a summand}."""
-        return [self._shape(episode.group, *found) for found in _SHAPE.findall(episode.about)[:2]]
+        about = episode.about
+        return [self._shape(episode.group, about, dims, partial)
+                for dims, partial in ((about.before, about.partial), (about.after, False)) if dims is not None]  # fmt: skip
 
-    def _shape(self, group: Group, name: str, dims: str, partial: str) -> dict[str, Any]:
-        letters = [self._cut(dim.strip(), group.axis) for dim in dims.split(",") if dim.strip()]
-        text = f"{name}[{', '.join(letters)}]" + (f"{{U_{partial}}}" if partial else "")
+    def _shape(self, group: Group, about: About, dims: str, partial: bool) -> dict[str, Any]:
+        letters = [self._cut(dim, group.axis) for dim in dims.replace("*", about.axis).split()]
+        text = f"{about.tensor}[{', '.join(letters)}]" + (f"{{U_{about.axis}}}" if partial else "")
         cuts = [axis for letter in letters if (axis := letter.partition("_")[2])]
         places = [[self._place(axis, rank, group) for axis in cuts] for rank in group.members]
         sizes = [size for _, size in places[0]] if places else []
         grid = [1, 1] if not sizes else [1, sizes[0]] if len(sizes) == 1 else [sizes[0], prod(sizes[1:])]
         own = [int(np.ravel_multi_index([at for at, _ in mine], sizes)) if mine else -1 for mine in places]
-        return {"text": text, "grid": grid, "own": own, "partial": bool(partial)}
+        return {"text": text, "grid": grid, "own": own, "partial": partial}
 
     def _cut(self, dim: str, axis: str) -> str:
         """The batch is cut along dp and tokens along cp, where there are those, whoever else cuts what."""
@@ -50,22 +51,19 @@ class Shapes:
         return mine.index(rank), len(mine)
 
 
-def name(episode: Episode) -> str:
+def name(about: About) -> str:
     """What is done, as the shapes tell it: "all-gather"."""
-    found = _SHAPE.findall(episode.about)
-    if len(found) < 2:
-        return STEPS["send"] if found or read(episode.about)[0] else episode.about
-    (before, partial), (after, still) = ((dims, partial) for _, dims, partial in found[:2])
-    cut, left = (f"_{episode.group.axis}" in dims for dims in (before, after))
-    if partial:
-        return STEPS["partly"] if still else STEPS["reduce_scatter"] if left else STEPS["all_reduce"]
+    if about.before is None or about.after is None:
+        return STEPS["send"] if about.before is not None or read(about.name)[0] else about.name
+    cut, left = ("_*" in dims for dims in (about.before, about.after))
+    if about.partial:
+        return STEPS["reduce_scatter"] if left else STEPS["all_reduce"]
     return STEPS["all_to_all"] if cut and left else STEPS["all_gather"] if cut else STEPS["scatter"] if left else STEPS["send"]
 
 
-def free(about: str) -> str:
-    """The words before the shape: `free("block0 weights[P_dp] → weights[P]") == "block0"`."""
-    found = _SHAPE.search(about)
-    return about[: found.start()].strip(" :") if found else about
+def free(about: About) -> str:
+    """The words before the tensor's name; all of them, where there is no tensor."""
+    return about.name.rpartition(" ")[0] if about.before is not None else about.name
 
 
 Drawn = Sequence[tuple[Episode, list[dict[str, Any]]]]  # with their shapes
@@ -103,7 +101,9 @@ def _said(computed: Sequence[Block], done: Drawn, between: tuple[float, float], 
     sent: dict[str, float] = {}
     for episode, shapes in done:
         if (part := share(episode.start, episode.end)) > 0.01:
-            over = STEPS["over"].format(what=name(episode), axis=episode.group.axis) if episode.group.axis else name(episode)
+            over = name(episode.about)
+            if episode.group.axis:
+                over = STEPS["over"].format(what=over, axis=episode.group.axis)
             what = [free(episode.about) if shapes else "", " → ".join(shape["text"] for shape in shapes)]
             said = ": ".join(filter(None, [over, " ".join(filter(None, what))]))
             sent[said] = max(part, sent.get(said, 0.0))

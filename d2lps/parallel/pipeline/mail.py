@@ -49,7 +49,7 @@ class Mail:
         self.leaving = [(work, sent) for work, sent in self.leaving if not work.test()]  # and let the others be freed
         if action.kind == "F":
             self._tell(action, tensor, dst)
-        with self.comm.about(f"{'activation' if action.kind == 'F' else 'gradient'} {action.micro_batch} x[B, T, D]"):
+        with self.comm.about(f"{'activation' if action.kind == 'F' else 'gradient'} {action.micro_batch} x", "B T D"):
             self.leaving.append((self.comm.isend(tensor, dst), tensor))
 
     def _tell(self, action: Action, tensor: Tensor, dst: int) -> None:

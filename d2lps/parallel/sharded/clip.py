@@ -44,11 +44,11 @@ def clip_by_global_norm(parameters: Iterable[Tensor], max_norm: float, groups: I
         raise ValueError(f"groups has that of ranks {twice[0]}, {told}")
     for over, squares in kinds.items():
         for group in over:
-            with group.about("squares of grads[]{*} → squares[]"):
+            with group.about("grads' squares", "", "", partial=True):
                 all_reduce(group, squares)
     total = torch.stack(list(kinds.values())).sum() if kinds else torch.zeros((), dtype=torch.float64)
     for group in groups:
-        with group.about("squares of grads[]{*} → squares[]"):
+        with group.about("grads' squares", "", "", partial=True):
             all_reduce(group, total)
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

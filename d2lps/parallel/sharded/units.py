@@ -113,7 +113,7 @@ class Unit:
             nbytes = self.weights.numel() * self.weights.element_size()
             self._hold("gathered", nbytes, "gathered")
             self.weights.untyped_storage().resize_(nbytes)
-            self._gathering = self._begin(self.comm, "weights[P_*] → weights[P]", all_gather_into_tensor, self.weights, self.mine)
+            self._gathering = self._begin(self.comm, ("weights", "P_*", "P"), all_gather_into_tensor, self.weights, self.mine)
 
     def wait(self) -> None:
         """Return when they are there."""
@@ -154,7 +154,7 @@ class Unit:
             self.mine.copy_(self.shard.detach())  # rounded to the nearest
         self.free()
         if self.keeps:
-            with self.comm.about("weights[P_*] → weights[P]"):
+            with self.comm.about("weights", "P_*", "P"):
                 all_gather_into_tensor(self.comm, self.weights, self.mine)
 
     # ---- gradients ------------------------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ class Unit:
         alone, room, works = self.comm.size == 1, self._rooms.pop("whole"), list[Work]()
         mean = whole if alone else whole.new_empty(self.length)  # alone, with all of the state: the reduction is the replicas'
         if not alone:
-            shares = "grads[P]{*} → grads[P_*]", reduce_scatter_tensor, mean, whole
+            shares = ("grads", "P", "P_*", True), reduce_scatter_tensor, mean, whole
             turn = self._begin_in_turn(works, turn, self.comm, *shares)
         if alone or replicas.size > 1:
-            turn = self._begin_in_turn(works, turn, replicas, "grads[P]{*} → grads[P]", all_reduce, mean)
+            turn = self._begin_in_turn(works, turn, replicas, ("grads", "P", "P", True), all_reduce, mean)
 
         def settle() -> None:
             for work in works:
@@ -251,16 +251,17 @@ class Unit:
 
     # ---- glue -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, comm: Communicator, about: str, function: Callable[..., Any], *args: Any) -> Work:
+    def _begin(self, comm: Communicator, about: Any, function: Callable[..., Any], *args: Any) -> Work:
         parts = {name.partition(".")[0] for name in self.names}  # one, where a unit is a child: "block2"
-        with comm.about(" ".join([*(parts if len(parts) == 1 else []), about])):
+        name, *pieces = about
+        with comm.about(" ".join([*(parts if len(parts) == 1 else []), name]), *pieces):
             if self.beside:
                 return comm.start(function, *args)
             function(comm, *args)
         return Work(lambda: None, lambda: True)
 
     def _begin_in_turn(
-        self, works: list[Work], turn: Event | None, comm: Communicator, about: str, function: Callable[..., Any], *args: Any
+        self, works: list[Work], turn: Event | None, comm: Communicator, about: Any, function: Callable[..., Any], *args: Any
     ) -> Event:
         """The average of a gradient, once it is its turn: at most one travels at a time."""
         over = Event()

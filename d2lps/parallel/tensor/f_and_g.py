@@ -49,36 +49,37 @@ def _same(x: Tensor) -> Tensor:
 
 def _sum(comm: Communicator, way: str, algorithm: str, x: Tensor) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    with _about(comm, x, f"{_shape(way)}{{*}} → {_shape(way)}"):
+    with _about(comm, way, x, "B T D", "B T D", partial=True):
         all_reduce(comm, total, algorithm=algorithm)
     return total
 
 
 def _whole(comm: Communicator, way: str, dim: int, piece: Tensor) -> Tensor:
     pieces = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(comm.size)]
-    with _about(comm, piece, f"{_shape(way, dim)} → {_shape(way)}"):
+    with _about(comm, way, piece, _cut(dim), "B T D"):
         all_gather(comm, pieces, piece)
     return torch.cat(pieces, dim)
 
 
 def _my_sum(comm: Communicator, way: str, dim: int, x: Tensor) -> Tensor:
     mine = cut(comm, x, dim)
-    with _about(comm, x, f"{_shape(way)}{{*}} → {_shape(way, dim)}"):
+    with _about(comm, way, x, "B T D", _cut(dim), partial=True):
         reduce_scatter(comm, mine, [piece.contiguous() for piece in x.chunk(comm.size, dim)])
     return mine
 
 
-def _shape(way: str, cut: int | None = None) -> str:
-    """As traces tell it: `_shape("backward", cut=-2) == "grad x[B, T_*, D]"`."""
+def _cut(dim: int) -> str:
+    """`_cut(-2) == "B T_* D"`"""
     letters = list("BTD")
-    if cut is not None:
-        letters[cut] += "_*"
-    return f"{'grad ' * (way == 'backward')}x[{', '.join(letters)}]"
+    letters[dim] += "_*"
+    return " ".join(letters)
 
 
-def _about(comm: Communicator, x: Tensor, label: str) -> AbstractContextManager[None]:
+def _about(
+    comm: Communicator, way: str, x: Tensor, before: str, after: str, partial: bool = False
+) -> AbstractContextManager[None]:  # fmt: skip
     """Of [batch, sequence, hidden]; for what has another shape, the caller may say it."""
-    return comm.about(label) if x.ndim == 3 else nullcontext()
+    return comm.about("x.grad" if way == "backward" else "x", before, after, partial) if x.ndim == 3 else nullcontext()
 
 
 def copy(comm: Communicator, x: Tensor, algorithm: str = "ring") -> Tensor:

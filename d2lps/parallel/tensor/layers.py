@@ -100,12 +100,12 @@ def vocab_cross_entropy(comm: Communicator, logits: Tensor, targets: Tensor, alg
     count = logits.shape[-1]
     _check(comm, "targets", targets, count)
     top = logits.detach().amax(-1)
-    with comm.about("largest logit[B, T]{*} → logit[B, T]"):
+    with comm.about("largest logit", "B T", "B T", partial=True):
         all_reduce(comm, top, ReduceOp.MAX, algorithm)
     logits = logits - top.unsqueeze(-1)
     place, here = _own(comm, targets, count)
     own = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1) * here
-    with comm.about("sums for the loss[B, T]{*} → loss[B, T]"):
+    with comm.about("sums for the loss", "B T", "B T", partial=True):
         total, own = reduce(comm, torch.stack([logits.exp().sum(-1), own]), algorithm)
     return (total.log() - own).sum()
 

@@ -122,7 +122,7 @@ class Trainer:
         if self.plan.cp > 1:
             tokens, targets = local(mesh.cp, tokens), local(mesh.cp, targets)
         self.counted = (targets != NOTHING).sum().to(device)
-        with mesh.data.about("number of tokens[]{*} → tokens[]"):
+        with mesh.data.about("number of tokens", "", "", partial=True):
             all_reduce(mesh.data, self.counted)
         self.counted.clamp_(min=1)
         self.place.step, rows = self.done, first + torch.arange(share)
@@ -169,9 +169,9 @@ class Trainer:
     def _mean(self, loss: Tensor | None) -> float:
         """The last stage's ranks have the loss, each its own part; all are told the whole."""
         mean = torch.zeros((), dtype=torch.float64, device=self.comm.device) if loss is None else loss.detach().double()
-        with self.mesh.data.about("loss[]{*} → loss[]"):
+        with self.mesh.data.about("loss", "", "", partial=True):
             all_reduce(self.mesh.data, mean, ReduceOp.AVG)
-        with self.mesh.pp.about("loss[]"):
+        with self.mesh.pp.about("loss", ""):
             broadcast(self.mesh.pp, mean, src=self.plan.pp - 1)
         return mean.item()
 
