@@ -10,9 +10,9 @@ from typing import Any
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.worker import KVWorker
 from d2lps.kvstore.network.deployment import Deployment
-from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.transport import SocketTransport
 from d2lps.launch.rank import Timed
+from d2lps.sharedmemory.linux import keep_freed_memory
 
 
 def work(

@@ -22,7 +22,6 @@ from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.clients import Clients, received
 from d2lps.kvstore.network.deployment import REGISTERS, Deployment
-from d2lps.kvstore.network.memory import keep_freed_memory
 from d2lps.kvstore.network.monitor import Meter
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
@@ -32,6 +31,7 @@ from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import frame, parse
 from d2lps.kvstore.storage.log import LogDamaged, lock
 from d2lps.kvstore.storage.tiers import Tiers
+from d2lps.sharedmemory.linux import keep_freed_memory
 from d2lps.trace import Recorder
 
 
