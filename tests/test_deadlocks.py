@@ -9,6 +9,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,18 +40,18 @@ def in_the_simulator(program: Program, ranks: int) -> RankHung:
     return caught.value
 
 
-def on_real_processes(program: Program, ranks: int) -> RankHung:
+def on_real_processes(backend: str, program: Program, ranks: int) -> RankHung:
     start = time.monotonic()
     with pytest.raises(RankHung) as caught:
-        d2lps.run(program, ranks, timeout=1)
+        d2lps.run(program, ranks, timeout=1, backend=backend)
     waited = time.monotonic() - start
     assert waited >= 1.0 or "waits for one that has returned" in str(caught.value)  # which nobody need wait for
     return caught.value
 
 
-@pytest.fixture(params=[in_the_simulator, on_real_processes], ids=["simulated", "real"])
-def world(request: pytest.FixtureRequest) -> World:
-    return request.param
+# Processes by each transport that needs no GPU.
+BACKENDS = ["shm", "gloo"] if sys.platform == "linux" else ["gloo"]
+REAL = [partial(on_real_processes, backend) for backend in BACKENDS]
 
 
 def lines_of(program: Program) -> dict[int, str]:
@@ -64,17 +66,26 @@ def lines_of(program: Program) -> dict[int, str]:
     return found
 
 
-def check(error: RankHung, program: Program, said: Sequence[str], circle: Sequence[int] = (), hint: str = "") -> None:
-    """`said[r]` is what must be said of rank r; its line is looked up in the program."""
-    text, places = str(error), lines_of(program)
-    for rank, words in enumerate(said):
-        where = f" (in {program.__name__}, {places[rank]})" if rank in places else ""
-        assert f"  rank {rank} {words}{where}\n" in text + "\n", f"not said of rank {rank}: {words}{where}\n{text}"
-    assert isinstance(error, Deadlock) == bool(circle), text
-    named = [int(rank) for rank in re.findall(r"rank (\d+)", text.partition(", each waits for the next")[0])] if circle else []
-    turned = [[*circle[k:], *circle[:k], circle[k]] for k in range(len(circle))]  # it may be told from any of its ranks
-    assert not circle or named in turned, text
-    assert hint in text
+@dataclass
+class Case:
+    """A program, on so many ranks. said[r] is what must be said of rank r; its line is looked up in the program."""
+
+    program: Program
+    said: Sequence[str]
+    circle: Sequence[int] = ()
+    hint: str = ""
+
+    def check(self, world: World) -> None:
+        error = world(self.program, len(self.said))
+        text, places, name = str(error), lines_of(self.program), self.program.__name__
+        for rank, words in enumerate(self.said):
+            where = f" (in {name}, {places[rank]})" if rank in places else ""
+            assert f"  rank {rank} {words}{where}\n" in text + "\n", f"not said of rank {rank}: {words}{where}\n{text}"
+        assert isinstance(error, Deadlock) == bool(self.circle), text
+        named = [int(rank) for rank in re.findall(r"rank (\d+)", text.partition(", each waits for the next")[0])]
+        turned = [[*self.circle[k:], *self.circle[:k], self.circle[k]] for k in range(len(self.circle))]  # from any of its ranks
+        assert not self.circle or named in turned, text
+        assert self.hint in text
 
 
 # ---- the gallery --------------------------------------------------------------------------------------------------------
@@ -85,29 +96,15 @@ def two_send_first(comm: Communicator) -> None:
     comm.recv(TEN, 1 - comm.rank)
 
 
-def test_two_ranks_send_first(world: World) -> None:
-    said = [f"waits for rank {1 - rank} to receive 40 B, tag 0" for rank in range(2)]
-    check(world(two_send_first, 2), two_send_first, said, circle=[0, 1])
-
-
 def all_send_first(comm: Communicator) -> None:
     comm.send(TEN, (comm.rank + 1) % comm.size)  # 0, 1, 2, 3:
     comm.recv(TEN, (comm.rank - 1) % comm.size)
 
 
-def test_a_ring_in_which_all_send_first(world: World) -> None:
-    said = [f"waits for rank {(rank + 1) % 4} to receive 40 B, tag 0" for rank in range(4)]
-    check(world(all_send_first, 4), all_send_first, said, circle=[0, 1, 2, 3])
-
-
-def all_receive_first(comm: Communicator) -> None:
-    comm.recv(TEN, (comm.rank - 1) % comm.size)  # 0, 1, 2:
-    comm.send(TEN, (comm.rank + 1) % comm.size)
-
-
-def test_a_ring_in_which_all_receive_first(world: World) -> None:
-    said = [f"waits for rank {(rank - 1) % 3} to send 40 B, tag 0" for rank in range(3)]
-    check(world(all_receive_first, 3), all_receive_first, said, circle=[2, 1, 0])
+def three_receive_first(comm: Communicator) -> None:
+    if comm.rank < 3:
+        comm.recv(TEN, (comm.rank - 1) % 3)  # 0, 1, 2:
+    comm.barrier()  # 3:
 
 
 def other_tags(comm: Communicator) -> None:
@@ -117,55 +114,24 @@ def other_tags(comm: Communicator) -> None:
         comm.recv(TEN, 0, tag=8)  # 1:
 
 
-def test_tags_that_do_not_match(world: World) -> None:
-    said = ["waits for rank 1 to receive 40 B, tag 7", "waits for rank 0 to send 40 B, tag 8"]
-    hint = "rank 0 sends with tag 7, rank 1 receives with tag 8: they never meet"
-    check(world(other_tags, 2), other_tags, said, circle=[0, 1], hint=hint)
-
-
 def only_some_call(comm: Communicator) -> None:
     if comm.rank != 2:
         broadcast(comm, TEN, src=2, algorithm="flat")  # 0, 1:
 
 
-def test_a_collective_that_only_some_ranks_call(world: World) -> None:
-    said = ["waits for rank 2 to send 40 B, tag 0 in broadcast"] * 2 + ["has returned"]
-    check(world(only_some_call, 3), only_some_call, said)
-
-
 def other_collectives(comm: Communicator) -> None:
-    if comm.rank == 0:
+    if comm.rank == 0:  # first gathers what the others have; rank 1 waits to be told what rank 0 has
         all_reduce(comm, TEN, algorithm="flat")  # 0:
     else:
-        broadcast(comm, TEN, src=0, algorithm="flat")
-        comm.barrier()  # 1:
-
-
-def test_two_collectives_that_are_not_the_same(world: World) -> None:
-    # Rank 0 first gathers what the others have; rank 1 waits to be told what rank 0 has.
-    said = ["waits for rank 1 to send 40 B, tag 0 in all_reduce", "waits for rank 0 to send 40 B, tag 0 in broadcast"]
-    error = world(other_collectives, 2)
-    hint = "rank 0 is in all_reduce, rank 1 in broadcast: all ranks must call the same"
-    assert all(words in str(error) for words in [*said, hint]) and "line " in str(error)
-    assert "deadlock: rank" in str(error) and isinstance(error, Deadlock)
+        broadcast(comm, TEN, src=0, algorithm="flat")  # 1:
 
 
 def other_roots(comm: Communicator) -> None:
     broadcast(comm, TEN, src=comm.rank, algorithm="flat")  # 0, 1, 2:
 
 
-def test_every_rank_takes_itself_for_the_root(world: World) -> None:
-    said = [f"waits for rank {peer} to receive 40 B, tag 0 in broadcast" for peer in (1, 0, 0)]
-    check(world(other_roots, 3), other_roots, said, circle=[0, 1])
-
-
 def nobody_is_the_root(comm: Communicator) -> None:
     broadcast(comm, TEN, src=(comm.rank + 1) % comm.size, algorithm="flat")  # 0, 1:
-
-
-def test_every_rank_takes_another_one_for_the_root(world: World) -> None:
-    said = [f"waits for rank {1 - rank} to send 40 B, tag 0 in broadcast" for rank in range(2)]
-    check(world(nobody_is_the_root, 2), nobody_is_the_root, said, circle=[0, 1])
 
 
 def from_one_who_is_gone(comm: Communicator) -> None:
@@ -173,19 +139,10 @@ def from_one_who_is_gone(comm: Communicator) -> None:
         comm.recv(TEN, 0)  # 1:
 
 
-def test_a_receive_from_a_rank_that_has_returned(world: World) -> None:
-    check(world(from_one_who_is_gone, 2), from_one_who_is_gone, ["has returned", "waits for rank 0 to send 40 B, tag 0"])
-
-
 def round_the_wrong_way(comm: Communicator) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     comm.sendrecv(TEN, right, torch.empty(10), right)  # 0, 1, 2:
     comm.sendrecv(TEN, left, torch.empty(10), left)
-
-
-def test_a_ring_that_receives_from_where_it_sends(world: World) -> None:
-    said = [f"waits for rank {(rank + 1) % 3} to send 40 B, tag 0" for rank in range(3)]
-    check(world(round_the_wrong_way, 3), round_the_wrong_way, said, circle=[0, 1, 2])
 
 
 def barrier_against_message(comm: Communicator) -> None:
@@ -196,22 +153,12 @@ def barrier_against_message(comm: Communicator) -> None:
         comm.recv(TEN, 0)
 
 
-def test_a_barrier_on_one_side_and_a_message_on_the_other(world: World) -> None:
-    said = ["waits for rank 1 to receive 40 B, tag 0", "waits at a barrier"]
-    check(world(barrier_against_message, 2), barrier_against_message, said, circle=[0, 1])
-
-
 def stuck_behind_a_circle(comm: Communicator) -> None:
     if comm.rank == 2:
         comm.recv(TEN, 0)  # 2:
     else:
         comm.recv(TEN, 1 - comm.rank)  # 0, 1:
         comm.send(TEN, 2)
-
-
-def test_a_rank_that_waits_for_a_circle_is_not_part_of_it(world: World) -> None:
-    said = [f"waits for rank {peer} to send 40 B, tag 0" for peer in (1, 0, 0)]
-    check(world(stuck_behind_a_circle, 3), stuck_behind_a_circle, said, circle=[0, 1])
 
 
 def one_side_of_a_split(comm: Communicator) -> None:
@@ -221,37 +168,17 @@ def one_side_of_a_split(comm: Communicator) -> None:
         comm.barrier()  # 1:
 
 
-def test_a_split_that_only_one_rank_calls(world: World) -> None:
-    said = ["waits for the others to call split", "waits at a barrier"]
-    check(world(one_side_of_a_split, 2), one_side_of_a_split, said, circle=[0, 1])
-
-
 def in_a_group_of_their_own(comm: Communicator) -> None:
     group = comm.split(color=comm.rank % 2)
     assert group is not None
-    group.recv(TEN, 1 - group.rank)  # 0, 1, 2, 3:
+    if comm.rank % 2 == 0:
+        group.recv(TEN, 1 - group.rank)  # 0, 2:
 
 
-def test_ranks_of_a_group_are_told_by_their_number_in_the_run(world: World) -> None:
-    said = [f"waits for rank {(rank + 2) % 4} to send 40 B, tag 0" for rank in range(4)]
-    error = world(in_a_group_of_their_own, 4)
-    circle = [0, 2] if "rank 0 -> rank 2" in str(error) or "rank 2 -> rank 0" in str(error) else [1, 3]
-    check(error, in_a_group_of_their_own, said, circle=circle)
-
-
-# ---- in groups ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["gloo", "shm"] if sys.platform == "linux" else ["gloo"])
-def real(request: pytest.FixtureRequest) -> World:
-    """A world of processes, by each transport that needs no GPU."""
-
-    def program_on(program: Program, ranks: int) -> RankHung:
-        with pytest.raises(RankHung) as caught:
-            d2lps.run(program, ranks, timeout=1, backend=request.param)
-        return caught.value
-
-    return program_on
+def in_a_group_from_one_who_is_gone(comm: Communicator) -> None:
+    group = comm.split(color=comm.rank % 2)
+    if comm.rank == 3 and group is not None:
+        group.recv(TEN, 0)  # 3:
 
 
 def barriers_in_a_circle(comm: Communicator) -> None:
@@ -262,26 +189,13 @@ def barriers_in_a_circle(comm: Communicator) -> None:
     pair.barrier()  # 0, 1, 2, 3:
 
 
-def test_barriers_of_groups_in_a_circle(real: World) -> None:
-    said = [f"waits at a barrier of ranks {pair}" for pair in ("0, 1", "1, 2", "2, 3", "0, 3")]
-    check(real(barriers_in_a_circle, 4), barriers_in_a_circle, said, circle=[0, 1, 2, 3])
-
-
 def other_collectives_in_a_group(comm: Communicator) -> None:
     group = comm.split(comm.rank % 2)
     assert group is not None
     if comm.rank == 1:
         all_reduce(group, TEN, algorithm="flat")  # 1:
     elif comm.rank == 3:
-        broadcast(group, TEN, src=0, algorithm="flat")
-        group.barrier()  # 3:
-
-
-def test_two_collectives_of_a_group_that_are_not_the_same(real: World) -> None:
-    error = real(other_collectives_in_a_group, 4)
-    assert "  rank 1 waits for rank 3 to send 40 B, tag 0 in all_reduce (in other_collectives_in_a_group, line" in str(error)
-    assert "  rank 1 is in all_reduce, rank 3 in broadcast: all ranks must call the same" in str(error)
-    assert isinstance(error, Deadlock)
+        broadcast(group, TEN, src=0, algorithm="flat")  # 3:
 
 
 def a_group_and_the_world(comm: Communicator) -> None:
@@ -293,10 +207,56 @@ def a_group_and_the_world(comm: Communicator) -> None:
         group.recv(TEN, 0)  # 2:
 
 
-def test_messages_of_a_group_and_of_the_world_never_meet(real: World) -> None:
-    said = ["has returned", "waits for rank 2 to receive 40 B, tag 0", "waits for rank 1 to send 40 B, tag 0"]
-    hint = "ranks 1 and 2 use different communicators: their messages never meet"
-    check(real(a_group_and_the_world, 3), a_group_and_the_world, said, circle=[1, 2], hint=hint)
+def sends(peer: int, call: str = "", tag: int = 0) -> str:
+    return f"waits for rank {peer} to send 40 B, tag {tag}{call}"
+
+
+def takes(peer: int, call: str = "", tag: int = 0) -> str:
+    return f"waits for rank {peer} to receive 40 B, tag {tag}{call}"
+
+
+GONE = "has returned"
+CALLS = "all ranks must call the same"
+GALLERY = [
+    Case(two_send_first, [takes(1), takes(0)], [0, 1]),
+    Case(all_send_first, [takes(1), takes(2), takes(3), takes(0)], [0, 1, 2, 3]),
+    Case(three_receive_first, [sends(2), sends(0), sends(1), "waits at a barrier"], [2, 1, 0]),
+    Case(
+        other_tags, [takes(1, tag=7), sends(0, tag=8)], [0, 1],
+        hint="rank 0 sends with tag 7, rank 1 receives with tag 8: they never meet",
+    ),
+    Case(only_some_call, [sends(2, " in broadcast"), sends(2, " in broadcast"), GONE]),
+    Case(
+        other_collectives, [sends(1, " in all_reduce"), sends(0, " in broadcast")], [0, 1],
+        hint=f"rank 0 is in all_reduce, rank 1 in broadcast: {CALLS}",
+    ),
+    Case(other_roots, [takes(peer, " in broadcast") for peer in (1, 0, 0)], [0, 1]),
+    Case(nobody_is_the_root, [sends(peer, " in broadcast") for peer in (1, 0)], [0, 1]),
+    Case(from_one_who_is_gone, [GONE, sends(0)]),
+    Case(round_the_wrong_way, [sends(1), sends(2), sends(0)], [0, 1, 2]),
+    Case(barrier_against_message, [takes(1), "waits at a barrier"], [0, 1]),
+    Case(stuck_behind_a_circle, [sends(1), sends(0), sends(0)], [0, 1]),
+    Case(one_side_of_a_split, ["waits for the others to call split", "waits at a barrier"], [0, 1]),
+    Case(in_a_group_of_their_own, [sends(2), GONE, sends(0), GONE], [0, 2]),  # told by their numbers in the run
+    Case(in_a_group_from_one_who_is_gone, [GONE, GONE, GONE, sends(1)]),
+    Case(
+        barriers_in_a_circle, [f"waits at a barrier of ranks {pair}" for pair in ("0, 1", "1, 2", "2, 3", "0, 3")], [0, 1, 2, 3]
+    ),
+    Case(
+        other_collectives_in_a_group, [GONE, sends(3, " in all_reduce"), GONE, sends(1, " in broadcast")], [1, 3],
+        hint=f"rank 1 is in all_reduce, rank 3 in broadcast: {CALLS}",
+    ),
+    Case(
+        a_group_and_the_world, [GONE, takes(2), sends(1)], [1, 2],
+        hint="ranks 1 and 2 use different communicators: their messages never meet",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [in_the_simulator, *REAL], ids=["simulated", *BACKENDS])
+@pytest.mark.parametrize("case", GALLERY, ids=lambda case: case.program.__name__)
+def test_a_program_that_hangs_is_explained_in_every_world(case: Case, world: World) -> None:
+    case.check(world)
 
 
 # ---- what only the simulator can tell ----------------------------------------------------------------------------------

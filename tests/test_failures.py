@@ -181,7 +181,7 @@ def test_a_death_tells_the_last_words() -> None:
         run(work, 1)
 
 
-# ---- hangs ----------------------------------------------------------------------------------------------------------
+# ---- hangs: test_deadlocks.py has those that every world explains -------------------------------------------------------
 
 
 def hang(work: Callable[..., Any], ranks: int, *args: Any, kind: type[RankHung] = RankHung, timeout: float = 0.5) -> list[str]:
@@ -190,76 +190,6 @@ def hang(work: Callable[..., Any], ranks: int, *args: Any, kind: type[RankHung] 
         run(work, ranks, *args, timeout=timeout)
     assert type(caught.value) is kind, caught.value
     return str(caught.value).splitlines()
-
-
-def test_a_deadlock_names_its_circle() -> None:
-    def work(comm: Communicator) -> None:
-        if comm.rank < 3:
-            comm.recv(torch.zeros(10), src=(comm.rank + 1) % 3)
-        comm.barrier()
-
-    reason, *lines = hang(work, 4, kind=Deadlock)
-    assert re.fullmatch(
-        r"deadlock: rank 0 -> rank 1 -> rank 2 -> rank 0, each waits for the next "
-        r"\(rank \d has waited for more than timeout=0.5 s\)",
-        reason,
-    )
-    source = "comm.recv(torch.zeros(10), src=(comm.rank + 1) % 3)"
-    waits = [f"waits for rank {peer} to send 40 B, tag 0 (in work, line {line_of(work, 2)}: {source})" for peer in (1, 2, 0)]
-    waits.append(f"waits at a barrier (in work, line {line_of(work, 3)}: comm.barrier())")
-    assert lines == [f"  rank {rank} {wait}" for rank, wait in enumerate(waits)]
-
-
-def test_two_ranks_that_send_first_are_a_deadlock() -> None:
-    def work(comm: Communicator) -> None:
-        comm.send(torch.zeros(1), 1 - comm.rank)
-
-    reason, *lines = hang(work, 2, kind=Deadlock)
-    assert reason.startswith("deadlock: rank 0 -> rank 1 -> rank 0, each waits for the next")
-    assert lines[1].startswith("  rank 1 waits for rank 0 to receive 4 B, tag 0 (in work")
-
-
-def test_different_collectives_are_named() -> None:
-    def work(comm: Communicator) -> None:
-        broadcast(comm, torch.zeros(4), src=1) if comm.rank == 0 else all_reduce(comm, torch.zeros(4), algorithm="ring")
-
-    lines = hang(work, 3, kind=Deadlock)
-    assert "  rank 0 is in broadcast, rank 1 in all_reduce: all ranks must call the same" in lines
-
-
-def test_a_hang_inside_a_group_names_the_ranks_of_the_run() -> None:
-    def work(comm: Communicator) -> None:
-        odd = comm.split(comm.rank % 2)
-        if comm.rank == 3:
-            odd.recv(torch.zeros(1), 0)
-
-    reason, *lines = hang(work, 4)
-    assert reason == "rank 3 has waited for more than timeout=0.5 s"
-    assert lines[1] == "  rank 1 has returned"
-    assert lines[3].startswith("  rank 3 waits for rank 1 to send 4 B, tag 0 (in work")
-
-
-def test_tags_that_never_meet_are_hinted_at() -> None:
-    def work(comm: Communicator) -> None:
-        comm.send(torch.zeros(1), 1, tag=1) if comm.rank == 0 else comm.recv(torch.zeros(1), 0, tag=2)
-
-    assert "  rank 0 sends with tag 1, rank 1 receives with tag 2: they never meet" in hang(work, 2, kind=Deadlock)
-
-
-def test_communicators_that_never_meet_are_hinted_at() -> None:
-    def work(comm: Communicator) -> None:
-        pair = comm.split(0 if comm.rank < 2 else None)
-        comm.send(torch.zeros(1), 1) if comm.rank == 0 else pair and pair.recv(torch.zeros(1), 0)
-
-    assert "  ranks 0 and 1 use different communicators: their messages never meet" in hang(work, 3, kind=Deadlock)
-
-
-def test_a_rank_that_has_returned_is_not_waited_for_in_vain() -> None:
-    def work(comm: Communicator) -> None:
-        if comm.rank == 0:
-            comm.recv(torch.zeros(1), 1)
-
-    assert hang(work, 2)[2] == "  rank 1 has returned"
 
 
 def test_a_rank_that_loops_is_found_in_its_line() -> None:

@@ -132,7 +132,6 @@ def fail_early(comm, then):
 
 LATE = {
     "all-reduce": lambda comm: all_reduce(comm, torch.ones(8)), "barrier": lambda comm: comm.barrier(),
-   
     "send": lambda comm: comm.send(torch.ones(8), 1),
 }
 for name, then in LATE.items():
@@ -203,15 +202,6 @@ def test_random_numbers_are_alike_in_every_rank_and_run_and_the_callers_own_go_o
     assert notes_of(noted.folder, "random") == [[[[begin] * 4, [begin] * 4, [begin] * 3], True]] * 4
 
 
-def test_a_script_may_run_twice(noted: Job) -> None:
-    assert notes_of(noted.folder, "second") == [[14.0] * 4] * 4
-
-
-def test_ranks_must_be_the_jobs(noted: Job) -> None:
-    told = "ValueError: ranks=3, but this job was launched with WORLD_SIZE=4 processes: they must be equal"
-    assert notes_of(noted.folder, "too few") == [told] * 4
-
-
 def test_a_nested_run_starts_processes_of_its_own(noted: Job) -> None:
     results = notes_of(noted.folder, "nested")
     assert results == [results[0]] * 4
@@ -220,70 +210,61 @@ def test_a_nested_run_starts_processes_of_its_own(noted: Job) -> None:
     assert results[0][0] is results[0][1] is results[0][3] is None
 
 
-def test_a_rank_may_work_on_for_longer_than_the_timeout(noted: Job) -> None:
-    assert notes_of(noted.folder, "slow") == [[0, None, 2, 3]] * 4
+# What came of each part of the script, on each rank: what it returned, or what its error begins with; ... is any.
+ON_PURPOSE = "RuntimeError: on purpose"
+MISMATCH = "Mismatch: message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[3]"
+FEWER = "ValueError: ranks=3, but this job was launched with WORLD_SIZE=4 processes: they must be equal"
 
 
-def test_a_mismatch_is_named_and_forgotten(noted: Job) -> None:
-    told = "Mismatch: message from rank 0 to rank 1, tag 0: the sender sends float32[2], the receiver expects float32[3]"
-    assert notes_of(noted.folder, "mismatch")[:2] == [told] * 2
-    assert notes_of(noted.folder, "after a mismatch") == [[None] * 4] * 4
+def after(why: str, function: str = "fail") -> str:
+    """Why a rank's run has failed: what rank 1 raised in this function."""
+    return rf'RankFailed: {why}: rank 1 raised {ON_PURPOSE} \(in {function}, line \d+: raise RuntimeError\("on purpose"\)\)'
 
 
-def test_a_failure_is_felt_by_every_rank_before_its_timeout(noted: Job) -> None:
-    zero, one, two, three = notes_of(noted.folder, "failure")
-    assert one == "RuntimeError: on purpose"
-    why = r": rank 1 raised RuntimeError: on purpose \(in fail, line \d+: raise RuntimeError\(\"on purpose\"\)\)"
-    assert re.match(rf"RankFailed: rank 2 has lost another rank{why}\n  rank 2 waits at a barrier \(in ", two)
-    assert re.fullmatch(rf"RankFailed: rank 0 has returned, but another rank has failed{why}", zero)
-    assert three == zero.replace("rank 0", "rank 3")
+def hung(seconds: int, where: str) -> str:
+    return rf"RankHung: rank 0 has waited for more than timeout={seconds} s\n  rank 0 {where}"
 
 
-def test_a_rank_that_comes_late_to_a_failure_hears_who_failed_and_where(noted: Job) -> None:
-    why = r"rank 1 raised RuntimeError: on purpose \(in fail_early, line \d+: raise RuntimeError\(\"on purpose\"\)\)"
-    for name in ("late to an all-reduce", "late to a barrier", "late to a send"):
-        told = notes_of(noted.folder, name)
-        assert told[1] == "RuntimeError: on purpose"
-        assert re.match(rf"RankFailed: rank 2 has lost another rank: {why}\n  rank 2 waits ", told[2]), (name, told[2])
+ENDINGS: dict[str, list[Any]] = {
+    "second": [[14.0] * 4] * 4,
+    "too few": [re.escape(FEWER)] * 4,
+    "slow": [[0, None, 2, 3]] * 4,
+    "mismatch": [re.escape(MISMATCH)] * 2 + [...] * 2,
+    "after a mismatch": [[None] * 4] * 4,
+    "failure": [
+        after("rank 0 has returned, but another rank has failed") + "$",
+        ON_PURPOSE,
+        after("rank 2 has lost another rank") + r"\n  rank 2 waits at a barrier \(in ",
+        after("rank 3 has returned, but another rank has failed") + "$",
+    ],
+    **{
+        f"late to a{what}": [..., ON_PURPOSE, after("rank 2 has lost another rank", "fail_early") + r"\n  rank 2 waits ", ...]
+        for what in ("n all-reduce", " barrier", " send")
+    },
+    # Torch's own calls are bounded, and told with their line.
+    "by itself": [
+        hung(4, r"calls torch.distributed by itself \(in alone, line \d+: dist.all_reduce\(torch.ones\(2\)\)\)$"), ..., ..., ...
+    ],
+}  # fmt: skip
+HANGING: dict[str, list[Any]] = {
+    "failure within a group": [
+        after("rank 0 has lost another rank", "fail_within") + r"\n  rank 0 waits for rank ", ON_PURPOSE, *["RankFailed"] * 2
+    ],
+    "failure beside": [
+        hung(2, r"waits for the others to call start \(in fail_beside, line \d+: comm.start\("), ON_PURPOSE, ..., ...
+    ],
+    "hang": [
+        hung(1, r"waits for rank 1 to send 8 B, tag 0 \(in hang, line \d+: comm.recv\(torch.zeros\(2\), 1\)\)$"),
+        *["RankFailed: .*another rank has failed"] * 3,
+    ],
+    "at last": [[18.0] * 4] * 4,
+}  # fmt: skip
 
 
-def test_torchs_own_calls_are_bounded_and_told_with_their_line(noted: Job) -> None:
-    zero, *_ = notes_of(noted.folder, "by itself")
-    assert re.fullmatch(
-        r"RankHung: rank 0 has waited for more than timeout=4 s\n  rank 0 calls torch.distributed by itself "
-        r"\(in alone, line \d+: dist.all_reduce\(torch.ones\(2\)\)\)", zero
-    )  # fmt: skip
-
-
-@waits_for_its_threads
-def test_a_failure_is_felt_in_every_group(noted: Job) -> None:
-    zero, one, *others = notes_of(noted.folder, "failure within a group")
-    assert one == "RuntimeError: on purpose"
-    assert zero.startswith("RankFailed: rank 0 has lost another rank: rank 1 raised RuntimeError: on purpose (in fail_within, ")
-    assert "\n  rank 0 waits for rank " in zero
-    assert all(told.startswith("RankFailed") for told in others)
-
-
-@waits_for_its_threads
-def test_a_start_that_others_do_not_make_says_so(noted: Job) -> None:
-    zero, one, *_ = notes_of(noted.folder, "failure beside")
-    assert one == "RuntimeError: on purpose"
-    assert re.match(
-        r"RankHung: rank 0 has waited for more than timeout=2 s\n"
-        r"  rank 0 waits for the others to call start \(in fail_beside, line \d+: comm.start\(", zero
-    )  # fmt: skip
-
-
-@waits_for_its_threads
-def test_a_wait_that_is_too_long_says_where_it_was(noted: Job) -> None:
-    zero, *others = notes_of(noted.folder, "hang")
-    assert re.fullmatch(
-        r"RankHung: rank 0 has waited for more than timeout=1 s\n"
-        r"  rank 0 waits for rank 1 to send 8 B, tag 0 \(in hang, line \d+: comm.recv\(torch.zeros\(2\), 1\)\)",
-        zero,
-    )
-    assert all("another rank has failed" in told for told in others)
-    assert notes_of(noted.folder, "at last") == [[18.0] * 4] * 4
+@pytest.mark.parametrize("name", [*ENDINGS, *(pytest.param(name, marks=waits_for_its_threads) for name in HANGING)])
+def test_every_rank_hears_what_came_of_a_run(name: str, noted: Job) -> None:
+    for rank, (wanted, found) in enumerate(zip((ENDINGS | HANGING)[name], notes_of(noted.folder, name), strict=True)):
+        assert wanted is ... or (re.match(wanted, found) if isinstance(wanted, str) else found == wanted), (rank, found)
 
 
 @waits_for_its_threads
