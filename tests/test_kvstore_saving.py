@@ -361,33 +361,6 @@ def test_tensors_without_contents_are_not_saved(tmp_path: Path, optimizer: dict[
     assert simulate(worker, 1, 2, device="meta").values["w"].is_meta
 
 
-def test_a_key_that_is_named_like_a_state_is_refused(tmp_path: Path) -> None:
-    def worker(kv: Any) -> None:
-        kv.init(["w", "w.momentum_buffer"], [torch.zeros(2), torch.zeros(2)])
-        kv.set_optimizer("sgd", momentum=0.9)
-        kv.pushpull("w", torch.ones(2), torch.ones(2)).wait()
-        kv.clock()
-        with pytest.raises(ValueError, match=r"'w' has a 'momentum_buffer', and 'w.momentum_buffer' is a key"):
-            kv.save(tmp_path / "file")
-
-    simulate(worker, 1, 1)
-
-
-def test_a_key_that_would_be_read_as_a_state_is_refused(tmp_path: Path) -> None:
-    """Even if the key whose state it would be taken for has none yet: another one has."""
-
-    def worker(kv: Any) -> None:
-        kv.init(["u", "u.exp_avg", "w"], [torch.zeros(2)] * 3)
-        kv.set_optimizer("adam")
-        kv.push("w", torch.ones(2))
-        kv.clock()
-        with pytest.raises(ValueError, match=r"'u' has a 'exp_avg', and 'u.exp_avg' is a key or another one's state"):
-            kv.save(tmp_path / "file")
-
-    simulate(worker, 1, 1)
-    assert not list(tmp_path.iterdir())
-
-
 class Dotted:
     """An optimizer with states whose names have dots."""
 
@@ -398,28 +371,28 @@ class Dotted:
         value.sub_(gradient)
 
 
-def test_two_states_of_one_name_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "optimizer", "told"),
+    [
+        (["w", "w.momentum_buffer"], "sgd", r"'w' has a 'momentum_buffer', and 'w.momentum_buffer' is a key"),
+        (["w", "u", "u.exp_avg"], "adam", r"'u' has a 'exp_avg', and 'u.exp_avg' is a key"),  # of u there is none yet
+        (["w", "w.slow"], "dotted", r"'w.slow' has a 'sum', and 'w.slow.sum' is a key or another one's state"),
+        (["w", "__metadata__"], None, "'__metadata__' is a key, and a name that safetensors keeps"),
+        (["w", ""], None, "'' is a key, and a name that stands for all that a server has"),
+    ],
+)
+def test_a_key_that_would_be_read_as_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], optimizer: str | None, told: str
+) -> None:
     def worker(kv: Any) -> None:
-        kv.init(["w", "w.slow"], [torch.zeros(2)] * 2)
-        kv.set_optimizer("dotted")
-        with pytest.raises(ValueError, match=r"'w.slow' has a 'sum', and 'w.slow.sum' is a key or another one's state"):
+        kv.init(keys, [torch.zeros(2)] * len(keys))
+        kv.set_optimizer(optimizer, **{"momentum": 0.9} if optimizer == "sgd" else {})
+        kv.push("w", torch.ones(2))
+        kv.clock()
+        with pytest.raises(ValueError, match=told):
             kv.save(tmp_path / "file")
 
-    kvstore.register_optimizer("dotted", Dotted)
-    try:
-        simulate(worker, 1, 1)
-    finally:
-        del OPTIMIZERS_BY_NAME["dotted"]
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("key", "why"), [("__metadata__", "safetensors keeps"), ("", "stands for all that a server has")])
-def test_a_key_that_stands_for_something_else_there_is_refused(key: str, why: str, tmp_path: Path) -> None:
-    def worker(kv: Any) -> None:
-        kv.init([key, "w"], [torch.zeros(2)] * 2)
-        with pytest.raises(ValueError, match=f"'{key}' is a key, and a name that {why}"):
-            kv.save(tmp_path / "file")
-
+    monkeypatch.setitem(OPTIMIZERS_BY_NAME, "dotted", Dotted)
     simulate(worker, 1, 1)
     assert not list(tmp_path.iterdir())
 
