@@ -26,6 +26,7 @@ from d2lps.comm import Communicator
 from d2lps.topology import Device, star
 from d2lps.trace.timeline import COLORS
 from d2lps.widgets import Bet, Choices, Lanes, Player, collective_player, late_ring
+from d2lps.widgets.lanes import draw
 from d2lps.widgets.ready import ALGORITHMS
 from d2lps.widgets.within import svg
 
@@ -143,7 +144,7 @@ def test_lanes_stand_on_one_clock() -> None:
 def test_lanes_are_drawn_on_one_clock_in_any_unit() -> None:
     cluster = star(2, bandwidth=1e9)
     runs = {f"{ms}": d2lps.simulate(lambda comm, ms=ms: comm.sleep(ms / 1000), cluster).trace for ms in (2, 8)}
-    for ax in Lanes(runs, ranks=[1], names=["the sender"])._figure().axes:
+    for ax in draw(Lanes(runs, ranks=[1], names=["the sender"]).data).axes:
         assert ax.get_xlabel() == "time (ms)" and ax.get_xlim()[1] == pytest.approx(8 * 1.02)
         assert [label.get_text() for label in ax.get_yticklabels()] == ["the sender"]
 
@@ -170,11 +171,11 @@ def beside_a_sleeper(name: str = "the run", **options: Any) -> Lanes:
 
 
 def legend(widget: Lanes) -> list[str]:
-    return [text.get_text() for text in widget._figure().legends[0].get_texts()]
+    return [text.get_text() for text in draw(widget.data).legends[0].get_texts()]
 
 
 def test_the_still_of_lanes_draws_what_is_shown_and_names_no_more() -> None:
-    ax = beside_a_sleeper()._figure().axes[0]
+    ax = draw(beside_a_sleeper().data).axes[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 2"]
     assert [text.get_text() for text in ax.texts] == ["a block"] * 2  # between them is no lane of rank 1
     assert legend(beside_a_sleeper()) == ["computing"]
@@ -187,7 +188,7 @@ def test_in_the_still_of_lanes_no_text_lies_over_another() -> None:
     widget = beside_a_sleeper("a run with a long name, " * 6, names=names, title="Longer than the picture " * 6)
     with plt.rc_context():
         d2lps.style()  # as chapters do
-        drawn = widget._figure()
+        drawn = draw(widget.data)
         FigureCanvasAgg(drawn).draw()
     ax = drawn.axes[0]
     beyond = [label for label in ax.get_xticklabels() if label.get_position()[0] > ax.get_xlim()[1]]  # is not drawn
@@ -212,7 +213,7 @@ def day() -> Lanes:
 
 
 def test_edges_hide_no_short_block_in_the_still_of_lanes() -> None:
-    drawn = day()._figure()
+    drawn = draw(day().data)
     assert drawn.axes[0].get_xlabel() == "time (h)"
     edges = {tuple(bars.get_facecolor()[0]): list(bars.get_linewidth()) for bars in drawn.axes[0].collections}
     assert edges[to_rgba(COLORS["computing"])] == [0] * 400

@@ -18,7 +18,7 @@ from d2lps.parallel import Mesh, Plan, Transformer
 from d2lps.topology import star
 from d2lps.topology.device import Device
 from d2lps.widgets import StepPlayer, plan_player
-from d2lps.widgets.plan_player import _cluster, _step
+from d2lps.widgets.ready import _cluster, _step
 from d2lps.widgets.step_scene import _ranks
 from d2lps.widgets.step_story import _apart
 

@@ -25,7 +25,7 @@ from photographs import photograph, shown, subject
 
 import d2lps
 from d2lps import widgets
-from d2lps.widgets import lanes_still
+from d2lps.widgets.lanes import draw
 from d2lps.widgets.still import as_png
 from d2lps.widgets.within import Holder, below, code, png
 
@@ -102,7 +102,7 @@ def _first(state: dict[str, Any]) -> int:
 
 
 def _drawn(thing: dict[str, Any]) -> bytes:
-    return png(thing["text"]) if thing["kind"] == "text" else as_png(lanes_still.draw(thing["state"]["data"]))
+    return png(thing["text"]) if thing["kind"] == "text" else as_png(draw(thing["state"]["data"]))
 
 
 def renew(notebook: NotebookNode) -> None:

@@ -4,10 +4,9 @@ from d2lps.widgets.bet import Bet
 from d2lps.widgets.choices import Choices
 from d2lps.widgets.lanes import Lanes
 from d2lps.widgets.plan_explorer import PlanExplorer
-from d2lps.widgets.plan_player import plan_player
 from d2lps.widgets.planning_explorer import PlanningExplorer
 from d2lps.widgets.player import Player
-from d2lps.widgets.ready import collective_player, late_ring
+from d2lps.widgets.ready import collective_player, late_ring, plan_player
 from d2lps.widgets.step_player import StepPlayer
 from d2lps.widgets.timetable import Timetable, schedule_explorer
 from d2lps.widgets.topology_explorer import TopologyExplorer

@@ -14,10 +14,9 @@ from d2lps import figures
 from d2lps.trace import Trace
 from d2lps.widgets import still
 from d2lps.widgets.board import Places, board
-from d2lps.widgets.captions import given
+from d2lps.widgets.captions import given, retold
 from d2lps.widgets.code import Code
 from d2lps.widgets.scene import Scene
-from d2lps.widgets.steps import retold
 from d2lps.widgets.texts import PLAYER
 
 # The colors of ranks, as in player.css: those of all figures, then others between them in lightness.
