@@ -81,12 +81,6 @@ def test_it_trains_as_one_process(ranks: int, stage: int) -> None:
     agrees(simulated(partial(together, overlap=ranks > 2), ranks, stage), alone())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_layer_by_layer_too(ranks: int, stage: int) -> None:
-    agrees(simulated(partial(together, layers=True, parts=3, sync=ranks > 2), ranks, stage), alone())
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_processes(stage: int) -> None:
     agrees(d2lps.run(partial(together, overlap=True, group=2), 4, stage, 0.5), alone(0.5))
@@ -363,16 +357,15 @@ def losses_of(comm: Communicator, make: Callable[[], nn.Module], options: dict[s
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_torchs_own_block_layer_by_layer(stage: int) -> None:
+def test_torchs_own_block(stage: int) -> None:
     alone = simulated(losses_of, 1, Attending, None)[0]
-    for losses in simulated(losses_of, 2, Attending, {"stage": stage, "layers": True}):
+    for losses in simulated(losses_of, 2, Attending, {"stage": stage}):
         assert losses == pytest.approx(alone, rel=1e-10)
 
 
 def test_who_looks_at_weights_that_are_not_there_sees_no_numbers() -> None:
     """And not those of an empty tensor, whose norm is 0."""
-    options = {"stage": 3, "layers": True}
-    for losses in simulated(losses_of, 2, lambda: nn.Sequential(Scaled(), nn.Linear(8, 8).double()), options):
+    for losses in simulated(losses_of, 2, Scaled, {"stage": 3}):
         assert all(map(math.isnan, losses))
 
 
@@ -408,7 +401,7 @@ def changing(comm: Communicator, options: dict[str, Any] | None, freezes: bool) 
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-CHANGING = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "layers": True}, {"stage": 2, "overlap": True}]
+CHANGING = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "overlap": True}]
 CHANGING += [{"stage": 3, "overlap": True}, {"stage": 3, "group": 1}]
 
 
@@ -622,8 +615,6 @@ def test_a_sparse_gradient_is_refused_by_name(stage: int) -> None:
         ({"stage": 4}, "stage=4 is none of 1"),
         ({"stage": 3, "group": 3}, "group=3 must divide the 4 ranks"),
         ({"stage": 3, "group": 0}, "group=0 is not a whole number from 1 up"),
-        ({"stage": 3, "layers": True, "overlap": True}, "layers=True with overlap=True"),
-        ({"stage": 1, "layers": True}, "what stages 2 and 3 take at a time, and stage=1 takes all at once"),
         ({"stage": 2, "parameters": []}, "Chain has no parameters that need gradients"),
     ],
 )
@@ -764,7 +755,7 @@ def with_lists(comm: Communicator, stage: int, **options: Any) -> Tensor:
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"layers": True}, {"overlap": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
 def test_weights_in_lists_are_their_modules(options: dict[str, bool]) -> None:
     torch.testing.assert_close(simulated(partial(with_lists, **options), 2, 3)[0], simulated(with_lists, 2, 1)[0])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ class Unit:
         self.comm, self.keeps, self.beside = comm, keeps, beside
         self.names, self.parameters = list(named), list(named.values())
         self.shapes, self.sizes = [p.shape for p in self.parameters], [p.numel() for p in self.parameters]
-        self.starts = [*accumulate(self.sizes, initial=0)]  # where each begins in a flat tensor of all
         first = self.parameters[0]
         for name, p in named.items():
             if (p.dtype, p.device) != (first.dtype, first.device):
@@ -57,9 +55,10 @@ class Unit:
         self.sum_dtype = self.shard.dtype if main_grads else self.mine.dtype
         self.summed: set[int] = set()  # whose gradients are in this one:
         self.gradient: Tensor | None = None  # this rank's, of all parameters
-        self.reduced: Tensor | None = None  # all ranks' mean, of the shard
+        self.mean: Tensor | None = None  # all ranks', of the shard: under way as long as there is `_reducing`,
+        self.reduced: Tensor | None = None  # and then added to this one
         self._gathering: Work | None = None
-        self._reducing: Callable[[], None] | None = None
+        self._reducing: list[Work] = []
         self._rooms: dict[str, Callable[[], None]] = {}
         self._views = self.cut(self.weights)
         for p in self.parameters:
@@ -71,12 +70,8 @@ class Unit:
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor of all parameters as views of their shapes."""
-        return [self.of(flat, number) for number in range(len(self.sizes))]
-
-    def of(self, flat: Tensor, number: int) -> Tensor:
-        """One parameter's view of such a tensor."""
-        start = self.starts[number]
-        return flat[start : start + self.sizes[number]].view(self.shapes[number])
+        parts = flat[: sum(self.sizes)].split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def parts(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Of a tensor like the shard, what belongs to each parameter: a flat run of it, mostly empty; no padding."""
@@ -163,19 +158,21 @@ class Unit:
         """Take a parameter's gradient; True if none is missing now in this backward pass. more: it is not the last pass."""
         if self.gradient is None:
             dtype = self.sum_dtype if more else self.mine.dtype  # a sum of one is not rounded
-            self.gradient = self.mine.new_zeros(self.length * self.comm.size, dtype=dtype)
-            self._hold("whole", self.gradient.nbytes, "gradients")
+            self._sum_up_in(self.mine.new_zeros(self.length * self.comm.size, dtype=dtype))
         elif number in self.summed and self.gradient.dtype != self.sum_dtype:
-            self.gradient = self.gradient.to(self.sum_dtype)
-            self._hold("whole", self.gradient.nbytes, "gradients")
+            self._sum_up_in(self.gradient.to(self.sum_dtype))
         self.summed.add(number)
-        self.of(self.gradient, number).add_(gradient)
+        self._sums[number].add_(gradient)
         self.missing.discard(number)
         self.never.discard(number)
         if self.missing:
             return False
         self.missing = set(range(len(self.sizes)))
         return True
+
+    def _sum_up_in(self, flat: Tensor) -> None:
+        self.gradient, self._sums = flat, self.cut(flat)
+        self._hold("whole", flat.nbytes, "gradients")
 
     def left_out(self, ever: bool) -> list[str]:
         """Names of parameters without a gradient: in a backward pass that others have got one in, or `ever` since the last step.
@@ -193,44 +190,41 @@ class Unit:
 
     def unreduced(self) -> bool:
         """Whether there are gradients that the shard does not have yet."""
-        return not (self.gradient is self.reduced is self._reducing is None)
+        return not (self.gradient is self.mean is self.reduced is None)
 
-    def reduce(self, replicas: Communicator, turn: Event | None = None) -> Event | None:
-        """Begin to average: every rank gets the mean of its shard, by a reduce-scatter, and adds it to what it has.
+    def reduce(self, replicas: Communicator, before: Event | None = None) -> Event | None:
+        """Start to average: every rank gets the mean of its shard, by a reduce-scatter; `settle` waits for it.
 
-        replicas: the ranks of other groups that own the same shard; their means are averaged too, by an all-reduce. turn: when
+        replicas: the ranks of other groups that own the same shard; their means are averaged too, by an all-reduce. before: when
         what travels before has ended; lanes wait for it, and not the caller. Returns when this one will have.
         """
         self.settle()
         assert self.gradient is not None
         whole, self.gradient, self.summed = self.gradient.to(self.mine.dtype), None, set()
         self._hold("whole", whole.nbytes, "gradients")
+        self._rooms["under way"] = self._rooms.pop("whole")
         add_up_partial(zip(self.parameters, self.cut(whole), strict=True))
-        alone, room, works = self.comm.size == 1, self._rooms.pop("whole"), list[Work]()
-        mean = whole if alone else whole.new_empty(self.length)  # alone, with all of the state: the reduction is the replicas'
+        alone = self.comm.size == 1  # with all of the state: the reduction is the replicas'
+        self.mean = mean = whole if alone else whole.new_empty(self.length)
         if not alone:
             shares = ("grads", "P", "P_*", True), reduce_scatter_tensor, mean, whole
-            turn = self._begin_in_turn(works, turn, self.comm, *shares)
+            before = self._start_behind(before, self.comm, *shares)
         if alone or replicas.size > 1:
-            turn = self._begin_in_turn(works, turn, replicas, ("grads", "P", "P", True), all_reduce, mean)
-
-        def settle() -> None:
-            for work in works:
-                work.wait()
-            room()
-            self.reduced = mean if self.reduced is None else self.reduced.to(self.sum_dtype).add_(mean)
-            self._hold("mean", self.reduced.nbytes, "gradients")
-
-        self._reducing = settle
+            before = self._start_behind(before, replicas, ("grads", "P", "P", True), all_reduce, mean)
         if not self.beside:
             self.settle()
-        return turn
+        return before
 
     def settle(self) -> None:
-        """Return when a reduction that has begun is over."""
-        if self._reducing is not None:
-            settle, self._reducing = self._reducing, None
-            settle()
+        """Wait for a reduction that has been started, and add its mean to what there is."""
+        if self.mean is not None:
+            works, self._reducing = self._reducing, []
+            for work in works:
+                work.wait()
+            self._release("under way")
+            mean, self.mean = self.mean, None
+            self.reduced = mean if self.reduced is None else self.reduced.to(self.sum_dtype).add_(mean)
+            self._hold("mean", self.reduced.nbytes, "gradients")
 
     def hand_over(self) -> None:
         """The mean becomes, or is added to, the shard's gradient."""
@@ -243,7 +237,7 @@ class Unit:
     def drop(self) -> None:
         """Let go of all gradients since the last step."""
         self.settle()
-        self.gradient = self.reduced = self.shard.grad = None
+        self.gradient = self.mean = self.reduced = self.shard.grad = None
         self.summed = set()
         self.missing, self.never = set(range(len(self.sizes))), set(range(len(self.sizes)))
         for what in ("whole", "mean", "grad"):
@@ -260,22 +254,20 @@ class Unit:
             function(comm, *args)
         return Work(lambda: None, lambda: True)
 
-    def _begin_in_turn(
-        self, works: list[Work], turn: Event | None, comm: Communicator, about: Any, function: Callable[..., Any], *args: Any
-    ) -> Event:
-        """The average of a gradient, once it is its turn: at most one travels at a time."""
+    def _start_behind(self, before: Event | None, comm: Communicator, about: Any, function: Callable[..., Any], *args: Any) -> Event:
+        """Start to average a gradient as soon as what is `before` it has ended: one travels at a time."""
         over = Event()
 
         @wraps(function)
         def in_turn(comm: Communicator, *args: Any) -> None:
-            if turn is not None:
-                comm.wait(turn)
+            if before is not None:
+                comm.wait(before)
             try:
                 function(comm, *args)
             finally:  # whoever comes behind would wait for ever
                 comm.signal(over)
 
-        works.append(self._begin(comm, about, in_turn, *args, ReduceOp.AVG))
+        self._reducing.append(self._begin(comm, about, in_turn, *args, ReduceOp.AVG))
         return over
 
     def _hold(self, what: str, nbytes: int, label: str) -> None:

@@ -39,9 +39,8 @@ class Zero:
     | 3 | and weights | an all-gather for each unit before its forward, and before its backward pass; freed after each |
 
     A unit is a direct child of `module`, or one of a ModuleList in it; parameters that several children share are a unit of
-    their own, and are there for all of them. layers: each module with parameters of its own is a unit (nn.MultiheadAttention as a
-    whole), so that less is whole at a time. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN,
-    and what is to outlive a pass must be a copy (`w.detach().clone()`). All ranks call the units in the same order.
+    their own, and are there for all of them. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN, and what
+    is to outlive a pass must be a copy (`w.detach().clone()`). All ranks call the units in the same order.
     Frozen parameters stay whole. Who trains is asked anew in each forward pass of `module`: what is unfrozen or added, on all
     ranks alike and with equal values, gets units of its own; a whole unit may be frozen again. Buffers are rank 0's after a step,
     unless broadcast_buffers=False. `shards`, flat, one for each unit, are what `optimizer(shards)` steps on: so one that looks at
@@ -69,25 +68,20 @@ class Zero:
     def __init__(
         self, comm: Communicator, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         stage: int, group: int | None = None, param_dtype: torch.dtype | None = None, overlap: bool = False,
-        parameters: Iterable[nn.Parameter] | None = None, layers: bool = False, broadcast_buffers: bool = True,
-        main_grads: bool = True,
+        parameters: Iterable[nn.Parameter] | None = None, broadcast_buffers: bool = True, main_grads: bool = True,
     ) -> None:  # fmt: skip
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r} is none of 1 (shards the optimizer), 2 (gradients, too) and 3 (weights, too)")
-        if layers and stage == 1:
-            raise ValueError("layers=True says what stages 2 and 3 take at a time, and stage=1 takes all at once")
-        if layers and overlap:  # they don't form a chain, in which one would know what comes next
-            raise ValueError("layers=True with overlap=True: single layers are fetched when they are needed, and not before")
         size = whole("group", comm.size if group is None else group)
         if comm.size % size:
             raise ValueError(f"group={group} must divide the {comm.size} ranks, so many of which share the state")
-        self.comm, self.stage, self.overlap, self.layers, self.module = comm, stage, overlap, layers, module
+        self.comm, self.stage, self.overlap, self.module = comm, stage, overlap, module
         self._chosen = None if parameters is None else set(parameters)
         self.units, self.shards = list[Unit](), list[nn.Parameter]()
         if not (trained := self._newcomers()):
             raise ValueError(f"{type(module).__name__} has no parameters that need gradients: there is no state to share")
         shapes = [(name, list(p.shape)) for name, p in trained.items()]
-        comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {layers=}, {main_grads=}) of {len(shapes)}, {shapes}")
+        comm.agree(f"Zero({stage=}, {group=}, {param_dtype=}, {overlap=}, {main_grads=}) of {len(shapes)}, {shapes}")
         self._elsewhere = set() if self._chosen is None else {*module.parameters()} - self._chosen  # what others look after
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor not in self._elsewhere:
@@ -96,8 +90,8 @@ class Zero:
         self.sharing, self.replicas = cast(Any, groups)  #: those that own one copy of the state, those that own this shard
         self._make, self._buffers, self._how = optimizer, broadcast_buffers, (stage < 3, param_dtype, overlap, main_grads)
         self._in_backward: set[Unit] = set()  # whose weights are there for a backward pass
-        self._turn: Event | None = None  # when the last reduction that has begun is over,
-        self._reducing: list[Unit] = []  # and those whose gradients travel, or wait for their turn
+        self._last: Event | None = None  # when the last reduction that has been started is over,
+        self._reducing: list[Unit] = []  # and whose have been, and not yet waited for
         self.synchronize, self._counted = True, 0  #: as `no_sync` sets it, for who can't be in a block
         self._prints: dict[str, Tensor] = {}  # of what has begun to train since the last reduction
         self._share(trained)
@@ -116,7 +110,7 @@ class Zero:
 
     def _share(self, named: dict[str, nn.Parameter]) -> list[Unit]:
         """Make units of parameters that all ranks have alike."""
-        parts = together(self.module, named, self.layers) if self.stage > 1 else [([self.module], named)]
+        parts = together(self.module, named) if self.stage > 1 else [((self.module,), named)]
         units = [Unit(self.sharing, members, *self._how) for _, members in parts]
         for place, (unit, (owners, _)) in enumerate(zip(units, parts, strict=True), len(self.units)):
             for number, p in enumerate(unit.parameters):
@@ -141,7 +135,7 @@ class Zero:
         if late := ", ".join(name for name, p in self._newcomers().items() if p.grad is not None):
             raise RuntimeError(f"rank {self.comm.rank}: {late} has begun to train without a forward pass of the whole module")
         if frozen := ", ".join(name for unit in self.units for name in unit.frozen()):
-            told = "freeze a whole unit (a child, with layers=True a layer, in stage 1 all), or freeze before Zero is made"
+            told = "freeze a whole unit (a child, in stage 1 all), or freeze before Zero is made"
             raise RuntimeError(f"rank {self.comm.rank}: {frozen} has been frozen, and others of its flat tensor have not: {told}")
         prints, self._prints = self._prints, {}
         begin_alike(self.comm, prints)
@@ -211,7 +205,7 @@ class Zero:
         self._passing = False
 
     def _reduce(self, unit: Unit) -> None:
-        self._turn = unit.reduce(self.replicas, self._turn)
+        self._last = unit.reduce(self.replicas, self._last)
         self._reducing = [other for other in self._reducing if other is not unit] + [unit]
 
     def _free(self, unit: Unit) -> None:
@@ -248,14 +242,14 @@ class Zero:
         for unit in self.units:
             unit.settle()
             unit.hand_over()
-        self._turn, self._reducing = None, []
+        self._last, self._reducing = None, []
 
     def drop(self, set_to_none: bool = True) -> None:
         """Let go of all gradients since the last step, on all ranks: those of a batch that is not to count, or has failed."""
         for unit in self.units:
             unit.drop()
             self._free(unit)
-        self._turn, self._reducing, self._passing = None, [], False
+        self._last, self._reducing, self._passing = None, [], False
 
     zero_grad = drop  # as training loops call it
 
