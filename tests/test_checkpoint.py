@@ -35,8 +35,8 @@ from d2lps.parallel import (
     optimizer_pieces,
 )
 from d2lps.parallel.saving import saved
+from d2lps.parallel.saving.agreement import share_out
 from d2lps.parallel.saving.checkpoint import gathered, keep_going, load, save
-from d2lps.parallel.saving.holders import share_out
 from d2lps.parallel.saving.pieces import copy_common, flaw, overlap
 from d2lps.parallel.saving.saved import fill, look
 from d2lps.topology import star

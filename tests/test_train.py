@@ -18,9 +18,9 @@ from torch.nn.utils import clip_grad_norm_
 import d2lps
 from d2lps import Communicator
 from d2lps.parallel import Plan, Transformer, text, train
-from d2lps.parallel.dropout import Place, placed
 from d2lps.parallel.training.plan import PRECISIONS
 from d2lps.parallel.training.text import NOTHING, decode
+from d2lps.parallel.transformer import Place, placed
 from d2lps.topology import Device, star
 
 FLAT = Transformer(layers=2, hidden=16, heads=4, vocab=96, sequence=16, ffn=24, kv_heads=2, gated=True, tied=True, dropout=0.1)

@@ -13,11 +13,8 @@ parameter server.
 """
 
 from d2lps.compress.all_reduce import all_reduce
-from d2lps.compress.blocks import fp8, int4, int8
-from d2lps.compress.codec import Codec
-from d2lps.compress.feedback import ErrorFeedback
-from d2lps.compress.floats import bfloat16, half
-from d2lps.compress.one_bit import one_bit
+from d2lps.compress.codec import Codec, ErrorFeedback
+from d2lps.compress.few_bits import bfloat16, fp8, half, int4, int8, one_bit
 from d2lps.compress.power_sgd import power_sgd
 from d2lps.compress.sparse import random_k, top_k
 

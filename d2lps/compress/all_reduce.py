@@ -13,8 +13,7 @@ from d2lps import collectives
 from d2lps.collectives.arguments import check_tensor, collective
 from d2lps.comm import Communicator
 from d2lps.comm.aliasing import check_apart
-from d2lps.compress.codec import Codec, Rounds, flat
-from d2lps.compress.feedback import ErrorFeedback, counting
+from d2lps.compress.codec import Codec, ErrorFeedback, Rounds, counting, flat
 
 
 @collective("tensor", "codec", "name", "turn", "algorithm")

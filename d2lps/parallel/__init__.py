@@ -7,12 +7,11 @@ work on, `mesh.py` the groups that they are given, `training` all of them togeth
 
 from d2lps.parallel.activations import activations
 from d2lps.parallel.context import context_parallel, ring_attention, zigzag
-from d2lps.parallel.data.buckets import buckets, flatten
+from d2lps.parallel.data.buckets import Scheduler, buckets, flatten
 from d2lps.parallel.data.data_parallel import DataParallel
 from d2lps.parallel.data.local_sgd import DiLoCo, DiLoCoWorker, LocalSGD
 from d2lps.parallel.data.mixed_precision import LossScaler, MixedPrecision, wide_all_reduce
 from d2lps.parallel.data.noise import NoiseScale
-from d2lps.parallel.data.priority import Scheduler
 from d2lps.parallel.data.replicas import Replicas
 from d2lps.parallel.experts import Experts, expert_parallel
 from d2lps.parallel.mesh import Mesh

@@ -12,10 +12,9 @@ from torch.autograd import Variable
 
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator
-from d2lps.parallel.data.buckets import MIB, buckets, flatten
-from d2lps.parallel.data.priority import Scheduler
+from d2lps.parallel.data.buckets import MIB, Scheduler, buckets, flatten
 from d2lps.parallel.data.replicas import Replicas, begin_alike, share_buffers
-from d2lps.parallel.ready import Weakly, dense, when_ready
+from d2lps.parallel.torch_hooks import Weakly, dense, when_ready
 
 
 class DataParallel(nn.Module):

@@ -22,8 +22,7 @@ from d2lps import compress
 from d2lps.collectives.all_reduce import all_reduce
 from d2lps.comm import Communicator, ReduceOp, Work
 from d2lps.compress import Codec, ErrorFeedback
-from d2lps.compress.codec import flat
-from d2lps.compress.feedback import counting
+from d2lps.compress.codec import counting, flat
 from d2lps.cost.numbers import whole
 from d2lps.parallel.data.replicas import fingerprint
 

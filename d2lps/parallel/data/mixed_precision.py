@@ -20,8 +20,7 @@ from d2lps.comm import Communicator
 from d2lps.comm import flat as flattened
 from d2lps.comm.rank import describe
 from d2lps.parallel.data.replicas import begin_alike, share_buffers
-from d2lps.parallel.optimizers import clears, join
-from d2lps.parallel.ready import Weakly, dense
+from d2lps.parallel.torch_hooks import Weakly, clears, dense, join
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 

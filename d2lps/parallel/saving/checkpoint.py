@@ -16,11 +16,10 @@ from d2lps.comm import Communicator, RankDied, RankHung, Work
 from d2lps.cost.numbers import whole
 from d2lps.launch import run
 from d2lps.parallel.saving import saved
-from d2lps.parallel.saving.holders import Holders, check_copies, holders_of, share_out
+from d2lps.parallel.saving.agreement import Holders, all_gather_object, check_copies, holders_of, on_every_rank, share_out
 from d2lps.parallel.saving.pieces import Piece, copy_common, dtype_of
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.parallel.saving.states import Rooms, States, state_pieces
-from d2lps.parallel.saving.together import all_gather_object, on_every_rank
 from d2lps.result import Run
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from d2lps.comm import Communicator
 from d2lps.parallel.data.replicas import fingerprint
+from d2lps.parallel.saving.agreement import on_every_rank
 from d2lps.parallel.saving.pieces import Piece
 from d2lps.parallel.saving.saved import Manifest
-from d2lps.parallel.saving.together import on_every_rank
 
 
 class Stateful(Protocol):

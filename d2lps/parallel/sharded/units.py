@@ -254,7 +254,9 @@ class Unit:
             function(comm, *args)
         return Work(lambda: None, lambda: True)
 
-    def _start_behind(self, before: Event | None, comm: Communicator, about: Any, function: Callable[..., Any], *args: Any) -> Event:
+    def _start_behind(
+        self, before: Event | None, comm: Communicator, about: Any, function: Callable[..., Any], *args: Any
+    ) -> Event:
         """Start to average a gradient as soon as what is `before` it has ended: one travels at a time."""
         over = Event()
 

@@ -16,13 +16,12 @@ from d2lps.collectives import broadcast
 from d2lps.comm import Communicator, Event
 from d2lps.cost.numbers import whole
 from d2lps.parallel.data.replicas import begin_alike, fingerprint, share_buffers
-from d2lps.parallel.optimizers import clears, for_shards, guard_step, join, spread_overflow
-from d2lps.parallel.ready import Weakly, dense, when_ready
 from d2lps.parallel.saving.pieces import Piece, lasting, optimizer_pieces, piece_of
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.parallel.shard import guard
 from d2lps.parallel.sharded.owners import together
 from d2lps.parallel.sharded.units import Unit
+from d2lps.parallel.torch_hooks import Weakly, clears, dense, for_shards, guard_step, join, spread_overflow, when_ready
 
 
 class Zero:
@@ -39,8 +38,8 @@ class Zero:
     | 3 | and weights | an all-gather for each unit before its forward, and before its backward pass; freed after each |
 
     A unit is a direct child of `module`, or one of a ModuleList in it; parameters that several children share are a unit of
-    their own, and are there for all of them. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN, and what
-    is to outlive a pass must be a copy (`w.detach().clone()`). All ranks call the units in the same order.
+    their own, and are there for all of them. In stage 3 weights are there in their unit's passes alone: elsewhere they are NaN,
+    and what is to outlive a pass must be a copy (`w.detach().clone()`). All ranks call the units in the same order.
     Frozen parameters stay whole. Who trains is asked anew in each forward pass of `module`: what is unfrozen or added, on all
     ranks alike and with equal values, gets units of its own; a whole unit may be frozen again. Buffers are rank 0's after a step,
     unless broadcast_buffers=False. `shards`, flat, one for each unit, are what `optimizer(shards)` steps on: so one that looks at

@@ -1,20 +1,20 @@
-"""What each axis of a mesh does to a model, one after another, and who looks after which parameters then."""
+"""What a plan does to a model, one axis of the mesh after another, and to what is kept of it; and who then looks after what."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from d2lps.parallel.context import context_parallel
-from d2lps.parallel.dropout import Place, placed
-from d2lps.parallel.experts import expert_parallel, set_share
+from d2lps.parallel.experts import Experts, expert_parallel, set_share
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.shard import shard_of
 from d2lps.parallel.sharded.zero import Zero
 from d2lps.parallel.tensor.parallelize import tensor_parallel
 from d2lps.parallel.training.plan import PRECISIONS, Plan
-from d2lps.parallel.training.recompute import recompute
+from d2lps.parallel.transformer import MLP, Attention, Block, Place, placed
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,3 +67,36 @@ def look_after(mesh: Mesh, plan: Plan, module: nn.Module, tied: list[nn.Paramete
         if parameters:
             precision, main = PRECISIONS[plan.precision], plan.main_grads
             yield Zero(comm, module, optimizer, how, group, precision, plan.overlap, parameters, main_grads=main)
+
+
+def recompute(model: nn.Module, what: str, place: Place) -> None:
+    """Keep less of a Transformer's forward pass: changed in place, and nothing of what it computes.
+
+    >>> recompute(model, "full", place)                     # doctest: +SKIP
+
+    what: "full": of a block only its input is kept, which costs a forward pass more, communication too. "selective": attention's
+    scores and weights are not, most of what is kept and little of what is computed. "activation": what an MLP's nonlinear
+    function has made is not, the widest tensor that is cheap to make again. "none". place: of dropout (see `Place`), whose
+    masks are then those of the first time, as the place is put back to where it was.
+    Source: Chen et al. 2016; Korthikanti et al. 2022 for "selective".
+    """
+    for part in model.modules():
+        if what == "full" and isinstance(part, Block):
+            part.forward = _again(part.forward, place)  # type: ignore[method-assign]
+        elif what == "selective" and isinstance(part, Attention):
+            part.attend = _again(part.attend, place)
+        elif what == "activation" and isinstance(part, MLP | Experts):  # with the product behind it: there the second time ends
+            part.lower = _again(part.lower, place)  # type: ignore[method-assign]
+
+
+def _again(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    def forward(*inputs: Any) -> Any:
+        rows = place.rows
+
+        def compute(*inputs: Any) -> Any:
+            place.rows = rows  # those of now, while the backward pass of another micro-batch may come first
+            return function(*inputs)
+
+        return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    return forward

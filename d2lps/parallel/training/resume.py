@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from d2lps.comm import Work
+from d2lps.parallel.saving.agreement import on_every_rank
 from d2lps.parallel.saving.checkpoint import Checkpoints, load
 from d2lps.parallel.saving.pieces import Piece
 from d2lps.parallel.saving.saved import Manifest
 from d2lps.parallel.saving.states import States
-from d2lps.parallel.saving.together import on_every_rank
 from d2lps.parallel.training.train import Trainer
 
 

@@ -18,7 +18,6 @@ from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator, ReduceOp
 from d2lps.cost.numbers import whole
 from d2lps.parallel.context import local
-from d2lps.parallel.dropout import Place
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.execute import execute
 from d2lps.parallel.saving.checkpoint import gathered
@@ -27,7 +26,7 @@ from d2lps.parallel.tensor.layers import vocab_cross_entropy
 from d2lps.parallel.training.assemble import Optimizer, look_after, shared_out, tie
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.training.text import NOTHING
-from d2lps.parallel.transformer import Transformer
+from d2lps.parallel.transformer import Place, Transformer
 
 
 class Data(Protocol):

@@ -1,6 +1,7 @@
-"""Numbers of 8 or 4 bits and a scale: each block of elements is divided by what makes its largest fit."""
+"""Fewer bits an element: floats of 16, which can be added up; whole numbers and floats of 8 or 4 with a scale; a sign."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -8,6 +9,48 @@ from torch.nn.functional import pad
 
 from d2lps.compress.codec import Codec, as_bytes, chance, check_finite, expect, from_bytes, widened
 from d2lps.cost.numbers import named, whole
+
+
+def half() -> Codec:
+    """FP16, 2 bytes an element: 11 significant bits, so an error of at most 2^-11 of each, from 6.1e-5 to 65,504.
+
+    >>> half().decode(half().encode(torch.tensor([0.1, 1e6])), torch.empty(2)).tolist()
+    [0.0999755859375, 65504.0]
+
+    What is finite stays so: it is cut off at 65,504; where p ranks' codes are added up, at 65,504/2p. Infinities and NaN stay
+    what they are, for those who scale a loss and look for them. Linear; sums are rounded at every hop.
+    """
+    return Cast(torch.float16)
+
+
+def bfloat16() -> Codec:
+    """BF16, 2 bytes an element: 8 significant bits, so an error of at most 2^-8 of each; the range of FP32. Linear.
+
+    >>> bfloat16().decode(bfloat16().encode(torch.tensor([0.1, 1e6])), torch.empty(2)).tolist()
+    [0.10009765625, 999424.0]
+    """
+    return Cast(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    dtype: torch.dtype
+    ranks: int = 1
+    linear: ClassVar[bool] = True
+
+    def among(self, ranks: int) -> Self:
+        return replace(self, ranks=ranks)
+
+    def encode(self, tensor: Tensor, turn: int = 0) -> Tensor:
+        # Of what is added up, only half of the range is used: rounding upwards, hop by hop, shall not leave it either.
+        most = torch.finfo(self.dtype).max / (1 if self.ranks == 1 else 2 * self.ranks)
+        data = tensor.detach().flatten()
+        return torch.where(data.isinf(), data, data.clamp(-most, most)).to(self.dtype, copy=True)
+
+    def decode(self, sent: Tensor, like: Tensor, turn: int = 0) -> Tensor:
+        expect(sent, self.dtype, like.numel(), "its floats")
+        return sent.to(like.dtype, copy=True).view(like.shape)
+
 
 LARGEST = torch.finfo(torch.float32).max
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -92,3 +135,37 @@ class Blocks(Codec):
         """A block a row, the last one filled up with zeros."""
         length = self.block or max(1, data.numel())
         return pad(data, (0, -data.numel() % length)).view(-1, length)
+
+
+def one_bit() -> Codec:
+    """A bit an element, its sign, and 4 bytes for the mean of their absolute values: 1/32 of FP32.
+
+    >>> one_bit().decode(one_bit().encode(torch.tensor([3.0, -1.0])), torch.empty(2))
+    tensor([ 2., -2.])
+
+    Of little use without `ErrorFeedback`. Not linear: a sum of signs is none. Cost: ceil(n/8) + 4 bytes for n elements.
+    Source: Seide et al., Interspeech 2014.
+    """
+    return OneBit()
+
+
+@dataclass(frozen=True)
+class OneBit(Codec):
+    def encode(self, tensor: Tensor, turn: int = 0) -> Tensor:
+        check_finite(tensor)
+        data = tensor.detach().flatten()
+        scale = (data.abs().sum(dtype=torch.float64) / max(1, data.numel())).clamp(max=LARGEST).float()
+        bits = pad((data >= 0).to(torch.uint8), (0, -data.numel() % 8)).view(-1, 8)
+        return torch.cat([as_bytes(scale), (bits << _places(bits)).sum(1, dtype=torch.uint8)])
+
+    def decode(self, sent: Tensor, like: Tensor, turn: int = 0) -> Tensor:
+        count = like.numel()
+        expect(sent, torch.uint8, 4 - (-count // 8), f"{count} signs and a magnitude")
+        scale = from_bytes(sent[:4], torch.float32)
+        positive = (sent[4:, None] >> _places(sent) & 1).flatten()[:count].bool()
+        return torch.where(positive, scale, -scale).to(like.dtype).view(like.shape)
+
+
+def _places(like: Tensor) -> Tensor:
+    """Where the bits of a byte are."""
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
