@@ -159,9 +159,8 @@ def test_one_rank_is_torchs_own_scaler():
 
 
 @pytest.mark.parametrize("p", [2, 3, 5, 8])
-@pytest.mark.parametrize("wide", [False, True])
-def test_replicas_agree_to_the_bit_and_nearly_with_one_process(p, wide):
-    run = d2lps.simulate(trained, star(p, 1e9, 1e-6), 2, {"wide": wide})
+def test_replicas_agree_to_the_bit_and_nearly_with_one_process(p):
+    run = d2lps.simulate(trained, star(p, 1e9, 1e-6), 2, {})
     for weights, masters, *_ in run:
         assert torch.equal(weights, run[0][0]) and torch.equal(masters, run[0][1])
     assert (run[0][1] - by_hand(2, p, torch.bfloat16)).abs().max() < 0.01  # a step of Adam is 0.01, whatever the gradient
@@ -174,14 +173,13 @@ def test_replicas_agree_to_the_bit_and_nearly_with_one_process(p, wide):
 def test_bytes_on_the_wire_are_the_reduce_dtypes(world, reduce_dtype, nbytes):
     n = sum(weight.numel() for weight in small().parameters())
     flags = len(list(small().parameters()))  # whether there is a gradient of each
-    for wide in (False, True) if world == "simulated" else (False,):
-        trace = WORLDS[world](trained, 3, 2, {"reduce_dtype": reduce_dtype, "wide": wide}).trace
-        assert trace.bytes_sent().sum() == (3 - 1) * n * 4 + 2 * 2 * (3 - 1) * (n + flags) * nbytes  # a broadcast, two steps
+    trace = WORLDS[world](trained, 3, 2, {"reduce_dtype": reduce_dtype}).trace
+    assert trace.bytes_sent().sum() == (3 - 1) * n * 4 + 2 * 2 * (3 - 1) * (n + flags) * nbytes  # a broadcast, two steps
 
 
-def sick(comm, who, value, wide):
+def sick(comm, who, value):
     """One rank's loss overflows in step 1, or is nan: what each has then, step by step."""
-    trainer = MixedPrecision(comm, model := small(), adam, torch.float16, wide=wide, scaler=LossScaler(1024.0))
+    trainer = MixedPrecision(comm, model := small(), adam, torch.float16, scaler=LossScaler(1024.0))
     seen = []
     for step in range(3):
         loss = loss_of(model, *batch(step, comm.rank, comm.size))
@@ -192,8 +190,8 @@ def sick(comm, who, value, wide):
 
 @pytest.mark.parametrize(("world", "value"), [("processes", torch.inf), *(("simulated", v) for v in (torch.inf, torch.nan, 1e6))])
 def test_an_overflow_on_one_rank_is_skipped_by_all(world, value):
-    for who, wide in ((0, False), (2, True))[: 1 if world == "processes" else 2]:
-        run = WORLDS[world](sick, 3, who, value, wide)
+    for who in (0, 2)[: 1 if world == "processes" else 2]:
+        run = WORLDS[world](sick, 3, who, value)
         assert all(seen == run[0] for seen in run)
         (first, high, before), (second, low, after), (third, _, last) = run[0]
         assert (first, second, third) == (True, False, True) and (high, low) == (1024.0, 512.0) and before == after != last

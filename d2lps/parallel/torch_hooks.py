@@ -100,17 +100,6 @@ def zero_grad(owner: Any, set_to_none: bool = True) -> None:
             drop()
 
 
-def guard_step(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> None:
-    """RuntimeError if anybody but Zero calls the optimizer's step."""
-
-    def check(*_: Any) -> None:
-        if not allowed():
-            told = "its optimizer's step alone would neither reduce gradients nor give all ranks the new weights"
-            raise RuntimeError(f"call zero.step(), or a GradScaler's step(zero): {told}")
-
-    optimizer.register_step_pre_hook(check)
-
-
 def spread_overflow(comm: Communicator, gradients: Sequence[Tensor]) -> None:
     """What is inf or NaN on some rank, of gradients that are cut, is inf on all: as one, they skip a step or take it."""
     finite = torch.tensor(all(bool(gradient.isfinite().all()) for gradient in gradients)).int().to(comm.device)

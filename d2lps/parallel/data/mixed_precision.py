@@ -78,9 +78,9 @@ class MixedPrecision:
     ...     trainer.step()          # False where an overflow made all ranks skip it
 
     The model's FP32 weights and its buffers become rank 0's; then weights are made numbers of `param_dtype`, where they stand.
-    reduce_dtype: what gradients are on the wire, by default what the weights are; wide: add up in FP32 in one place and round
-    once, rather than at every hop. main_grads: add micro-batches up in FP32, for 2 bytes a parameter more. scaler: for FP16;
-    without one nothing is scaled and no step skipped. max_norm: clip the mean gradient to this norm, once the scale is out.
+    reduce_dtype: what gradients are on the wire, by default what the weights are. main_grads: add micro-batches up in FP32, for 2
+    bytes a parameter more. scaler: for FP16; without one nothing is scaled and no step skipped. max_norm: clip the mean gradient
+    to this norm, once the scale is out.
     Bytes a parameter with Adam: 2 + 2 + 4 + 4 + 4. A step is one all-reduce of all gradients: 2(p - 1)/p n bytes a rank; n has a
     number for each weight, too, of how many ranks have a gradient of it: a weight of which none has one stays what it is.
     Who trains is asked anew in each forward pass of `model`: what is unfrozen or added, on all ranks alike and with equal values,
@@ -91,9 +91,8 @@ class MixedPrecision:
 
     def __init__(
         self, comm: Communicator, model: nn.Module, optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
-        param_dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype | None = None, wide: bool = False,
-        main_grads: bool = False, scaler: LossScaler | None = None, max_norm: float | None = None,
-        broadcast_buffers: bool = True,
+        param_dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype | None = None, main_grads: bool = False,
+        scaler: LossScaler | None = None, max_norm: float | None = None, broadcast_buffers: bool = True,
     ) -> None:  # fmt: skip
         self.reduce_dtype = reduce_dtype or param_dtype
         if max_norm is not None and not max_norm > 0:
@@ -104,7 +103,6 @@ class MixedPrecision:
             raise TypeError(f"masters are made from float32 weights, and some are not: {short}")
         self.comm, self.max_norm, self.skips = comm, max_norm, scaler is not None
         self.scaler = scaler or LossScaler(1.0)  # which never learns of a step then
-        self.reduce = wide_all_reduce if wide else all_reduce
         self.model, self.param_dtype, self.broadcast_buffers, self._make = model, param_dtype, broadcast_buffers, optimizer
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
         if not self.weights:
@@ -168,7 +166,7 @@ class MixedPrecision:
         there = parts[0].new_tensor([part is not None for part in gradients])
         total = torch.cat([part.flatten().to(self.reduce_dtype) for part in (*parts, there)])
         self.drop()
-        self.reduce(self.comm, total)
+        all_reduce(self.comm, total)
         if self.broadcast_buffers:
             share_buffers(self.comm, self.model)
         total, there = total.split([len(total) - len(there), len(there)])
@@ -189,9 +187,9 @@ class MixedPrecision:
         return True
 
 
-@collective("tensor", "accumulate_dtype")
-def wide_all_reduce(comm: Communicator, tensor: Tensor, accumulate_dtype: torch.dtype = torch.float32) -> None:
-    """Leave the sum of all ranks in `tensor`, whose elements travel as they are but are added up in a wider dtype.
+@collective("tensor")
+def wide_all_reduce(comm: Communicator, tensor: Tensor) -> None:
+    """Leave the sum of all ranks in `tensor`, whose elements travel as they are but are added up in FP32.
 
     >>> tensor = torch.full((4,), 1.0 if comm.rank else 256.0).bfloat16()                   # on 4 ranks    # doctest: +SKIP
     >>> wide_all_reduce(comm, tensor)       # 260, the bfloat16 next to 259, in all four places     # doctest: +SKIP
@@ -207,9 +205,9 @@ def wide_all_reduce(comm: Communicator, tensor: Tensor, accumulate_dtype: torch.
         mine, others = blocks[comm.rank], [rank for rank in range(comm.size) if rank != comm.rank]
         heard = [torch.empty_like(mine) for _ in blocks]
         all_to_all(comm, heard, blocks, "direct")
-        total = heard[0].to(accumulate_dtype)
+        total = heard[0].float()
         for other in heard[1:]:
-            comm.combine(total, other.to(accumulate_dtype))
+            comm.combine(total, other.float())
         comm.copy(mine, total.to(tensor.dtype))
         comm.step("all-gather")
         comm.exchange([(mine, rank) for rank in others], [(blocks[rank], rank) for rank in others])

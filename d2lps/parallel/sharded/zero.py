@@ -21,7 +21,7 @@ from d2lps.parallel.saving.saved import Manifest
 from d2lps.parallel.shard import guard
 from d2lps.parallel.sharded.owners import together
 from d2lps.parallel.sharded.units import Unit
-from d2lps.parallel.torch_hooks import Weakly, clears, dense, for_shards, guard_step, join, spread_overflow, when_ready
+from d2lps.parallel.torch_hooks import Weakly, clears, dense, for_shards, join, spread_overflow, when_ready
 
 
 class Zero:
@@ -95,7 +95,7 @@ class Zero:
         self._prints: dict[str, Tensor] = {}  # of what has begun to train since the last reduction
         self._share(trained)
         self.optimizer = for_shards(optimizer(self.shards), self.shards)
-        guard_step(self.optimizer, lambda: self._stepping)
+        self.optimizer.register_step_pre_hook(self._check_step)
         module.register_forward_pre_hook(Weakly(self._listen))
         clears(self.drop, module, self.optimizer)
 
@@ -265,6 +265,11 @@ class Zero:
         self.refresh()
         if self._buffers:
             share_buffers(self.comm, self.module)
+
+    def _check_step(self, *_: Any) -> None:
+        if not self._stepping:
+            told = "its optimizer's step alone would neither reduce gradients nor give all ranks the new weights"
+            raise RuntimeError(f"call zero.step(), or a GradScaler's step(zero): {told}")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
