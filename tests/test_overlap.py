@@ -236,19 +236,6 @@ def test_ranks_whose_models_differ_are_told_at_once(world: Runner, what: str) ->
         world(work, 3)
 
 
-def test_one_that_is_left_out_is_named_and_the_next_pass_is_as_any(world: Runner) -> None:
-    def work(comm: Communicator) -> tuple[str, bool]:
-        model = DataParallel(comm, net(plain), bucket_cap=1000)
-        with pytest.raises(RuntimeError) as caught:
-            model.module[0](batch(0)).sum().backward()
-        model.zero_grad()
-        model(batch(comm.rank)).square().mean().backward()
-        return str(caught.value), all(p.grad is not None for p in model.parameters())
-
-    said = "rank {}: a backward pass has left out 2.weight, 2.bias, 4.weight, 4.bias: the loss must depend on them"
-    assert world(work, 2) == [(said.format(0), True), (said.format(1), True)]
-
-
 def test_a_module_whose_wrapper_is_gone_says_so() -> None:
     def work(comm: Communicator) -> str:
         module = net(plain)
@@ -259,25 +246,6 @@ def test_a_module_whose_wrapper_is_gone_says_so() -> None:
         return str(caught.value)
 
     assert all(told.startswith("the DataParallel of this module is gone") for told in simulated(work, 2))
-
-
-def test_a_module_without_gradients_is_refused() -> None:
-    with pytest.raises(ValueError, match="Tanh has no parameters that need gradients"):
-        simulated(lambda comm: DataParallel(comm, nn.Tanh()), 1)
-
-
-def test_frozen_parameters_and_buffers_are_rank_0s(world: Runner) -> None:
-    def work(comm: Communicator) -> tuple[float, ...]:
-        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        module[0].bias.requires_grad_(False).fill_(comm.rank + 5.0)
-        module[1].running_mean.fill_(comm.rank + 7.0)
-        module[1].register_buffer("unsaved", torch.tensor(comm.rank + 9.0), persistent=False)
-        model = DataParallel(comm, module)
-        model.eval()(torch.ones(2, 3)).sum().backward()
-        held = sum(len(bucket) for bucket in model.buckets)
-        return module[0].bias[0].item(), module[1].running_mean[0].item(), module[1].unsaved.item(), held
-
-    assert world(work, 2) == [(5.0, 7.0, 9.0, 3)] * 2
 
 
 class Borrowing(nn.Module):
@@ -345,116 +313,6 @@ def test_a_rank_that_fails_in_its_backward_pass_ends_the_run(nothing_left: objec
             run(work, 3)
 
 
-# ---- who trains, what is dropped, and buffers -------------------------------------------------------------------------
-
-
-def change(net: Any, step: int, momenta: dict[nn.Parameter, Momentum]) -> None:
-    """Before this step: layers are frozen and unfrozen, exchanged and added; each parameter has a momentum of its own."""
-    if step in (0, 6):
-        net[0].requires_grad_(step == 6)  # a backbone that is unfrozen
-    if step in (2, 5):
-        net[2].bias.requires_grad_(step == 5)  # what has trained is frozen, and then trains again
-    if step == 3:
-        torch.manual_seed(5)
-        net.append(nn.Linear(6, 6).double())
-    if step == 4:
-        net[4].weight = nn.Parameter(net[4].weight.detach() * 0.5)
-    for parameter in net.parameters():
-        momenta.setdefault(parameter, Momentum([parameter]))
-
-
-def train_while_it_changes(comm: Communicator | None, optimizer: Any = None) -> list[Tensor]:
-    """Of all the examples, or of a part on each rank."""
-    ranks, rank = (comm.size, comm.rank) if comm else (1, 0)
-    module: Any = net(plain, seed=rank)
-    momenta: dict[nn.Parameter, Momentum] = {}
-    change(module, 0, momenta)
-    model: Any = DataParallel(comm, module, bucket_cap=1000, optimizer=optimizer) if comm else module
-    for step in range(8):
-        change(module, step, momenta)
-        module.zero_grad()
-        model(batch(step).chunk(ranks)[rank]).square().mean().backward()
-        if optimizer:
-            model.synchronize()
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                momenta[parameter].step()
-    return [parameter.detach() for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize("optimizer", [None, Momentum])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_who_trains_is_asked_anew(world: Runner, ranks: int, optimizer: Any) -> None:
-    expected = train_while_it_changes(None)
-    for found in world(train_while_it_changes, ranks, optimizer):
-        for mine, one in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, one, rtol=1e-12, atol=1e-12)
-
-
-def test_a_layer_that_is_added_must_begin_equal(world: Runner) -> None:
-    def work(comm: Communicator) -> None:
-        model = DataParallel(comm, net(plain))
-        torch.manual_seed(comm.rank)
-        model.module.append(nn.Linear(6, 6).double())
-        model(batch(0)).sum().backward()
-
-    with pytest.raises(d2lps.Mismatch, match=r"5.weight: rank 0 and rank 1 have different ones.* must be equal on all ranks"):
-        world(work, 2)
-
-
-def test_a_pass_that_fails_on_all_ranks_may_be_the_last_or_be_followed_by_another(world: Runner) -> None:
-    """Some buckets are on their way by then."""
-
-    def work(comm: Communicator, goes_on: bool) -> Tensor | None:
-        model = DataParallel(comm, net(plain), bucket_cap=1)
-        for _ in range(2):
-            with pytest.raises(KeyError):
-                hidden = model.module[:3](batch(0))
-                model.module[3:](Failing.apply(hidden, True)).sum().backward()
-        if not goes_on:
-            return None
-        model.zero_grad()
-        model(batch(0).chunk(comm.size)[comm.rank]).square().mean().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    one = net(plain)
-    one(batch(0)).square().mean().backward()
-    expected = torch.cat([p.grad.flatten() for p in one.parameters()])
-    assert list(world(work, 3, False)) == [None] * 3
-    for found in world(work, 3, True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("way", ["small buckets", "steps as needed"])
-@pytest.mark.parametrize("how", ["drop", "zero_grad", "fails and drop"])
-def test_a_batch_that_is_dropped_leaves_nothing(world: Runner, way: str, how: str) -> None:
-    if (way, how) == ("steps as needed", "zero_grad"):
-        pytest.skip("steps are taken as they come: only drop() is before them")
-
-    def work(comm: Communicator, drops: bool) -> Tensor:
-        model = DataParallel(comm, net(plain, seed=comm.rank), **WAYS[way])
-        optimizer = Momentum(model.parameters())
-        for step in range(4):
-            if step == 2 and drops:
-                with model.no_sync():
-                    model(batch(7)).sum().backward()
-                if "fails" in how:
-                    with pytest.raises(KeyError):
-                        model.module[3:](Failing.apply(model.module[:3](batch(7)), True)).sum().backward()
-                else:
-                    model(batch(7)).sum().backward()
-                model.zero_grad() if how == "zero_grad" else model.drop()
-            model.zero_grad()
-            model(batch(step).chunk(comm.size)[comm.rank]).square().mean().backward()
-            if "optimizer" not in WAYS[way]:
-                optimizer.step()
-        model.synchronize()
-        return weights(model)
-
-    for found, expected in zip(world(work, 2, True), world(work, 2, False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
 
@@ -477,48 +335,6 @@ def test_buffers_are_rank_0s_as_ddps_are() -> None:
     for theirs, ours in beside_ddp(work, 2):
         for one, other in zip(theirs, ours, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_buffers_are_rank_0s_unless_told_otherwise(world: Runner, shared: bool) -> None:
-    def work(comm: Communicator) -> list[Tensor]:
-        model = DataParallel(comm, net(normed, seed=comm.rank), broadcast_buffers=shared)
-        model.module.register_buffer("seen", torch.tensor(2**40 + comm.rank))  # FP32 does not have it
-        for step in range(2):
-            model(batch(step) * (1 + comm.rank)).square().mean().backward()
-        return statistics(model)
-
-    first, second = world(work, 2)
-    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [shared, shared, shared, True]  # the last counts
-    torch.testing.assert_close(first, statistics_alone(), rtol=1e-12, atol=0)
-
-
-def statistics_alone() -> list[Tensor]:
-    """Rank 0's, whose own they are all along."""
-    model = net(normed)
-    model.register_buffer("seen", torch.tensor(2**40))
-    for step in range(2):
-        model(batch(step))
-    return statistics(model)
-
-
-def test_a_sparse_gradient_is_refused_by_name(world: Runner) -> None:
-    def work(comm: Communicator) -> None:
-        model = DataParallel(comm, nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)))
-        model(torch.tensor([1, 2])).sum().backward()
-
-    with pytest.raises(ValueError, match=r"0.weight has a sparse gradient, and what is summed is dense: .* sparse=False"):
-        world(work, 2)
-
-
-def test_a_module_can_still_be_copied_and_sent(world: Runner) -> None:
-    def work(comm: Communicator) -> nn.Module:
-        model = DataParallel(comm, net(plain), optimizer=Momentum)
-        copy.deepcopy(model.module)(batch(0)).sum().backward()
-        return model.module
-
-    expected = weights(net(plain))
-    assert all(torch.equal(weights(module), expected) for module in world(work, 2))
 
 
 # ---- DDP --------------------------------------------------------------------------------------------------------------

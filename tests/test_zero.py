@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import sys
@@ -369,75 +368,20 @@ def test_who_looks_at_weights_that_are_not_there_sees_no_numbers() -> None:
         assert all(map(math.isnan, losses))
 
 
-# ---- who trains, and what is dropped -----------------------------------------------------------------------------------------
-
-ADAM = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
-
-
-def change(model: Any, step: int, freezes: bool) -> None:
-    """Before this step: a layer is unfrozen, another frozen and trained again, one is added."""
-    if step in (0, 2):
-        model[0].requires_grad_(step == 2)
-    if step in (3, 5) and freezes:
-        model[1].requires_grad_(step == 5)
-    if step == 4:
-        torch.manual_seed(9)
-        model.append(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double())
-
-
-def changing(comm: Communicator, options: dict[str, Any] | None, freezes: bool) -> Tensor:
-    model: Any = Chain()
-    change(model, 0, freezes)
-    optimizer: Any = ADAM([*model.parameters()]) if options is None else Zero(comm, model, ADAM, **options)
-    for step in range(8):
-        change(model, step, freezes)
-        if options is None and step == 4:
-            optimizer.param_groups[0]["params"] += model[3].parameters()
-        optimizer.zero_grad()
-        (optimizer if options is None else optimizer.optimizer).param_groups[0]["lr"] = 0.05 / (1 + step)  # a schedule
-        model(X.chunk(comm.size)[comm.rank]).square().mean().backward()
-        optimizer.step()
-    with optimizer.gathered() if options else torch.no_grad():
-        return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-CHANGING = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "overlap": True}]
-CHANGING += [{"stage": 3, "overlap": True}, {"stage": 3, "group": 1}]
-
-
-@pytest.mark.parametrize("options", CHANGING, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_who_trains_is_asked_anew(ranks: int, options: dict[str, Any]) -> None:
-    freezes = options["stage"] > 1
-    expected = simulated(changing, 1, None, freezes)[0]
-    for found in simulated(changing, ranks, options, freezes):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-def test_so_it_is_on_processes() -> None:
-    expected = simulated(changing, 1, None, True)[0]
-    for found in d2lps.run(changing, 2, {"stage": 3}, True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+# ---- who trains --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("what", "error", "told"),
-    [
-        ("unequal", d2lps.Mismatch, r"3.weight: rank 0 and rank 1 have different ones.*must be equal on all ranks"),
-        ("a part", RuntimeError, r"rank \d: 1.0.bias has been frozen, and others of its flat tensor have not"),
-        ("unseen", RuntimeError, r"rank \d: 0.0.weight, 0.0.bias has begun to train without a forward pass of the whole module"),
-    ],
-)
-def test_who_cannot_begin_to_train_is_named(stage: int, what: str, error: type[Exception], told: str) -> None:
+@pytest.mark.parametrize(("what", "told"), [
+    ("a part", r"rank \d: 1.0.bias has been frozen, and others of its flat tensor have not"),
+    ("unseen", r"rank \d: 0.0.weight, 0.0.bias has begun to train without a forward pass of the whole module"),
+])  # fmt: skip
+def test_who_cannot_begin_to_train_is_named(stage: int, what: str, told: str) -> None:
     def work(comm: Communicator) -> None:
         model: Any = Chain()
         model[0].requires_grad_(False)
         zero, forward = Zero(comm, model, SGD, stage), model
-        if what == "unequal":
-            torch.manual_seed(comm.rank)
-            model.append(nn.Linear(6, 6).double())
-        elif what == "a part":
+        if what == "a part":
             model[1][0].bias.requires_grad_(False)
         else:
             model[0].requires_grad_(True)
@@ -445,7 +389,7 @@ def test_who_cannot_begin_to_train_is_named(stage: int, what: str, error: type[E
         forward(X).sum().backward()
         zero.step()
 
-    with pytest.raises(error, match=told):
+    with pytest.raises(RuntimeError, match=told):
         simulated(work, 2)
 
 
@@ -472,59 +416,6 @@ def test_clipping_before_the_reduction_is_an_error(stage: int, sync: bool) -> No
 
     for ranks in (1, 2):
         assert list(simulated(work, ranks)) == pytest.approx([1.0] * ranks, rel=1e-5)
-
-
-DROPS: dict[str, Callable[[Any, Any], None]] = {
-    "model": lambda model, zero: model.zero_grad(),
-    "model, to zeros": lambda model, zero: model.zero_grad(set_to_none=False),
-    "optimizer": lambda model, zero: zero.optimizer.zero_grad(),
-    "zero": lambda model, zero: zero.zero_grad(),
-    "drop": lambda model, zero: zero.drop(),
-}
-
-
-@pytest.mark.parametrize("how", DROPS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_batch_that_is_dropped_leaves_nothing(stage: int, how: str) -> None:
-    def work(comm: Communicator, drops: bool) -> Tensor:
-        model = Chain()
-        zero = Zero(comm, model, SGD, stage, overlap=stage == 2)
-        for step in range(3):
-            if step == 1 and drops:
-                with zero.no_sync():
-                    model(7 * X).sum().backward()
-                model(9 * X).sum().backward()
-                copy.deepcopy(model).zero_grad()  # another model's
-                if stage > 1:
-                    zero.reduce()
-                DROPS[how](model, zero)
-            model(X[step:]).square().mean().backward()
-            zero.step()
-        with zero.gathered():
-            return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-    for found, expected in zip(simulated(work, 2, True), simulated(work, 2, False), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_a_model_can_still_be_copied_and_sent() -> None:
-    def work(comm: Communicator) -> nn.Module:
-        model = Chain()
-        zero = Zero(comm, model, SGD, 1)
-        model(X).square().mean().backward()
-        copied = copy.deepcopy(model)
-        copied.zero_grad()
-        copied(X).square().mean().backward()
-        assert all(p.grad is not None for p in copied.parameters())
-        copied.zero_grad()
-        assert all(p.grad is None for p in copied.parameters()) and zero.units[0].unreduced()
-        return model
-
-    for model in d2lps.run(work, 2):
-        torch.testing.assert_close([*model.parameters()], [*Chain().parameters()])
-        model(X).sum().backward()
-        model.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
 
 
 # ---- loss scales and buffers ----------------------------------------------------------------------------------------------
@@ -575,37 +466,6 @@ def test_the_optimizers_step_alone_is_refused(stage: int) -> None:
         simulated(work, 2)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_buffers_are_rank_0s_after_a_step(stage: int, shared: bool) -> None:
-    def work(comm: Communicator) -> list[Tensor]:
-        model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
-        kind = {"broadcast_buffers": shared}
-        trainer: Any = Zero(comm, model, SGD, stage, **kind) if stage else MixedPrecision(comm, model, SGD, torch.float32, **kind)
-        for step in range(2):
-            loss = model(X.float()[step:] * (1 + comm.rank)).square().mean()
-            loss.backward() if stage else trainer.backward(loss)
-            trainer.step()
-        return [buffer.clone() for buffer in model.buffers()]
-
-    alone = simulated(work, 1)[0]
-    for rank, found in enumerate(simulated(work, 2)):
-        same = [torch.equal(one, other) for one, other in zip(found, alone, strict=True)]
-        assert same == ([True] * 3 if shared or rank == 0 else [False, False, True])
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_sparse_gradient_is_refused_by_name(stage: int) -> None:
-    def work(comm: Communicator) -> None:
-        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
-        zero = Zero(comm, model, SGD, stage)
-        model(torch.tensor([1, 2])).sum().backward()
-        zero.step()
-
-    with pytest.raises(ValueError, match=r"0\.weight has a sparse gradient, and what is summed is dense"):
-        simulated(work, 2)
-
-
 # ---- errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -629,59 +489,6 @@ def test_models_that_do_not_fit() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match=r"0\.weight is torch\.float32 on cpu, 1\.weight torch\.float64 on cpu"):
         simulated(lambda comm: Zero(comm, mixed, SGD, 1), 2)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_a_backward_pass_leaves_out_is_named(stage: int) -> None:
-    def work(comm: Communicator) -> None:
-        model = Chain()
-        zero = Zero(comm, model, SGD, stage)
-        model[1](model[0](X)).sum().backward()
-        zero.step()
-
-    with pytest.raises(RuntimeError, match=r"a backward pass has left out 2\.0\.weight, 2\.0\.bias: the loss"):
-        simulated(work, 2)
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward pass fails where it is told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.fails:
-            raise MemoryError
-        return gradient, None
-
-
-def survives(comm: Communicator, stage: int, overlap: bool, batches: str) -> Tensor:
-    """Steps on good batches; of a bad one the backward pass fails in its midst, and it is left out."""
-    model = Chain()
-    zero = Zero(comm, model, SGD, stage, overlap=overlap)
-    for batch in batches:
-        out = model[2](Fails.apply(model[1](model[0](X)), batch == "-"))
-        if batch == "-":
-            with pytest.raises(MemoryError):
-                out.square().mean().backward()
-            with pytest.raises(RuntimeError, match=r"a backward pass has failed, .* drop\(\)"):
-                zero.step()
-            zero.drop()
-        else:
-            out.square().mean().backward()
-            zero.step()
-    with zero.gathered():
-        return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_a_failed_backward_pass_has_left_is_in_no_step(stage: int, overlap: bool) -> None:
-    with_it, without = (simulated(survives, 2, stage, overlap, batches) for batches in ("+-+", "++"))
-    assert all(torch.equal(weights, without[0]) for weights in with_it)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
