@@ -253,3 +253,5 @@ def test_a_killed_run_goes_on_under_keep_going(tmp_path):
     whole = d2lps.run(train, 4, tmp_path / "whole", False)
     again = keep_going(train, 4, tmp_path / "again", True)
     assert again[0][0] in (2, 3) and [losses for _, losses in again] == [losses for _, losses in whole]
+    with pytest.raises(d2lps.RankDied):
+        keep_going(lambda comm: os.kill(os.getpid(), signal.SIGKILL), 1, times=1)
