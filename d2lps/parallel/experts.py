@@ -6,18 +6,19 @@ host would have to wait for, one all-to-all of equal parts does, and a simulatio
 which travel and are computed too. (Megatron-LM's dropless way is the other choice: counts first, then no more than is needed.)
 """
 
+from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, silu
 
 from d2lps.collectives import all_reduce, all_to_all
 from d2lps.comm import Communicator
 from d2lps.parallel.shard import sharded
+from d2lps.parallel.torch_hooks import Pair, same
 
 
 class Experts(nn.Module):
@@ -89,11 +90,11 @@ class Experts(nn.Module):
         batch, ranks = filled.shape[0], self.comm.size if self.comm else 1
         rows = filled.transpose(0, 1).flatten(1, 2)
         if self.comm:
-            rows = _AllToAll.apply(rows, self.comm, True)
+            rows = _travel(self.comm, rows, there=True)
         mine = rows.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)  # [experts here, ranks x batch x slots, hidden]
         done = self._compute(mine).unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         if self.comm:
-            done = _AllToAll.apply(done, self.comm, False)
+            done = _travel(self.comm, done, there=False)
         return done.unflatten(1, (batch, -1)).transpose(0, 1).flatten(1, 2)
 
     def _compute(self, rows: Tensor) -> Tensor:
@@ -105,8 +106,9 @@ class Experts(nn.Module):
         return self._linear(gelu(up) if gate is None else silu(gate) * up, self.down, self.down_bias)
 
     def _linear(self, rows: Tensor, weight: Tensor, bias: Any) -> Tensor:
-        if self.comm:
-            weight, bias = (_Mean.apply(tensor, self.comm.size) for tensor in (weight, bias))
+        if self.comm:  # of so many ranks' losses the gradient is the sum, and shall be the mean
+            mean = partial(torch.div, other=self.comm.size)
+            weight, bias = (Pair.apply(tensor, same, mean) for tensor in (weight, bias))
         return torch.baddbmm(bias.unsqueeze(1), rows, weight)
 
     def _balance(self, probabilities: Tensor, load: Tensor) -> Tensor:
@@ -127,40 +129,18 @@ def _layers(experts: int, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.P
     return weight, bias
 
 
-class _AllToAll(Function):
+def _travel(comm: Communicator, parts: Tensor, there: bool) -> Tensor:
     """Part r of the first dimension to rank r; the gradients come back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, comm: Communicator, there: bool) -> Tensor:
-        ctx.comm, ctx.there = comm, there
-        return _exchanged(comm, parts, "tokens", there)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(ctx.comm, grad, "tokens.grad", not ctx.there), None, None
+    return Pair.apply(parts, partial(_exchanged, comm, "tokens", there), partial(_exchanged, comm, "tokens.grad", not there))
 
 
-def _exchanged(comm: Communicator, parts: Tensor, name: str, there: bool) -> Tensor:
+def _exchanged(comm: Communicator, name: str, there: bool, parts: Tensor) -> Tensor:
     """there: from each rank's own tokens, for all experts, to all tokens for its own experts."""
     received = torch.empty_like(parts := parts.contiguous())
     before, after = ("E C_* D", "E_* C D")[:: 1 if there else -1]
     with comm.about(name, before, after):
         all_to_all(comm, list(received.chunk(comm.size)), list(parts.chunk(comm.size)))
     return received
-
-
-class _Mean(Function):
-    """A weight whose gradient is the sum of so many ranks' losses', and shall be the mean."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad / ctx.ranks, None
 
 
 class _Aside(Function):

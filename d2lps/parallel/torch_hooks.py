@@ -1,4 +1,4 @@
-"""Where a strategy meets an ordinary training loop of torch's: gradients get ready, optimizers step, `zero_grad` clears."""
+"""Where a strategy meets torch: gradients get ready, optimizers step, `zero_grad` clears; a tensor goes both ways."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -106,3 +106,26 @@ def spread_overflow(comm: Communicator, gradients: Sequence[Tensor]) -> None:
     all_reduce(comm, finite, ReduceOp.MIN)
     for gradient in gradients if not finite else ():
         gradient.fill_(torch.inf)
+
+
+class Pair(torch.autograd.Function):
+    """One function forward, another one backward.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> Pair.apply(x, torch.exp, torch.neg).sum().backward(); x.grad
+    tensor([-1., -1.])
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return forth(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def same(x: Tensor) -> Tensor:
+    """For what a `Pair` leaves as it is, on one of the ways."""
+    return x.view_as(x)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -53,8 +54,7 @@ def execute(
     try:
         for action, then in zip_longest(mine, mine[1:]):
             k = action.micro_batch
-            end = _Loss(loss, targets[k]) if loss is not None and targets is not None else None
-            work.act(action, then, inputs[k] if inputs is not None else None, end)
+            work.act(action, then, None if inputs is None else inputs[k], partial(_loss_of, loss, targets, k))
         work.mail.finish()
     finally:  # a caller may catch an OutOfMemory, and go on with less
         work.let_all_go()
@@ -79,15 +79,9 @@ def _check(
     traffic(rows)  # which a schedule that never ends has none of
 
 
-@dataclass(frozen=True)
-class _Loss:
+def _loss_of(loss: Any, targets: Any, k: int, output: Tensor) -> Tensor:
     """What stands behind the last stage."""
-
-    function: Callable[[Tensor, Any], Tensor]
-    target: Any
-
-    def __call__(self, output: Tensor) -> Tensor:
-        return self.function(output, self.target)
+    return loss(output, targets[k])
 
 
 @dataclass
@@ -203,7 +197,7 @@ _APART = "which does not depend on what it was given: no gradient can go back"
 
 
 def _made(part: Any, y: Any) -> str:
-    who = "the loss" if isinstance(part, _Loss) else type(part).__name__
+    who = type(part).__name__ if isinstance(part, nn.Module) else "the loss"
     return f"{who} makes {describe(y) if isinstance(y, Tensor) else 'None' if y is None else f'a {type(y).__name__}, {y!r:.60}'}"
 
 
@@ -216,6 +210,6 @@ def _flaw(part: Any, x: Tensor, y: Any) -> str:
         return f"{made}, and what goes on has gradients: {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
     if y.dim() > NOTE - 2:
         return f"{made}, and what goes on has at most {NOTE - 2} dimensions"
-    if isinstance(part, _Loss) and y.numel() != 1:
+    if not isinstance(part, nn.Module) and y.numel() != 1:
         return f"{made}, and it is to be one number: a sum, or a mean, over the micro-batch"
     return f"{made}, {_APART}" if x.requires_grad and not y.requires_grad else ""

@@ -1,11 +1,10 @@
 """A stage that computes nothing and takes its time: to see what a schedule does, where no device is to be had."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from d2lps.comm import Communicator
+from d2lps.parallel.torch_hooks import Pair, same
 
 
 class StandIn(nn.Module):
@@ -24,17 +23,8 @@ class StandIn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.comm.sleep(self.seconds)
-        slept: Any = _Slept.apply
-        return slept(x, self.comm, self.each) + slept(self.weight, self.comm, self.each)
+        return Pair.apply(x, same, self._later) + Pair.apply(self.weight, same, self._later)
 
-
-class _Slept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, seconds: float) -> Tensor:
-        ctx.comm, ctx.seconds = comm, seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.comm.sleep(ctx.seconds)
-        return gradient, None, None
+    def _later(self, gradient: Tensor) -> Tensor:
+        self.comm.sleep(self.each)
+        return gradient

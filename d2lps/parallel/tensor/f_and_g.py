@@ -15,10 +15,8 @@ write down both is all that it takes: torch's autograd chains them.
 Source: Shoeybi et al. 2019 (Megatron-LM); the last two: Korthikanti et al. 2022.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,25 +24,9 @@ from torch import Tensor
 from d2lps.collectives import all_gather, all_reduce, reduce_scatter
 from d2lps.comm import Communicator
 from d2lps.parallel.shard import cut
+from d2lps.parallel.torch_hooks import Pair, same
 
 SEQUENCE = -2  # the dimension of the sequence in [batch, sequence, hidden]
-
-
-class _Pair(torch.autograd.Function):
-    """One function forward, another one backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return forth(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient), None, None
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
 
 
 def _sum(comm: Communicator, way: str, algorithm: str, x: Tensor) -> Tensor:
@@ -87,7 +69,7 @@ def copy(comm: Communicator, x: Tensor, algorithm: str = "ring") -> Tensor:
 
     >>> hidden = gelu(copy(comm, x) @ my_columns)                   # doctest: +SKIP
     """
-    return _Pair.apply(x, _same, partial(_sum, comm, "backward", algorithm))
+    return Pair.apply(x, same, partial(_sum, comm, "backward", algorithm))
 
 
 def reduce(comm: Communicator, x: Tensor, algorithm: str = "ring") -> Tensor:
@@ -95,24 +77,24 @@ def reduce(comm: Communicator, x: Tensor, algorithm: str = "ring") -> Tensor:
 
     >>> y = reduce(comm, hidden @ my_rows) + bias                   # doctest: +SKIP
     """
-    return _Pair.apply(x, partial(_sum, comm, "forward", algorithm), _same)
+    return Pair.apply(x, partial(_sum, comm, "forward", algorithm), same)
 
 
 def gather(comm: Communicator, x: Tensor, dim: int = -1) -> Tensor:
     """All ranks' pieces, put together along a dimension; of the gradient, which all ranks have alike, this rank's piece."""
-    return _Pair.apply(x, partial(_whole, comm, "forward", dim), partial(cut, comm, dim=dim))
+    return Pair.apply(x, partial(_whole, comm, "forward", dim), partial(cut, comm, dim=dim))
 
 
 def scatter(comm: Communicator, x: Tensor, dim: int = -1) -> Tensor:
     """This rank's piece of what all ranks have alike; all ranks' pieces of the gradient. ValueError for unequal pieces."""
-    return _Pair.apply(x, partial(cut, comm, dim=dim), partial(_whole, comm, "backward", dim))
+    return Pair.apply(x, partial(cut, comm, dim=dim), partial(_whole, comm, "backward", dim))
 
 
 def gather_sequence(comm: Communicator, x: Tensor, dim: int = SEQUENCE) -> Tensor:
     """The whole sequence from all ranks' pieces; of the sum of all ranks' gradients, this rank's piece."""
-    return _Pair.apply(x, partial(_whole, comm, "forward", dim), partial(_my_sum, comm, "backward", dim))
+    return Pair.apply(x, partial(_whole, comm, "forward", dim), partial(_my_sum, comm, "backward", dim))
 
 
 def reduce_scatter_sequence(comm: Communicator, x: Tensor, dim: int = SEQUENCE) -> Tensor:
     """Of the sum of all ranks' x, this rank's piece of the sequence; all ranks' pieces of the gradient."""
-    return _Pair.apply(x, partial(_my_sum, comm, "forward", dim), partial(_whole, comm, "backward", dim))
+    return Pair.apply(x, partial(_my_sum, comm, "forward", dim), partial(_whole, comm, "backward", dim))
