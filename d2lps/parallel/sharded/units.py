@@ -50,11 +50,11 @@ class Unit:
         self.shard.shard, self.shard.parts, self.shard.unreduced = Shard(comm, 0), self.parts, self.unreduced  # type: ignore
         comm.hold((self.weights if keeps else self.mine).nbytes, "weights")
         comm.hold(0 if same else self.shard.nbytes, "optimizer")  # the master weights
-        self.missing = set(range(len(self.sizes)))  # whose gradients are still to come in this backward pass,
-        self.never = set(self.missing)  # and whose have not come in any since the last step
+        self.passes = [0] * len(self.sizes)  # in how many backward passes since the last step each had a gradient
+        self.before = self.passes  # and in how many when this sum began:
         self.sum_dtype = self.shard.dtype if main_grads else self.mine.dtype
-        self.summed: set[int] = set()  # whose gradients are in this one:
-        self.gradient: Tensor | None = None  # this rank's, of all parameters
+        self.gradient: Tensor | None = None  # this rank's, of all parameters,
+        self.views: list[Tensor] = []  # and of each
         self.mean: Tensor | None = None  # all ranks', of the shard: under way as long as there is `_reducing`,
         self.reduced: Tensor | None = None  # and then added to this one
         self._gathering: Work | None = None
@@ -159,19 +159,15 @@ class Unit:
         if self.gradient is None:
             dtype = self.sum_dtype if more else self.mine.dtype  # a sum of one is not rounded
             self._sum_up_in(self.mine.new_zeros(self.length * self.comm.size, dtype=dtype))
-        elif number in self.summed and self.gradient.dtype != self.sum_dtype:
+            self.before = self.passes.copy()
+        elif self.passes[number] > self.before[number] and self.gradient.dtype != self.sum_dtype:
             self._sum_up_in(self.gradient.to(self.sum_dtype))
-        self.summed.add(number)
-        self._sums[number].add_(gradient)
-        self.missing.discard(number)
-        self.never.discard(number)
-        if self.missing:
-            return False
-        self.missing = set(range(len(self.sizes)))
-        return True
+        self.views[number].add_(gradient)
+        self.passes[number] += 1
+        return min(self.passes) == max(self.passes)
 
     def _sum_up_in(self, flat: Tensor) -> None:
-        self.gradient, self._sums = flat, self.cut(flat)
+        self.gradient, self.views = flat, self.cut(flat)
         self._hold("whole", flat.nbytes, "gradients")
 
     def left_out(self, ever: bool) -> list[str]:
@@ -179,9 +175,9 @@ class Unit:
 
         Passes of a pipeline's stages come in turns: where a unit spans several stages, none of its passes is over in between.
         """
-        some = not ever and len(self.missing) < len(self.sizes)
-        missing = sorted(self.missing if some else self.never)
-        return [self.names[number] for number in missing if self.parameters[number].requires_grad]
+        enough = 1 if ever else max(1, *self.passes)
+        rows = zip(self.names, self.parameters, self.passes, strict=True)
+        return [name for name, p, passes in rows if passes < enough and p.requires_grad]
 
     def frozen(self) -> list[str]:
         """Names of parameters that have been frozen, while others in the same flat tensor go on: a step would move all of it."""
@@ -200,7 +196,7 @@ class Unit:
         """
         self.settle()
         assert self.gradient is not None
-        whole, self.gradient, self.summed = self.gradient.to(self.mine.dtype), None, set()
+        whole, self.gradient, self.views = self.gradient.to(self.mine.dtype), None, []
         self._hold("whole", whole.nbytes, "gradients")
         self._rooms["under way"] = self._rooms.pop("whole")
         add_up_partial(zip(self.parameters, self.cut(whole), strict=True))
@@ -238,8 +234,7 @@ class Unit:
         """Let go of all gradients since the last step."""
         self.settle()
         self.gradient = self.mean = self.reduced = self.shard.grad = None
-        self.summed = set()
-        self.missing, self.never = set(range(len(self.sizes))), set(range(len(self.sizes)))
+        self.passes, self.views = [0] * len(self.sizes), []
         for what in ("whole", "mean", "grad"):
             self._release(what)
 
