@@ -20,7 +20,7 @@ import d2lps
 from d2lps import Communicator
 from d2lps.parallel import Transformer
 from d2lps.parallel.pipeline.balance import cut, move, rebalance, slowness
-from d2lps.parallel.pipeline.execute import execute
+from d2lps.parallel.pipeline.execute import StandIn, execute
 from d2lps.parallel.pipeline.schedules import (
     Action,
     gpipe,
@@ -32,7 +32,6 @@ from d2lps.parallel.pipeline.schedules import (
     traffic,
     zero_bubble,
 )
-from d2lps.parallel.pipeline.stand_in import StandIn
 from d2lps.topology import Device, spine_leaf, star
 
 SCHEDULES = [

@@ -16,9 +16,8 @@ from d2lps.parallel.data.replicas import Replicas
 from d2lps.parallel.experts import Experts, expert_parallel
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.balance import cut, rebalance
-from d2lps.parallel.pipeline.execute import execute
+from d2lps.parallel.pipeline.execute import StandIn, execute
 from d2lps.parallel.pipeline.schedules import Action, gpipe, interleaved, one_f_one_b, picture, replay, zero_bubble
-from d2lps.parallel.pipeline.stand_in import StandIn
 from d2lps.parallel.prediction.calibrate import calibrate
 from d2lps.parallel.prediction.calibration import Calibration
 from d2lps.parallel.prediction.measure import measured

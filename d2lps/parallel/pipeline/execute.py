@@ -16,6 +16,7 @@ from d2lps.comm.rank import describe
 from d2lps.parallel.activations import Kept, weights_of
 from d2lps.parallel.pipeline.mail import DTYPES, NOTE, Mail, awaited
 from d2lps.parallel.pipeline.schedules import Action, Schedule, after, placed, traffic
+from d2lps.parallel.torch_hooks import Pair, same
 
 
 def execute(
@@ -213,3 +214,28 @@ def _flaw(part: Any, x: Tensor, y: Any) -> str:
     if not isinstance(part, nn.Module) and y.numel() != 1:
         return f"{made}, and it is to be one number: a sum, or a mean, over the micro-batch"
     return f"{made}, {_APART}" if x.requires_grad and not y.requires_grad else ""
+
+
+class StandIn(nn.Module):
+    """A stage that computes nothing and takes its time: to see what a schedule does, where no device is to be had.
+
+    It gives on what it gets, after so many seconds; backward too, half of them for its input and half for its weight.
+
+    >>> mine = {comm.rank: StandIn(comm, forward=0.010, backward=0.020)}                        # doctest: +SKIP
+    >>> execute(comm, mine, schedule, [start] * m, [None] * m, lambda output, _: output.sum())  # doctest: +SKIP
+
+    Seconds pass by `comm.sleep`. What goes into the first stage must require gradients, as what others get does.
+    """
+
+    def __init__(self, comm: Communicator, forward: float, backward: float) -> None:
+        super().__init__()
+        self.comm, self.seconds, self.each = comm, forward, backward / 2
+        self.weight = nn.Parameter(torch.zeros((), device=comm.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.comm.sleep(self.seconds)
+        return Pair.apply(x, same, self._later) + Pair.apply(self.weight, same, self._later)
+
+    def _later(self, gradient: Tensor) -> Tensor:
+        self.comm.sleep(self.each)
+        return gradient
