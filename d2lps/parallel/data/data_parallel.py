@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator
 from d2lps.parallel.data.buckets import MIB, Scheduler, buckets, flatten
-from d2lps.parallel.data.replicas import Replicas, begin_alike, share_buffers
+from d2lps.parallel.data.replicas import begin_alike, share_buffers
 from d2lps.parallel.torch_hooks import Weakly, dense, when_ready
 
 
@@ -36,8 +36,6 @@ class DataParallel(nn.Module):
     optimizer: a function that makes one of parameters, such as `partial(torch.optim.SGD, lr=0.1)`. Then `backward` does not
     wait, and leaves no gradients: a parameter takes its step when the next forward pass comes to the module that has it, or at
     `synchronize`. So communication goes on beside the forward pass too; that is where priorities pay.
-    check: in so many averaging backward passes, from the first on, ranks compare their weights and gradients, which must be
-    the same to the bit, and the tensors that `forward` got, which must not: Mismatch says what differs, where, and since when.
 
     Errors: RuntimeError with the names of parameters that a backward pass has left out: other ranks would wait for them, and in
     a backward pass of the bare module once its DataParallel is gone (see `when_ready`); ValueError for a sparse gradient;
@@ -49,8 +47,7 @@ class DataParallel(nn.Module):
 
     def __init__(
         self, comm: Communicator, module: nn.Module, bucket_cap: int | None = None, order: str = "fifo", piece: int | None = None,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None, check: int = 0,
-        broadcast_buffers: bool = True,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None, broadcast_buffers: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.comm, self.module, self._broadcasts, self._optimizer = comm, module, broadcast_buffers, optimizer
@@ -63,8 +60,6 @@ class DataParallel(nn.Module):
         self._pass: Any = None  # the one that goes on, while it is alive,
         self._missing: list[set[int]] = []  # and of each bucket, which gradients are not ready
         self._synchronize = True
-        self._replicas, self._checks = Replicas(comm, module, buffers=False), check
-        self._inputs: dict[str, Tensor] = {}
         shapes = [list(parameter.shape) for parameter in trained]
         comm.agree(f"DataParallel({bucket_cap=}, {order=}, {piece=}, {broadcast_buffers=}) of {len(shapes)} parameters, {shapes}")
         for tensor in (*module.parameters(), *module.buffers()):
@@ -75,8 +70,6 @@ class DataParallel(nn.Module):
         module.register_forward_pre_hook(Weakly(self._listen))
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        if self._replicas.steps < self._checks:
-            self._inputs = {f"input {number}": x for number, x in enumerate(inputs) if isinstance(x, Tensor)}
         return self.module(*inputs, **options)
 
     @contextmanager
@@ -208,8 +201,6 @@ class DataParallel(nn.Module):
             self._seen = None
         if self._broadcasts:
             share_buffers(self.comm, self.module)
-        if self._replicas.steps < self._checks:
-            self._replicas.check(unlike=self._inputs)
 
     def _come_to(self, part: nn.Module, *_: Any) -> None:
         self._step(part.parameters(recurse=False))
