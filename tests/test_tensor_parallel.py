@@ -22,8 +22,8 @@ from d2lps.parallel import ColumnLinear, RowLinear, Transformer, sum_partial, te
 from d2lps.parallel.shard import cut, shard_of
 from d2lps.parallel.tensor.f_and_g import gather, scatter
 from d2lps.parallel.tensor.layers import VocabEmbedding
-from d2lps.parallel.tensor.sharded_product import collectives_of, layer_collectives
 from d2lps.topology import star
+from d2lps_book.sharded_product import collectives_of, layer_collectives
 
 SMALL = Transformer(layers=2, hidden=48, heads=24, vocab=96, sequence=24)
 KINDS = {
