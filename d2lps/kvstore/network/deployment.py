@@ -31,7 +31,7 @@ class Deployment(msgspec.Struct, frozen=True):
     durability: what survives a server that is killed. "memory": nothing, the run ends. "log": all that was acknowledged; it
     is started again from its log. "fsync": that, and a power cut. "replica": all that was acknowledged; each server has a
     backup, which takes over when the server is dead or has been silent for `patience` seconds, and then gets a backup itself.
-    folder: where logs and checkpoints stay: new, empty, or that of an earlier run with as many servers, the same split and
+    folder: where the logs stay: new, empty, or that of an earlier run with as many servers, the same split and
     placement by "hash". Then its values, its optimizer and the optimizer's state are there from the start, and `init` leaves them
     as they are; its workers, clocks and open rounds are gone. log_bytes: after so many comes a checkpoint, or
     sooner, after 128 MB at least and four times what the server holds.

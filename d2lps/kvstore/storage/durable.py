@@ -1,11 +1,11 @@
-"""What a server process keeps on disk: a log that begins with its state, and has all that it executed since.
+"""What a server process keeps on disk: a log. Its first record is the server's state, the others are the events since.
 
-    folder/log-000000000042     its state after 42 events, then these events' successors
-    folder/spare                a log that nobody needs any more, to be written over by the next one
+    folder/log-000000000042     the state after 42 events, then event 43, event 44 ...
+    folder/spare                a log that nobody needs any more, which the next one is written over
 
-A checkpoint after 99 events is a new log, log-000000000099, of which the state is the first record: it appears whole, by one
-rename, and from then on it is the newest. Then log-000000000042 becomes the spare; if the server is stopped before that, when
-it starts again.
+A checkpoint after 99 events is a new log, log-000000000099. It appears with its first record, the state, by one rename, and
+from then on it is the newest log, with which the server goes on and would start again. After that log-000000000042 becomes the
+spare. If the server is stopped between the two renames, it finds two logs, takes the newest, and renames the other one.
 """
 
 from __future__ import annotations
