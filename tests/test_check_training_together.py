@@ -5,104 +5,11 @@ from threading import Thread
 
 import pytest
 import torch
-from solutions import refused, solution
+from solutions import refused, refusing, solution
 
 from d2lps import ReduceOp
 from d2lps.collectives import all_reduce
 from d2lps_book.check import training_together as check
-
-# ---- weighted_mean ------------------------------------------------------------------------------------------------------
-
-
-def plain_mean(comm, gradient, count):
-    all_reduce(comm, gradient, ReduceOp.AVG)
-
-
-def over_those_with_images(comm, gradient, count):
-    message = torch.cat([gradient, gradient.new_tensor([count > 0])])
-    all_reduce(comm, message)
-    gradient.copy_(message[:-1] / message[-1])
-
-
-def twice_the_length(comm, gradient, count):
-    message = torch.cat([gradient * count, gradient.new_full(gradient.shape, count)])
-    all_reduce(comm, message)
-    gradient.copy_(message[: len(gradient)] / message[-1])
-
-
-def a_message_of_its_own(comm, gradient, count):
-    total = gradient.new_tensor([count])
-    gradient *= count
-    all_reduce(comm, gradient)
-    all_reduce(comm, total)
-    gradient /= total
-
-
-def gives_the_name_away(comm, gradient, count):
-    message = torch.cat([gradient * count, gradient.new_tensor([count])])
-    all_reduce(comm, message)
-    gradient = message[:-1] / message[-1]
-
-
-def a_message_of_floats(comm, gradient, count):
-    message = torch.cat([gradient * count, gradient.new_tensor([count])]).float()
-    all_reduce(comm, message)
-    gradient.copy_(message[:-1] / message[-1])
-
-
-def divides_by_the_ranks(comm, gradient, count):
-    gradient *= count
-    all_reduce(comm, gradient)
-    gradient /= comm.size * count if count else 1
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [(plain_mean, "every image count"), (over_those_with_images, "every image count"), (twice_the_length, "numbers are sent"),
-     (a_message_of_its_own, "travel along"), (a_message_of_floats, "dtype of `gradient`"), (divides_by_the_ranks, "off by"),
-     (lambda comm, gradient, count: gradient.mul_(2), "off by"),
-     (lambda comm, gradient, count: 2 * gradient, "in place"), (gives_the_name_away, "write into it")],
-)  # fmt: skip
-def test_weighted_mean_refuses(wrong, word):
-    refused(check.weighted_mean(wrong), word)
-
-
-def test_torch_gives_an_empty_shard_the_gradient_0():
-    """So weighted_mean needs no guard: the loss is nan, its gradient is not."""
-    weights = torch.ones(3, 4, requires_grad=True)
-    loss = torch.nn.functional.cross_entropy(torch.ones(0, 3) @ weights, torch.ones(0, dtype=torch.int64))
-    assert loss.isnan() and torch.equal(torch.autograd.grad(loss, weights)[0], torch.zeros(3, 4))
-
-
-# ---- shares -------------------------------------------------------------------------------------------------------------
-
-
-def rounded(speeds, batch):
-    return [round(batch * speed / sum(speeds)) for speed in speeds]
-
-
-def rest_to_the_first(speeds, batch):
-    counts = [int(batch * speed / sum(speeds)) for speed in speeds]
-    counts[0] += batch - sum(counts)
-    return counts
-
-
-def equal(speeds, batch):
-    return [batch // len(speeds) + (k < batch % len(speeds)) for k in range(len(speeds))]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [(rounded, "add up to"), (rest_to_the_first, "keep all waiting"), (equal, "keep all waiting"),
-     (lambda speeds, batch: [40, 40, 10, 10], "keep all waiting"),
-     (lambda speeds, batch: [batch * speed / sum(speeds) for speed in speeds], "whole"),
-     (lambda speeds, batch: [batch], "whole numbers")],
-)  # fmt: skip
-def test_shares_refuses(wrong, word):
-    refused(check.shares(wrong), word)
-
-
-# ---- accuracy -----------------------------------------------------------------------------------------------------------
 
 
 def mean_of_accuracies(comm, correct, seen):
@@ -111,36 +18,50 @@ def mean_of_accuracies(comm, correct, seen):
     return mine.item()
 
 
-def in_float32(comm, correct, seen):
-    counts = torch.tensor([correct, seen], dtype=torch.float32)
-    all_reduce(comm, counts)
-    return float(counts[0].double() / counts[1].double())
+def equal(speeds, batch):
+    return [batch // len(speeds) + (k < batch % len(speeds)) for k in range(len(speeds))]
 
 
-def divides_in_float32(comm, correct, seen):
-    counts = torch.tensor([correct, seen])
-    all_reduce(comm, counts)
-    return (counts[0] / counts[1]).item()
+COUNT, BOTH = "gradient.new_tensor([count]) -> ", "torch.cat([gradient * count, total]) -> "
+MEAN, ALIKE = "gradient.copy_(message[:-1] / message[-1]) -> ", "return correct / seen -> return "
+
+test_refused = refusing({
+    "ex-aggregating-weights weighted_mean": [
+        (lambda comm, gradient, count: all_reduce(comm, gradient, ReduceOp.AVG), "every image count"),
+        ((f"{COUNT}gradient.new_tensor([count > 0])", f"{BOTH}torch.cat([gradient, total])"), "every image count"),
+        ((f"{COUNT}gradient.new_full(gradient.shape, count)", f"{MEAN}gradient.copy_(message[: len(gradient)] / message[-1])"),
+         "numbers are sent"),
+        ("all_reduce(comm, message) -> all_reduce(comm, message[:-1]); all_reduce(comm, message[-1:])", "travel along"),
+        (f"{BOTH}torch.cat([gradient * count, total]).float()", "dtype of `gradient`"),
+        (f"{MEAN}gradient.copy_(message[:-1] / (comm.size * max(count, 1)))", "off by"),
+        (lambda comm, gradient, count: gradient.mul_(2), "off by"),
+        (lambda comm, gradient, count: 2 * gradient, "in place"),
+        (f"{MEAN}gradient = message[:-1] / message[-1]", "write into it"),
+    ],
+    "ex-aggregating-unequal shares": [
+        (lambda speeds, batch: [round(batch * speed / sum(speeds)) for speed in speeds], "add up to"),
+        ("counts[soonest] += 1 -> counts[0] += 1", "keep all waiting"),
+        (equal, "keep all waiting"),
+        (lambda speeds, batch: [40, 40, 10, 10], "keep all waiting"),
+        (lambda speeds, batch: [batch * speed / sum(speeds) for speed in speeds], "whole"),
+        (lambda speeds, batch: [batch], "whole numbers"),
+    ],
+    "ex-aggregating-accuracy accuracy": [
+        (mean_of_accuracies, "it is 9/11 = 0.8181818182; does every image"),
+        ("[correct, seen], device=comm.device) -> [correct, seen], dtype=torch.float32)", "beyond what a float32"),
+        (("correct, seen = counts.tolist() -> pass", f"{ALIKE}(counts[0] / counts[1]).item()"), "as near as a float32 comes"),
+        (f"{ALIKE}correct / seen if comm.rank == 0 else None", "rank 1 returns nothing"),
+        (lambda comm, correct, seen: correct / seen if seen else 0.0, "rank 0 says"),
+        (lambda comm, *counts: 0.75, "says 0.75"),
+    ],
+})  # fmt: skip
 
 
-def on_rank_0(comm, correct, seen):
-    counts = torch.tensor([correct, seen])
-    all_reduce(comm, counts)
-    return counts[0].item() / counts[1].item() if comm.rank == 0 else None
-
-
-def only_here(comm, correct, seen):
-    return correct / seen if seen else 0.0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [(mean_of_accuracies, "it is 9/11 = 0.8181818182; does every image"), (in_float32, "beyond what a float32"),
-     (divides_in_float32, "as near as a float32 comes"), (on_rank_0, "rank 1 returns nothing"), (only_here, "rank 0 says"),
-     (lambda comm, *counts: 0.75, "says 0.75")],
-)  # fmt: skip
-def test_accuracy_refuses(wrong, word):
-    refused(check.accuracy(wrong), word)
+def test_torch_gives_an_empty_shard_the_gradient_0():
+    """So weighted_mean needs no guard: the loss is nan, its gradient is not."""
+    weights = torch.ones(3, 4, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(torch.ones(0, 3) @ weights, torch.ones(0, dtype=torch.int64))
+    assert loss.isnan() and torch.equal(torch.autograd.grad(loss, weights)[0], torch.zeros(3, 4))
 
 
 # ---- backward -----------------------------------------------------------------------------------------------------------
