@@ -21,7 +21,7 @@ import torch
 import d2lps
 from d2lps import Communicator
 from d2lps.parallel import Plan, Trainer, Transformer, calibrate, predict, text
-from d2lps.parallel.prediction.measure import measured
+from d2lps.parallel.prediction.calibrate import measured
 
 SMALL, BATCH = Transformer(layers=4, hidden=128, heads=4, vocab=96, sequence=64), 16
 plan = partial(Plan, precision="fp32")

@@ -18,8 +18,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, search
-from d2lps.parallel.prediction.memory import held
-from d2lps.parallel.prediction.predict import described
+from d2lps.parallel.prediction.predict import described, held
 from d2lps.topology import A100, H100, Topology, dgx_a100, dgx_a100_pod, dgx_h100_pod, multi_node
 
 MEASURED = Path(__file__).parent.parent / "book" / "parallel_training" / "measured_steps.csv"

@@ -15,8 +15,8 @@ import d2lps
 from d2lps import Communicator, OutOfMemory
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, measured, predict, search
 from d2lps.parallel.prediction import priced
-from d2lps.parallel.prediction.clock import Clock, Going, Time
-from d2lps.parallel.prediction.loads import Load, Loads, speeds
+from d2lps.parallel.prediction.clock import Clock, Flow, Time
+from d2lps.parallel.prediction.loads import LinkLoad, LinkLoads, speeds
 from d2lps.parallel.prediction.messages import Groups, by_messages
 from d2lps.parallel.prediction.predict import described
 from d2lps.parallel.prediction.priced import play
@@ -206,7 +206,7 @@ def test_latencies_are_no_longer_beside_others() -> None:
 def test_two_rings_at_once_are_half_as_fast_and_on_links_of_their_own_as_fast_as_alone() -> None:
     """Across by the machine's one port both ways of dp's; inside, where NVLinks carry them, a port has nothing to do with it."""
     prices = Prices(MESH, ONE_PORT)
-    loads = Loads(prices)
+    loads = LinkLoads(prices)
     gather, reduce = (prices.price("dp", name).way for name in ("all_gather", "reduce_scatter"))
     assert [phase.level for phase in gather] == ["across", "inside"] and [phase.level for phase in reduce] == ["inside", "across"]
     across, inside = (loads.of(0, "dp", "all_gather", number) for number in (0, 1))
@@ -222,7 +222,7 @@ def test_a_load_alone_goes_at_its_price(name: str, plan: Plan) -> None:
         price, size = prices.price(axis, collective), len(axis_groups(plan, axis)[0])
         sent = {"pass_on": 1.0, "all_reduce": 2 * (size - 1) / size}.get(collective, (size - 1) / size)  # of each byte, by a rank
         if len(price.way) == 1:
-            assert sent / Loads(prices).of(0, axis, collective, 0).rate == pytest.approx(price.betas[0], rel=0.01)
+            assert sent / LinkLoads(prices).of(0, axis, collective, 0).rate == pytest.approx(price.betas[0], rel=0.01)
 
 
 @pytest.mark.parametrize("plan", [
@@ -231,7 +231,7 @@ def test_a_load_alone_goes_at_its_price(name: str, plan: Plan) -> None:
 ], ids=str)  # fmt: skip
 def test_passes_that_meet_nothing_last_equally_long(plan: Plan, monkeypatch: Any) -> None:
     job, prices = described(SMALL, plan, POD, 8 * plan.dp), Prices(plan, POD)
-    assert priced._alone(job, Loads(prices)) == {0, 1}
+    assert priced._alone(job, LinkLoads(prices)) == {0, 1}
     told = play(job, prices, job.micro_batches)
     monkeypatch.setattr(priced, "_alone", lambda *_: set())  # as if something might
     found = play(job, prices, job.micro_batches)
@@ -240,7 +240,7 @@ def test_passes_that_meet_nothing_last_equally_long(plan: Plan, monkeypatch: Any
 
 @pytest.mark.parametrize(("plan", "cluster"), [(Plan(tp=4, pp=4), POD), (Plan(dp=2, tp=4, pp=2), NARROW)], ids=str)
 def test_a_message_between_stages_is_met_where_a_device_has_one_way_out(plan: Plan, cluster: Topology) -> None:
-    assert priced._alone(described(SMALL, plan, cluster, 4), Loads(Prices(plan, cluster))) == set()
+    assert priced._alone(described(SMALL, plan, cluster, 4), LinkLoads(Prices(plan, cluster))) == set()
 
 
 LONG = [
@@ -368,7 +368,7 @@ Sent = list[tuple[int, int, list[tuple[int, int]]]]  # when, by which links, and
 
 def by_small_steps(sent: Sent) -> list[float]:
     """When each is there: from one moment to the next at which anything at all begins or ends, for all who are on links."""
-    loads = [Load({(link, link): share for link, share in links.items()}, 1.0) for links in LINKS]
+    loads = [LinkLoad({(link, link): share for link, share in links.items()}, 1.0) for links in LINKS]
     phases, ends = [[list(map(float, phase)) for phase in one[2]] for one in sent], [0.0] * len(sent)
     waits, now = [float(one[0]) for one in sent], 0.0
     while any(phases):
@@ -395,15 +395,15 @@ PHASE = st.tuples(st.integers(0, 4), st.integers(1, 6))
 @settings(max_examples=300, deadline=None)
 def test_who_comes_when_whose_end_was_foreseen_is_shared_with(sent: Sent) -> None:
     time = Time(Prices(Plan(), star(1, 1e9)))
-    loads = [Load({(link, link): share for link, share in links.items()}, 1.0) for links in LINKS]
+    loads = [LinkLoad({(link, link): share for link, share in links.items()}, 1.0) for links in LINKS]
     ends = [0.0] * len(sent)
 
     def one(number: int) -> None:
         when, links, phases = sent[number]
         time.sleep(when)
-        going = Going([(latency, loads[links], seconds) for latency, seconds in phases])
-        time.begin(going)
-        time.wait(going)
+        flow = Flow([(latency, loads[links], seconds) for latency, seconds in phases])
+        time.ask(flow)
+        time.wait(flow)
         ends[number] = time.now
 
     time.run([partial(one, number) for number in range(len(sent))])

@@ -17,9 +17,8 @@ from d2lps import Communicator
 from d2lps.parallel import Calibration, Plan, Trainer, Transformer, predict, text
 from d2lps.parallel.activations import activations
 from d2lps.parallel.pipeline.schedules import after, placed
-from d2lps.parallel.prediction.memory import _by_rank
 from d2lps.parallel.prediction.parts import Around, Kernel, matrix_flops, parts
-from d2lps.parallel.prediction.predict import described
+from d2lps.parallel.prediction.predict import _by_rank, described
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.topology import A100, star
 
@@ -192,9 +191,6 @@ class Counting:
     def compute(self, seconds: float, label: str = "compute") -> None: ...
 
     def wait(self, started: Any) -> None: ...
-
-    def around(self, seconds: float, nbytes: float) -> None:
-        self.add("cp", "message", nbytes * (self.plan.cp - 1))
 
     def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> None:
         self.collective(axis, collective, nbytes)

@@ -16,8 +16,7 @@ from predicted_steps import MEASURED, Row, cluster, model, rows, table_of
 
 from d2lps import OutOfMemory
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer, calibrate, predict
-from d2lps.parallel.prediction.memory import _by_rank, held
-from d2lps.parallel.prediction.predict import described
+from d2lps.parallel.prediction.predict import _by_rank, described, held
 from d2lps.topology import A100, Topology
 
 WIDE = Calibration(wide_gradients=True)

@@ -14,9 +14,8 @@ from torch.nn.utils import vector_to_parameters
 
 from d2lps.cost.numbers import whole
 from d2lps.parallel.pipeline.schedules import Action
-from d2lps.parallel.prediction.calibration import Calibration
+from d2lps.parallel.prediction.program import Calibration, Rank, World
 from d2lps.parallel.prediction.program import Job as Step
-from d2lps.parallel.prediction.program import Rank, World
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.training.text import LETTERS, Text, text
 from d2lps.parallel.transformer import Transformer

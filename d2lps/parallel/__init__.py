@@ -18,10 +18,9 @@ from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.balance import cut, rebalance
 from d2lps.parallel.pipeline.execute import StandIn, execute
 from d2lps.parallel.pipeline.schedules import Action, gpipe, interleaved, one_f_one_b, picture, replay, zero_bubble
-from d2lps.parallel.prediction.calibrate import calibrate
-from d2lps.parallel.prediction.calibration import Calibration
-from d2lps.parallel.prediction.measure import measured
+from d2lps.parallel.prediction.calibrate import calibrate, measured
 from d2lps.parallel.prediction.predict import Prediction, predict
+from d2lps.parallel.prediction.program import Calibration
 from d2lps.parallel.prediction.search import Ranking, search
 from d2lps.parallel.saving.checkpoint import Checkpoints, keep_going
 from d2lps.parallel.saving.pieces import Piece, module_pieces, optimizer_pieces

@@ -10,8 +10,7 @@ from typing import Any
 from d2lps.parallel import Calibration, Plan, Prediction, Transformer
 from d2lps.parallel.pipeline.schedules import Action
 from d2lps.parallel.prediction.clock import Clock, Time
-from d2lps.parallel.prediction.memory import held
-from d2lps.parallel.prediction.predict import described
+from d2lps.parallel.prediction.predict import described, held
 from d2lps.parallel.prediction.prices import Prices, axis_groups
 from d2lps.parallel.prediction.program import Rank
 from d2lps.topology import Topology
@@ -71,17 +70,14 @@ class _Meter(Clock):
     """Counts, beside the time, what is asked of each axis."""
 
     def __init__(self, prices: Prices) -> None:
-        super().__init__(Time(prices))
+        super().__init__(Time(prices), alone=False)  # so that whatever is asked for is started
         self.sent = defaultdict[tuple[str, str], float](float)
 
     def collective(self, axis: str, collective: str, nbytes: float) -> None:
-        self.sent[axis, collective] += nbytes
-        if axis != "ends":  # for the other end of the pipeline, which is not here, it would wait
+        if axis == "ends":  # for the other end of the pipeline, which is not here, it would wait
+            self.sent[axis, collective] += nbytes
+        else:
             super().collective(axis, collective, nbytes)
-
-    def around(self, seconds: float, nbytes: float) -> None:
-        self.sent["cp", "pass_on"] += nbytes * (self.prices.plan.cp - 1)
-        super().around(seconds, nbytes)
 
     def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
         self.sent[axis, collective] += nbytes

@@ -20,24 +20,24 @@ LARGE = 4096  # devices of a cluster, in whose whole a single route takes a whil
 
 
 @dataclass(eq=False)
-class Load:
+class LinkLoad:
     """share: what one byte of each message keeps each link busy for, in seconds. rate: of a message, bytes a second, if alone."""
 
     share: dict[Link, float]
     rate: float
-    known: dict[Load, bool] = field(default_factory=dict)
+    known: dict[LinkLoad, bool] = field(default_factory=dict)
 
-    def meets(self, other: Load) -> bool:
+    def meets(self, other: LinkLoad) -> bool:
         """Whether they have a link in common."""
         if other not in self.known:
             self.known[other] = other.known[self] = not self.share.keys().isdisjoint(other.share)
         return self.known[other]
 
 
-def speeds(loads: Sequence[Load]) -> list[float]:
+def speeds(loads: Sequence[LinkLoad]) -> list[float]:
     """How fast each is beside the others: 1 is as fast as alone.
 
-    >>> ring, other = Load({("a", "b"): 1.0}, 1.0), Load({("a", "b"): 1.0, ("b", "c"): 4.0}, 0.25)
+    >>> ring, other = LinkLoad({("a", "b"): 1.0}, 1.0), LinkLoad({("a", "b"): 1.0, ("b", "c"): 4.0}, 0.25)
     >>> speeds([ring, ring]), speeds([ring, other])     # the other one's messages wait elsewhere for most of the time
     ([0.5, 0.5], [0.75, 1.0])
     """
@@ -58,15 +58,15 @@ def speeds(loads: Sequence[Load]) -> list[float]:
     return found
 
 
-class Loads:
+class LinkLoads:
     """Of one plan's mesh on one cluster, by the place of a stage's ranks in the pipeline; remembered as prices are."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self.across = prices.plan.ranks // prices.plan.pp
-        self._loads: dict[tuple[int, str, str, int], Load] = {}
+        self._loads: dict[tuple[int, str, str, int], LinkLoad] = {}
 
-    def of(self, place: int, axis: str, collective: str, number: int) -> Load:
+    def of(self, place: int, axis: str, collective: str, number: int) -> LinkLoad:
         """Of one phase of a collective, in all groups of a stage's ranks."""
         if (asked := (place, axis, collective, number)) not in self._loads:
             phase, first = self.prices.price(axis, collective).way[number], place * self.across
@@ -75,12 +75,12 @@ class Loads:
             self._loads[asked] = self._remembered(phase, groups)
         return self._loads[asked]
 
-    def all(self, place: int, axis: str, collective: str) -> list[Load]:
+    def all(self, place: int, axis: str, collective: str) -> list[LinkLoad]:
         """Of all its phases that take any time."""
         seconds = self.prices.price(axis, collective).phases(SMALL)
         return [self.of(place, axis, collective, number) for number, time in enumerate(seconds) if time > 0]
 
-    def between(self, here: int, there: int) -> Load:
+    def between(self, here: int, there: int) -> LinkLoad:
         """Of the messages from a stage's ranks to those of another one."""
         if (asked := (here, "pp", "send", there)) not in self._loads:
             firsts = here * self.across, there * self.across
@@ -88,11 +88,11 @@ class Loads:
             self._loads[asked] = self._remembered(Phase("send"), pairs)
         return self._loads[asked]
 
-    def _remembered(self, phase: Phase, groups: Sequence[Group]) -> Load:
+    def _remembered(self, phase: Phase, groups: Sequence[Group]) -> LinkLoad:
         how = phase.collective if phase.collective in ("all_to_all", "send") else "ring"
         if (key := ("load", groups[0], len(groups), how, phase.level)) not in self.prices.known:
             self.prices.known[key] = self._counted(how, [part for group in groups for part in self._parts(group, phase.level)])
-        load: Load = self.prices.known[key]
+        load: LinkLoad = self.prices.known[key]
         return load
 
     def _parts(self, group: Group, level: str) -> Iterable[Sequence[int]]:
@@ -106,7 +106,7 @@ class Loads:
             machine.append(rank)
         return (inside if level == "inside" else across).values()
 
-    def _counted(self, how: str, groups: Sequence[Sequence[int]]) -> Load:
+    def _counted(self, how: str, groups: Sequence[Sequence[int]]) -> LinkLoad:
         """Step by step: an all-to-all's take turns on a link, and count by how many there are at a time."""
         devices, topology = self.prices.cluster.devices, self._near({rank for group in groups for rank in group})
         shares: list[Counter[int]] = []
@@ -117,7 +117,7 @@ class Loads:
                     shares[-1][link] += 1 / topology.bandwidth[link]  # type: ignore[assignment]
         busy = sum(max(step.values()) for step in shares)
         total = sum(shares, Counter())
-        return Load({topology.links[link]: share / len(shares) for link, share in total.items()}, len(shares) / busy)
+        return LinkLoad({topology.links[link]: share / len(shares) for link, share in total.items()}, len(shares) / busy)
 
     def _near(self, ranks: set[int]) -> Topology:
         """Of a large cluster the first ranks of each stage alone, or these."""

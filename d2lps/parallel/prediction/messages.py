@@ -49,13 +49,6 @@ class Groups:
     def collective(self, axis: str, collective: str, nbytes: float) -> None:
         self._send(self.groups[axis], axis, collective, nbytes)
 
-    def around(self, seconds: float, nbytes: float) -> None:
-        ring = self.groups["cp"]
-        for piece in range(ring.size):
-            coming = self.start("cp", "pass_on", nbytes) if piece < ring.size - 1 else None
-            self.comm.sleep(seconds / ring.size, "compute")
-            self.wait(coming)
-
     def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
         over = Event()
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from d2lps.parallel.pipeline.schedules import Action, Schedule, after, needs, traffic
-from d2lps.parallel.prediction.clock import WITHIN, Clock, Going, Parcel, Time, parcels
-from d2lps.parallel.prediction.loads import Loads
+from d2lps.parallel.prediction.clock import WITHIN, Clock, Flow, Segment, Time, segments
+from d2lps.parallel.prediction.loads import LinkLoads
 from d2lps.parallel.prediction.prices import Prices
 from d2lps.parallel.prediction.program import Job, Rank
 from d2lps.parallel.training.plan import Plan
@@ -44,22 +44,6 @@ def play(job: Job, prices: Prices, micro_batches: int, messages: bool = True, kn
     return _Play(job, prices, micro_batches, messages, known or Known()).result()
 
 
-class Letter(Going):
-    """From a stage to the next: on its way once it is sent and its receiver is ready for it."""
-
-    __slots__ = ("ready",)
-
-    def __init__(self, parcels: Iterable[Parcel]) -> None:
-        super().__init__(parcels)
-        self.ready = False
-
-    def get_ready(self, time: Time) -> None:
-        """Said by each of its ends."""
-        if self.ready:
-            time.begin(self)
-        self.ready = True
-
-
 @dataclass
 class _Play:
     job: Job
@@ -70,49 +54,49 @@ class _Play:
 
     def result(self) -> Played:
         plan = self.job.plan
-        self.time, self.letters = Time(self.prices), dict[Action, Letter]()
+        self.time = Time(self.prices)
         alone = _alone(self.job, self.time.loads) if plan.pp > 1 else {0}
         self.clocks = [Clock(self.time, place, place in alone) for place in range(plan.pp)]
         self.ranks = [Rank(self.job, clock, place, self.known.passes) for place, clock in enumerate(self.clocks)]
-        self.parcels = {pair: list(self._parcel(*pair)) for place in range(plan.pp) for pair in _neighbors(place, plan.pp)}
+        self.segments = {pair: list(self._segments(*pair)) for place in range(plan.pp) for pair in _neighbors(place, plan.pp)}
         self.starts, self.ends, self.done = dict[Action, float](), dict[Action, float](), [0.0] * plan.pp
         rows = ordered(plan.schedule, plan.pp, plan.interleave, self.micro_batches)[1]
         self.time.run(partial(self._row, place, row) for place, row in enumerate(rows))
         return Played(self.starts, self.ends, self.done, [clock.spent for clock in self.clocks])
 
-    def _parcel(self, here: int, there: int) -> Iterator[Parcel]:
+    def _segments(self, here: int, there: int) -> Iterator[Segment]:
         """What a message is on its way."""
         if self.messages:
             low = here if (here + 1) % self.job.plan.pp == there else there
             price = self.prices.between(low, (low + 1) % self.job.plan.pp)
-            yield from parcels(price, self.job.message, lambda _: self.time.loads.between(here, there))
+            yield from segments(price, self.job.message, lambda _: self.time.loads.between(here, there))
 
     def _row(self, place: int, row: Sequence[Turn]) -> None:
         """A rank of the pipeline, as `carry_out` has it: what is sent is waited for at the end."""
         sent = []
         for turn in row:
             if turn.waits:
-                letter = self._letter(turn.waits)
+                message = self._message(turn.waits)
                 if turn.posts:
-                    letter.get_ready(self.time)
-                self.time.wait(letter)
+                    self.time.ask(message)
+                self.time.wait(message)
             if turn.ahead:
-                self._letter(turn.ahead).get_ready(self.time)
+                self.time.ask(self._message(turn.ahead))
             self._act(turn.action, place)
             if turn.sends:
-                sent.append(self._letter(turn.action))
-                sent[-1].get_ready(self.time)
-        for letter in sent:
-            self.time.wait(letter)
+                sent.append(self._message(turn.action))
+                self.time.ask(sent[-1])
+        for message in sent:
+            self.time.wait(message)
         self.ranks[place].finish()
         self.done[place] = self.time.now
 
-    def _letter(self, action: Action) -> Letter:
-        """With what an action makes."""
-        if action not in self.letters:
+    def _message(self, action: Action) -> Flow:
+        """With what an action makes, to the next stage: on its way once it is sent and its receiver is ready for it."""
+        if action not in self.time.flows:
             pair = action.stage % self.job.plan.pp, after(action) % self.job.plan.pp
-            self.letters[action] = Letter(self.parcels[pair])
-        return self.letters[action]
+            self.time.flows[action] = Flow(self.segments[pair], asking=2)
+        return self.time.flows[action]
 
     def _act(self, action: Action, place: int) -> None:
         """Passes that nothing goes on beside last equally long each time."""
@@ -140,7 +124,7 @@ def _neighbors(place: int, count: int) -> set[tuple[int, int]]:
     return {(place, (place + 1) % count), ((place + 1) % count, place)} if count > 1 else set()
 
 
-def _alone(job: Job, loads: Loads) -> set[int]:
+def _alone(job: Job, loads: LinkLoads) -> set[int]:
     """Places in the pipeline whose ranks meet nothing of other stages, nor a message, in what they ask of tp, cp and ep."""
     plan, asked, known = job.plan, sorted(job.asks), loads.prices.known
     mesh = plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, bool(plan.zero), plan.zero_group

@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from d2lps.parallel.pipeline.schedules import Action
-from d2lps.parallel.prediction.calibration import Calibration
 from d2lps.parallel.prediction.parts import Around, Kernel, Message, Part, Step, stages
 from d2lps.parallel.training.plan import PRECISIONS, Plan
 from d2lps.parallel.transformer import Transformer
-from d2lps.topology.device import Device
+from d2lps.topology.device import Device, is_number
+from d2lps.topology.published import MEMORY_REACHED
 
 STATE = 12  # bytes of the optimizer's state for a weight: an FP32 master and Adam's two moments
 
@@ -27,13 +27,40 @@ class World(Protocol):
 
     def collective(self, axis: str, collective: str, nbytes: float) -> None: ...
 
-    def around(self, seconds: float, nbytes: float) -> None:
-        """Attention around cp's ring: so much computing in all, and a message of so many bytes beside each piece but the last."""
-
     def start(self, axis: str, collective: str, nbytes: float, behind: Any = None) -> Any:
         """A collective goes on beside what the rank does next; not before another one, if it is to come behind that."""
 
     def wait(self, started: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How near one software comes to what one kind of device could do, which neither a plan nor a data sheet says.
+
+    efficiency: the share of a device's `flops` that its matrix products reach. overhead: seconds that a layer's pass of one
+    micro-batch takes besides, a backward pass twice as many (launches, Python). These two `calibrate` fits. memory: the share
+    of its memory bandwidth that other operations reach. fused_attention: scores are never written to memory (FlashAttention).
+    wide_gradients: in 16-bit training gradients are kept, and travel, in 32 bits, as Megatron-LM does.
+
+    >>> Calibration(efficiency=0.7).memory
+    0.8
+
+    By default it is Megatron-LM of 2022 on A100: what `calibrate` makes of two rows, 22B and 1T with all recomputed, of table 5
+    of Korthikanti et al. 2022.
+    """
+
+    efficiency: float = 0.83
+    overhead: float = 0.0007
+    memory: float = MEMORY_REACHED
+    fused_attention: bool = False
+    wide_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("efficiency", "memory"):
+            if not (is_number(value := getattr(self, name)) and 0 < value <= 1):
+                raise ValueError(f"{name}={value!r} is not a share: above 0, and at most 1")
+        if not is_number(self.overhead):
+            raise ValueError(f"overhead={self.overhead!r} is not a number of seconds from 0 up")
 
 
 @dataclass(frozen=True)
@@ -161,9 +188,16 @@ class Rank:
             if isinstance(step, Message):
                 self.world.collective(*step)
             elif isinstance(step, tuple):
-                self.world.around(*step)
+                self._around(*step)
             else:
                 self.world.compute(step)
+
+    def _around(self, seconds: float, nbytes: float) -> None:
+        """Attention around cp's ring: so much computing in all, and a message of so many bytes beside each piece but the last."""
+        for piece in range(self.plan.cp):
+            coming = self.world.start("cp", "pass_on", nbytes) if piece < self.plan.cp - 1 else None
+            self.world.compute(seconds / self.plan.cp)
+            self.world.wait(coming)
 
     # ---- weights come and go (zero=3) -----------------------------------------------------------------------------
 

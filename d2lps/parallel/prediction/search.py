@@ -9,9 +9,8 @@ from itertools import product
 from typing import Any
 
 from d2lps.cost.numbers import whole
-from d2lps.parallel.prediction.calibration import Calibration
-from d2lps.parallel.prediction.memory import held
-from d2lps.parallel.prediction.predict import Prediction, described
+from d2lps.parallel.prediction.predict import Prediction, described, held
+from d2lps.parallel.prediction.program import Calibration
 from d2lps.parallel.training.plan import Plan
 from d2lps.parallel.transformer import Transformer
 from d2lps.topology import Topology
