@@ -130,12 +130,7 @@ def test_the_definition_on_the_textbooks_line_of_links() -> None:
 def test_the_definition_over_time() -> None:
     # Two flows share a link until the shorter is done; a third comes when the longer has the link to itself.
     transfers = [Transfer(Fraction(0), (0,), 100), Transfer(Fraction(0), (0,), 200), Transfer(Fraction(25), (0,), 30)]
-    assert arrivals(transfers, [Fraction(10)]) == [20, 33, 31]
-
-
-def test_the_network_by_hand() -> None:
-    transfers = [Transfer(Fraction(0), (0,), 100), Transfer(Fraction(0), (0,), 200), Transfer(Fraction(25), (0,), 30)]
-    assert on_network(transfers, [Fraction(10)]) == [20, 33, 31]
+    assert arrivals(transfers, [Fraction(10)]) == on_network(transfers, [Fraction(10)]) == [20, 33, 31]
 
 
 # ---- any flows on any links -------------------------------------------------------------------------------------------
@@ -199,61 +194,3 @@ def test_messages_of_a_simulation_arrive_when_exact_fractions_say(topology: Topo
         wanted.append(Transfer(start, route.links, nbytes, Fraction(route.latency)))
     exact = arrivals(wanted, [Fraction(bandwidth) for bandwidth in topology.bandwidth])
     close(by_simulate(topology, messages), exact)
-
-
-# ---- only what is touched is solved again -----------------------------------------------------------------------------
-
-
-class Watched(Network):
-    """Notes which flows have been solved again, and when."""
-
-    def __init__(self, bandwidth: list[float]) -> None:
-        super().__init__(bandwidth)
-        self.solved: list[tuple[float, set[Flow]]] = []
-
-    def _solve(self, flows: dict[Flow, None]) -> None:
-        self.solved.append((self.now, set(flows)))
-        super()._solve(flows)
-
-
-def test_flows_that_share_nothing_with_a_change_are_left_alone() -> None:
-    network = Watched([10.0] * 4)
-
-    def nothing() -> None:
-        pass
-
-    # Two flows on links 0 and 1, two on links 2 and 3; at time 1 a third joins those on 2 and 3.
-    apart = [Sent(nothing), Sent(nothing)]
-    joined = [Sent(nothing), Sent(nothing), Sent(nothing)]
-    network.send(apart[0], (0, 1), 0.0, 100, 10.0)
-    network.send(apart[1], (1,), 0.0, 100, 10.0)
-    network.send(joined[0], (2, 3), 0.0, 100, 10.0)
-    network.send(joined[1], (3,), 0.0, 100, 10.0)
-    network.send(joined[2], (2,), 1.0, 100, 10.0)
-    while network.advance() and network.now < 1.0:
-        pass
-    assert [flow.rate for flow in apart + joined] == [5.0, 5.0, 5.0, 5.0, 5.0]
-    assert all(not (flows & set(apart)) for now, flows in network.solved if now > 0)
-    assert all(flow.since == 0.0 and flow.left == 100 for flow in apart)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_rates_after_every_event_are_those_of_a_fresh_solution(seed: int) -> None:
-    chance = random.Random(seed)
-    bandwidth = [Fraction(chance.randrange(1, 50)) for _ in range(10)]
-    network = Network([float(b) for b in bandwidth])
-    alive: dict[int, Sent] = {}
-
-    def send(i: int, route: tuple[int, ...], nbytes: int) -> None:
-        flow = Sent(lambda: alive.pop(i) and None)
-        alive[i] = flow
-        network.send(flow, route, 0.0, nbytes, min(float(bandwidth[link]) for link in route))
-
-    for i in range(40):
-        route, nbytes = tuple(chance.sample(range(10), chance.randint(1, 3))), chance.randrange(1, 300)
-        network.call_at(chance.randrange(40) / 2, lambda i=i, route=route, nbytes=nbytes: send(i, route, nbytes))
-    while network.advance():
-        flowing = {i: flow for i, flow in alive.items() if flow.rate >= 0}
-        wanted = fair_rates({i: flow.route for i, flow in flowing.items()}, bandwidth)
-        assert {i: flow.rate for i, flow in flowing.items()} == pytest.approx({i: float(rate) for i, rate in wanted.items()})
-    assert not alive
