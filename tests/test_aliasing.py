@@ -286,3 +286,16 @@ def test_chunks_that_stand_for_one_another_are_not_taken_for_one(trace: bool) ->
             comm.exchange([(chunks[0][:7], right), (chunks[1], left)], [(chunks[2], right), (chunks[3][:7], left)])
 
     assert simulate(ring, star(4, 1e9), device="meta", trace=trace).time > 0
+
+
+def test_what_was_seen_apart_once_says_nothing_of_another_tensor_of_its_length() -> None:
+    def work(comm: d2lps.Communicator) -> None:
+        whole, peer = torch.empty(8, device=comm.device), 1 - comm.rank
+        mine, theirs, across = whole[:4], whole[4:], whole[2:6]
+        for _ in range(3):
+            comm.sendrecv(mine, peer, theirs, peer)
+            with pytest.raises(ValueError, match=r"into, float32\[4\], and tensor, float32\[4\], share memory"):
+                comm.sendrecv(mine, peer, across, peer)
+
+    for trace in (True, False):
+        simulate(work, star(2, 1e9), device="meta", trace=trace)

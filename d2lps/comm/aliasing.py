@@ -52,7 +52,7 @@ def check_messages(
 ) -> None:
     """The same of messages that are posted together; most are two tensors that lie one after the other: that is seen quickly."""
     if len(receives) == 1 == len(sends):
-        (first, _), (last, _) = *receives, *sends
+        first, last = receives[0][0], sends[0][0]
         if first.is_meta:
             storage = first.untyped_storage()._cdata
             if first.is_contiguous() and (storage in blanks or storage != last.untyped_storage()._cdata):
