@@ -112,8 +112,8 @@ def sources(trace: Trace, name: str) -> list[Counter[tuple[int, str]]]:
     ]
 
 
-def changes_what_is_lent(kv: Any) -> None:
-    """Worker 1 pushes while worker 0 may still read what it has pulled: the server has to change a copy."""
+def pushes_after_a_pull(kv: Any) -> None:
+    """Worker 1 pushes while worker 0 may still read what it has pulled: that is a copy."""
     gradient, weights = torch.ones(8), torch.zeros(8)
     kv.init("w", weights)
     for rank in (0, 1, 1):
@@ -128,8 +128,8 @@ def changes_what_is_lent(kv: Any) -> None:
 
 
 def test_a_value_that_was_copied_is_still_the_same_value() -> None:
-    run = kvstore.run(changes_what_is_lent, 2, 1, consistency="asp", trace=True)
-    wanted = kvstore.simulate(changes_what_is_lent, star(3, 1e9), 2, 1, consistency="asp").trace
+    run = kvstore.run(pushes_after_a_pull, 2, 1, consistency="asp", trace=True)
+    wanted = kvstore.simulate(pushes_after_a_pull, star(3, 1e9), 2, 1, consistency="asp").trace
     assert run.values["w"].tolist() == [3.0] * 8
     found = sources(run.trace, "weights")
     assert found == sources(wanted, "weights") == [Counter({(2, "w"): 1, (0, "gradient"): 1, (1, "gradient"): 2})] * 2

@@ -196,7 +196,6 @@ def test_mutated_messages_change_nothing(ends: tuple[Wire, Wire]) -> None:
 
 def test_a_value_stays_as_it_is_until_its_reader_has_acknowledged_it(tmp_path: Path) -> None:
     server, size = Server([0], "asp"), BIG
-    server.lends = True
     with zmq.Context[zmq.Socket[bytes]]() as context:
         clients = Clients(deploy(1, 1), context, f"ipc://{tmp_path}/s")
         socket, worker = connect(context, clients.endpoint, b"0.0", 1 << 20, None), Wire(1 << 20, True)

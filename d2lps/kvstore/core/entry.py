@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, MutableMapping
 
 import torch
@@ -62,7 +61,6 @@ class Entry:
         self.like = torch.empty_like(value, device="meta")  # its shape and dtype
         self.version = version  # how often the value has changed
         self.open: Rounds = {} if open is None else open
-        self._lent: Callable[[], torch.Tensor | None] = lambda: None  # the value as readers have it, while they do
         self._pages: dict[str, int] = {}  # of the optimizer's tensors: their bytes
         self.store[self._page()] = value
         self.moments = moments or {}
@@ -124,9 +122,7 @@ class Entry:
 
     def apply(self, pushes: Pushes, workers: int, optimizer: Optimizer | None = None, rule: Rule = total) -> None:
         """Change the value by what the rule makes of the pushes, or let the optimizer do it."""
-        value, lent = self.value, self._lent()
-        if lent is not None and lent.data_ptr() == value.data_ptr():
-            value = value.clone()
+        value = self.value
         if not value.is_floating_point():  # pushed before an optimizer was set; afterwards it is refused
             optimizer, rule = None, total
         rows, change = rule(value, pushes, workers)
@@ -143,14 +139,7 @@ class Entry:
         self.store[self._page()] = value
         self.version += 1
 
-    def read(self, rows: torch.Tensor | None = None, only_look: bool = False, lend: bool = False) -> torch.Tensor:
-        """A copy of the whole value or of some rows. lend: the value itself, which is not changed while somebody has it."""
+    def read(self, rows: torch.Tensor | None = None, only_look: bool = False) -> torch.Tensor:
+        """A copy of the whole value or of some rows."""
         value = self.peek() if only_look else self.value
-        if rows is not None:
-            return value[rows]
-        if not lend:
-            return value.clone()
-        lent = self._lent()
-        if lent is None or lent.data_ptr() != value.data_ptr():
-            self._lent = weakref.ref(lent := value.detach())
-        return lent
+        return value.clone() if rows is None else value[rows]

@@ -48,8 +48,8 @@ def read(server: Server, request: Request) -> None:
 
 
 def value(server: Server, request: Request) -> Mapping[str, Any]:
-    """A copy of the value, or the value itself, lent (see `Entry.read`)."""
-    return {"value": check_key(server, request).read(request.rows, only_look=request.op == "peek", lend=server.lends)}
+    """A copy of the value, as it is now."""
+    return {"value": check_key(server, request).read(request.rows, only_look=request.op == "peek")}
 
 
 def content(server: Server, request: Request) -> Mapping[str, Any]:

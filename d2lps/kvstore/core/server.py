@@ -62,8 +62,6 @@ class Server:
     Memory: the values, the optimizer's state, and under bsp the pushes of open rounds, up to m n bytes.
     """
 
-    lends = False  # whether its answers may hold values themselves, for a driver that sees to it that nobody changes them
-
     def __init__(
         self,
         workers: Iterable[int],

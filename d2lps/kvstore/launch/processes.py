@@ -151,8 +151,8 @@ def run(
     Under torchrun it starts nothing and joins that job of workers + servers processes, on any number of machines (see `joined`).
     Raises what a worker raises, RankDied, RankHung, as d2lps.run does, Mismatch (see `Placement`), and leaves nothing behind (but
     a temporary folder, if the caller is killed while it starts its servers). Cost: on one machine a byte of a big tensor is
-    copied once, from where one process has it to where the other wants it (see `wire`). Over tcp, and where the kernel refuses,
-    it is copied into a socket and out of it.
+    copied once, from where one process has it to where the other wants it (see `wire`); of what is pulled the server makes a copy
+    first, which it keeps until the worker has it. Over tcp, and where the kernel refuses, bytes go into a socket and out of it.
     """
     check(worker, "kv", backend, timeout, 256, workers=workers, servers=servers)
     _check_own(saboteur, monitor)

@@ -73,7 +73,6 @@ class Serving:
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
         self.server = Server(plan.members, **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
-        self.server.lends = plan.memory_budget is None  # else what is lent would take more
         self.meter = Meter(self.report, self.server)
         self.step = ServerNotes(self.server, recorder, plan.workers + plan.server(node)).step if recorder else self.server.step
         if plan.replicated and (handed := load_state(self._handed(node))) is not None:
