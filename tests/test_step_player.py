@@ -117,6 +117,9 @@ def test_the_shapes_say_which_collective_it_is() -> None:
         with tp.about("tokens", "E C_* D", "E_* C D"):
             all_to_all(tp, [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)])
         comm.sleep(1.0)
+        with tp.about("grad x", "B T D", "B T D", partial=True):
+            all_reduce(tp, half)
+        comm.sleep(1.0)
         with tp.about("keys x", "B T_* D"):
             tp.sendrecv(one, 1 - tp.rank, torch.zeros(1), 1 - tp.rank)
         comm.sleep(1.0)
@@ -124,12 +127,13 @@ def test_the_shapes_say_which_collective_it_is() -> None:
 
     labels = [stop["label"] for stop in StepPlayer(d2lps.simulate(work, star(2, 8.0), trace=True).trace).scene["stops"]]
     said = [label for label in labels if "along" in label]
-    assert said[:3] == [
+    assert said[:4] == [
         "reduce-scatter along tp: x[B, T, D]{U_tp} → x[B, T_tp, D]",
         "all-to-all along tp: tokens[E, C_tp, D] → tokens[E_tp, C, D]",
+        "all-reduce along tp: grad x[B, T, D]{U_tp} → grad x[B, T, D]",
         "send along tp: keys x[B, T_tp, D]",
     ]
-    assert said[3:] == ["reduce-scatter along tp", "all-gather along tp"]  # nobody has said what it is about
+    assert said[4:] == ["reduce-scatter along tp", "all-gather along tp"]  # nobody has said what it is about
 
 
 def test_blocks_are_read_in_each_of_their_spellings() -> None:

@@ -131,7 +131,7 @@ def _layers(experts: int, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.P
 
 def _travel(comm: Communicator, parts: Tensor, there: bool) -> Tensor:
     """Part r of the first dimension to rank r; the gradients come back the same way."""
-    return Pair.apply(parts, partial(_exchanged, comm, "tokens", there), partial(_exchanged, comm, "tokens.grad", not there))
+    return Pair.apply(parts, partial(_exchanged, comm, "tokens", there), partial(_exchanged, comm, "grad tokens", not there))
 
 
 def _exchanged(comm: Communicator, name: str, there: bool, parts: Tensor) -> Tensor:

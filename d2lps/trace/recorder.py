@@ -49,7 +49,7 @@ class About(NamedTuple):
     ('block0 weights[P_dp] → weights[P]', 'x[B, T, D]{tp} → x[B, T_tp, D]')
     """
 
-    name: str  # the last word is the tensor's own, the others say which one it is
+    name: str  # the last word is the tensor's own, also with "grad" before it; the others say which one it is
     axis: str  # of the group
     before: str | None = None  # a letter for each dimension; "T_*" is cut along the axis; a number has none; None: no tensor
     after: str | None = None  # None: what one rank has goes to another as it is
@@ -57,7 +57,8 @@ class About(NamedTuple):
 
     @property
     def tensor(self) -> str:
-        return self.name.rpartition(" ")[2]
+        which, _, own = self.name.rpartition(" ")
+        return self.name if which == "grad" else own
 
     def __str__(self) -> str:
         begin = self.name + self._dimensions(self.before) + (f"{{{self.axis}}}" if self.partial else "")

@@ -63,7 +63,7 @@ def name(about: About) -> str:
 
 def free(about: About) -> str:
     """The words before the tensor's name; all of them, where there is no tensor."""
-    return about.name.rpartition(" ")[0] if about.before is not None else about.name
+    return about.name if about.before is None else about.name.removesuffix(about.tensor).strip()
 
 
 Drawn = Sequence[tuple[Episode, list[dict[str, Any]]]]  # with their shapes

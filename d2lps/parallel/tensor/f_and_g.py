@@ -61,7 +61,7 @@ def _about(
     comm: Communicator, way: str, x: Tensor, before: str, after: str, partial: bool = False
 ) -> AbstractContextManager[None]:  # fmt: skip
     """Of [batch, sequence, hidden]; for what has another shape, the caller may say it."""
-    return comm.about("x.grad" if way == "backward" else "x", before, after, partial) if x.ndim == 3 else nullcontext()
+    return comm.about("grad x" if way == "backward" else "x", before, after, partial) if x.ndim == 3 else nullcontext()
 
 
 def copy(comm: Communicator, x: Tensor, algorithm: str = "ring") -> Tensor:
