@@ -136,7 +136,7 @@ def test_elsewhere_a_step_ends_when_somebody_speaks_of_the_next() -> None:
         ("share", {"options": {"parts": 5}}, "'w' has 4 parts, not 5"),
         ("share", {"options": {"parts": 0}}, "parts=0 of 'w' is no number of parts"),
         ("fetch", {"options": {"step": 1}}, "key 'w' is at step 0: its value of step 1 is not there"),
-        ("hold", {"clock": 1}, r"servers can't come or go while the parts of \['w'\] are leased"),
+        ("clear", {}, r"servers can't come or go while the parts of \['w'\] are leased"),
     ],
 )
 def test_what_is_refused(op: str, fields: dict[str, Any], told: str) -> None:

@@ -155,6 +155,7 @@ def test_servers_that_come_and_go_leave_no_messages_without_an_end(tmp_path: Pat
         while not (tmp_path / "stop").exists():
             kv.push("w", torch.ones(64))
             kv.clock()
+            kv.barrier()
 
     def saboteur(cluster: Cluster) -> None:
         cluster.add_server()

@@ -88,14 +88,24 @@ class Asking:
         if name in placement.parts and placement.describe(name) != said:
             raise ValueError(f"key {key!r} is {placement.describe(name)}, not {said}")
         if name not in placement.parts:
-            [home], parts = parts, placement.place(name, tensor.shape, tensor.dtype, everywhere)
-            if (home.server, home.name) != (parts[0].server, parts[0].name):
-                try:
-                    self.ask("init", key, [(home, Request("declare", home.name, options={"whole": said}))])
-                except Refused:
-                    placement.forget(name)
-                    raise
+            parts = placement.place(name, tensor.shape, tensor.dtype, everywhere)
+            try:
+                self.declare(key, [name])
+            except Refused:
+                placement.forget(name)
+                raise
         return parts
+
+    def declare(self, key: Key, names: Sequence[str]) -> None:
+        """Tell the homes of these keys what they are as a whole, but for those that lie there as they are."""
+        declared = []
+        for name in names:
+            home, first = self.placement.home(name), self.placement.parts[name][0]
+            if (home.server, home.name) != (first.server, first.name):
+                whole = self.placement.describe(name)
+                declared.append((home, Request("declare", home.name, options={"whole": whole})))
+        if declared:
+            self.ask("init", key, declared)
 
     def cut(self, priority: int, key: Keys, *tensors: Tensors) -> list[tuple[Any, ...]]:
         """(part, that part of each tensor) for all keys; what is wrong with any of them is said before a word is sent."""

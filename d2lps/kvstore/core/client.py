@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from d2lps.kvstore.core.events import Membership, Reply, Request, replace
@@ -138,10 +139,8 @@ class Client:
             self.sessions[server].serve(news.view, now)
         return moved
 
-    def follow(self, change: Membership) -> tuple[set[int], set[int]]:
+    def follow(self, servers: Iterable[int]) -> tuple[set[int], set[int]]:
         """Other servers are in force: those with whom sessions begin, and those with whom they end."""
-        before, now = set(self.sessions), set(change.servers)
-        self.sessions = {server: self.sessions.get(server) or Session(self.rank, self.epoch) for server in change.servers}
-        for session in self.sessions.values():
-            session.view = change.view
+        before, now = set(self.sessions), set(servers)
+        self.sessions = {server: self.sessions.get(server) or Session(self.rank, self.epoch) for server in sorted(now)}
         return now - before, before - now

@@ -83,7 +83,7 @@ class Membership(_Record, frozen=True):
 
     view: Count
     servers: tuple[Count, ...]
-    instead: Count = 0  # of the view that was wanted before, and has been called off (see `Changes`)
+    wanted: bool = False  # these servers are not there yet: workers let them come, or go, at their next barrier
 
 
 # ---- effects: what a server wants done, in this order ---------------------------------------------------------------------

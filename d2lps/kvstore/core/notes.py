@@ -18,7 +18,7 @@ from d2lps.trace.recorder import DONE, POSTED, SEQ, STREAM
 
 GROUP = "kvstore"  # of the messages
 NOTHING = torch.empty(0)  # what a message without a tensor carries
-QUIET = ("leave", "hold", "settle", "send")  # what is none of the worker's own: it says goodbye, and servers come and go
+QUIET = ("leave", "send")  # what is none of the worker's own: it says goodbye
 
 
 def carried(record: Request | Reply) -> torch.Tensor:
@@ -74,6 +74,8 @@ class Notes:
     def _executed(self, request: Request) -> None:
         if request.op in ("init", "choose"):
             self.value(request.key)
+        elif request.op == "clear":
+            self.versions.clear()
         elif request.value is not None and request.op in ("push", "pushpull") and "codec" not in request.options:
             self.pushed[request.key].append(request.value)
 

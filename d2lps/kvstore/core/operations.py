@@ -33,11 +33,11 @@ def fresh(server: Server, request: Request) -> bool:
 
 
 def met(server: Server, request: Request) -> bool:
-    """All live workers wait in the same kind of meeting."""
+    """All live workers are there."""
     waiting = server.waiting[MEETING]
     if len(waiting) < len(server.clocks.at):  # as it is but for the last one who comes
         return False
-    return {other.client for other in waiting if other.op == request.op} >= server.clocks.at.keys()
+    return {other.client for other in waiting} >= server.clocks.at.keys()
 
 
 def read(server: Server, request: Request) -> None:
@@ -59,7 +59,8 @@ def content(server: Server, request: Request) -> Mapping[str, Any]:
     parts = {}
     for key, entry in server.entries.items():
         parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names, bool(entry.open)
-    found = {"workers": sorted(server.clocks.at), "options": server.options, "parts": parts}
+    open_yet = server.clocks.ahead or server.waiting.keys() - {MEETING} or any(entry.open for entry in server.entries.values())
+    found = {"workers": sorted(server.clocks.at), "options": server.options, "parts": parts, "open": bool(open_yet)}
     return {"value": torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)}
 
 
@@ -196,7 +197,7 @@ def barrier(server: Server, request: Request) -> None:
 @operation()
 def join(server: Server, request: Request) -> None:
     """This worker counts from now on, beginning at the current clock."""
-    if server.stops:
+    if server.changing or request.options.get("changes", 0) != server.changes:
         raise Refused(f"worker {request.client} cannot join while the servers change: try again")
     server.clocks.join(request.client)
 

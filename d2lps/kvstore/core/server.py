@@ -6,6 +6,7 @@ a log is played again. A driver carries out the effects in their order. What cli
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from copy import deepcopy
@@ -34,7 +35,9 @@ STATE: dict[str, Any] = {
     "clocks": Clocks,
     "consistency": Consistency,
     "clients": dict[int, ClientRecord],
-    "stops": dict[int, int],  # before the servers change: how far each worker will go, and the furthest goes for all
+    "wanted": Membership,  # other servers, of which workers hear in their next barrier
+    "changing": bool,  # whether they have heard, and have not said yet what came of it
+    "changes": int,  # how often servers have come or gone
     "more": dict[str, Any],  # by name, what `MORE` says
 }
 
@@ -63,27 +66,20 @@ class Server:
     """
 
     def __init__(
-        self,
-        workers: Iterable[int],
-        consistency: str = "bsp",
-        staleness: int = 0,
-        replicate: bool = False,
+        self, workers: Iterable[int], consistency: str = "bsp", staleness: int = 0, replicate: bool = False,
         store: Store | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         epochs = dict(workers) if isinstance(workers, dict) else dict.fromkeys(workers, 0)
-        self.replicate = replicate
+        self.replicate, self.entries = replicate, dict[str, Entry]()
         self.store: Store = Memory() if store is None else store
-        self.entries: dict[str, Entry] = {}
         self.offers: dict[str, list[Offer]] = {}
         self.wholes: dict[str, str] = {}
         self.clocks, self.consistency = Clocks(dict.fromkeys(epochs, 0)), make_consistency(consistency, staleness)
         self.clients = {worker: ClientRecord(epoch) for worker, epoch in epochs.items()}
         self.waiting: dict[Hashable, list[Request]] = {}  # by place, in order
-        self.stops: dict[int, int] = {}
-        self.more: dict[str, Any] = {name: kind() for name, kind in MORE.items()}
-        self.options: dict[str, Any] = {}
-        self.optimizer, self.rule = made_of(self.options)
-        self.view = self.number = 0
+        self.wanted, self.changing, self.changes = Membership(0, ()), False, 0
+        self.options, self.more = dict[str, Any](), {name: kind() for name, kind in MORE.items()}
+        self.view, self.number, (self.optimizer, self.rule) = 0, 0, made_of(self.options)
         self.seen: Counter[int] = Counter()  # reads, by clocks behind; no part of the state: to be looked at
 
     def step(self, event: Event) -> list[Effect]:
@@ -134,24 +130,28 @@ class Server:
             moved = asked.do(self, request) or set()
             if asked.until is not at_once:  # it waits for the clock at which it was asked, however far its worker goes on
                 request = replace(request, clock=self.clocks.position(request.client, request.key))
-            return effects + self.go_on(moved, request)
+            return effects + self._go_on(moved, request)
         except Refused as reason:
             self.clients[request.client].errors[request.sequence] = str(reason)
             return [*effects, self._reply(request, str(reason))]
 
     def _lost(self, event: Lost) -> list[Effect]:
-        if event.worker not in self.clocks.at:
+        if event.worker not in self.clocks.at and event.worker in self.clients:
             return []
         effects = self._logged(event)
-        self.clients[event.worker] = ClientRecord(self.clients[event.worker].epoch, over=True)
-        return effects + self.go_on(self.forget(event.worker))
+        epoch = self.clients.get(event.worker, ClientRecord()).epoch  # it may be lost before it is heard for the first time
+        self.clients[event.worker] = ClientRecord(epoch, over=True)
+        return effects + self._go_on(self.forget(event.worker))
 
     def _membership(self, event: Membership) -> list[Effect]:
-        if event.view <= self.view:
+        if event.wanted and event.view > max(self.wanted.view, self.changes):
+            self.wanted = event
+        elif not event.wanted and event.view > self.view:
+            self.view = event.view
+            for client in self.clients.values():
+                client.held.clear()  # it will come again, under the new membership
+        else:
             return []
-        self.view = event.view
-        for client in self.clients.values():
-            client.held.clear()  # it will come again, under the new membership
         return self._logged(event)
 
     def _copied(self, send: Send) -> list[Effect]:
@@ -171,7 +171,7 @@ class Server:
 
     # ---- answers ----------------------------------------------------------------------------------------------------------
 
-    def go_on(self, moved: set[Any], new: Request | None = None) -> list[Reply]:
+    def _go_on(self, moved: set[Any], new: Request | None = None) -> list[Reply]:
         """Where the slowest worker has moved on, close rounds; then answer all who need wait no longer."""
         if new is not None and OPERATIONS[new.op].at == "meeting":
             self.waiting.setdefault(MEETING, []).append(new)
@@ -202,17 +202,24 @@ class Server:
         return request.client not in self.clocks.at or OPERATIONS[request.op].until(self, request)
 
     def _freed(self, where: Hashable) -> list[Request]:
-        """Those who need wait here no longer. Of those who go from a barrier together all hear what one has said, or nobody."""
+        """Those who need wait here no longer."""
         looked_at = [(request, self._may_go(request)) for request in self.waiting[where]]
         self.waiting[where] = [request for request, goes in looked_at if not goes]
         if not self.waiting[where]:
             del self.waiting[where]
         free = [request for request, goes in looked_at if goes]
-        said = next((str(request.options["said"]) for request in free if "said" in request.options), "")
-        for request in free if where == MEETING else ():
-            if request.op == "barrier":
-                self.clients[request.client].said = said
+        if where == MEETING:
+            self._tell(free)
         return free
+
+    def _tell(self, met: list[Request]) -> None:
+        """All who go from a barrier together hear what one of them has said, or nobody does; or which servers are wanted."""
+        words = [str(request.options["said"]) for request in met if "said" in request.options]
+        said = next(filter(None, words), "")
+        if not words and self.wanted.servers:
+            said, self.changing = json.dumps([self.wanted.view, *self.wanted.servers]), True
+        for request in met:
+            self.clients[request.client].said = said
 
     def _answer(self, request: Request) -> Reply:
         if request.client not in self.clocks.at and (given_up := stale(self.clients.get(request.client), request)):
@@ -287,8 +294,5 @@ class Server:
 
 
 _STEPS: dict[type, Any] = {
-    Request: Server._request,
-    Lost: Server._lost,
-    Membership: Server._membership,
-    Send: Server._copied,
-}
+    Request: Server._request, Lost: Server._lost, Membership: Server._membership, Send: Server._copied,
+}  # fmt: skip

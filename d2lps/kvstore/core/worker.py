@@ -12,8 +12,8 @@ import torch
 
 from d2lps.comm import Work
 from d2lps.compress import ErrorFeedback
-from d2lps.kvstore.core import saving
-from d2lps.kvstore.core.asking import Answers, Asking, Key, Keys, Tensors, check_room, pairs, wire
+from d2lps.kvstore.core import growth, saving
+from d2lps.kvstore.core.asking import Asking, Key, Keys, Tensors, check_room, pairs, wire
 from d2lps.kvstore.core.compression import make_codec
 from d2lps.kvstore.core.events import LOSS, Op, Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part
@@ -153,13 +153,18 @@ class KVWorker(Asking):
     # ---- time -------------------------------------------------------------------------------------------------------------
 
     def clock(self) -> Work:
-        """End this iteration, on every server. Nobody need wait for it to arrive, unless servers come or go: see `Changes`."""
+        """End this iteration, on every server. Nobody need wait for it to arrive."""
         self.iteration += 1
-        return self._clock()
+        return self.everywhere(Request("clock"))
 
     def barrier(self) -> None:
-        """Return when every live worker has called this, and all that each asked for before has been done."""
-        self._meet()
+        """Return when every live worker has called this, and all that each asked for before has been done.
+
+        Between two iterations, servers that somebody has wished for come or go meanwhile (see `Cluster.add_server`).
+        """
+        if wanted := self.meet(None):
+            number, *servers = json.loads(wanted)
+            growth.change(self, number, servers)
 
     def set_optimizer(self, name: str | None, reduction: str = "mean", **hyper: Any) -> None:
         """From now on the servers hand what is pushed to an optimizer; calling it again changes its hyperparameters.
@@ -189,7 +194,7 @@ class KVWorker(Asking):
         for all tensors. When it returns, the file is there: if that worker is killed, the next one writes. What goes wrong is
         raised by all: OSError, ValueError; Refused in an iteration that has begun to push.
         """
-        self._alone("save", lambda ask, found: saving.write(path, *saving.collect(ask, found)))
+        self.alone("save", lambda ask, found: saving.write(path, *saving.collect(ask, found)))
 
     def load(self, path: str | Path) -> None:
         """Give the servers, however many, what was saved; every worker calls it, with the same file, between two iterations.
@@ -199,48 +204,48 @@ class KVWorker(Asking):
         new optimizer's state. The first of the live workers reads; if it is killed, the next one does all of it anew. What goes
         wrong is raised by all: FileNotFoundError and ValueError, and nothing is changed; Refused, of a server that has no room.
         """
+        self.alone("load", partial(self.give, path))
 
-        def give(ask: saving.Ask, found: saving.Found) -> None:
-            tensors, meta = saving.read(path)
-            new = saving.missing(found, tensors, meta)
-            saving.instruct(ask, self.placement.servers, meta)
-            for everywhere in (False, True):
-                keys = [key for key in new if (key in meta["everywhere"]) is everywhere]
-                self.init(keys, [tensors[key] for key in keys], everywhere)
-            saving.spread(ask, saving.look(ask, self.placement.servers), tensors, meta)
+    def give(self, path: str | Path, ask: saving.Ask, found: saving.Found) -> None:
+        """What the first live worker does in `load`."""
+        tensors, meta = saving.read(path)
+        new = saving.missing(found, tensors, meta)
+        saving.instruct(ask, self.placement.servers, meta)
+        for everywhere in (False, True):
+            keys = [key for key in new if (key in meta["everywhere"]) is everywhere]
+            self.init(keys, [tensors[key] for key in keys], everywhere)
+        saving.spread(ask, saving.look(ask, self.placement.servers), tensors, meta)
 
-        self._alone("load", give)
-
-    def _alone(self, what: str, do: Callable[[saving.Ask, saving.Found], None]) -> None:
+    def alone(self, what: str, do: Callable[[saving.Ask, saving.Found], None]) -> None:
         """Let the first of the live workers do it, while the others wait, and hear what has come of it.
 
         Of one that is killed nobody hears, and the next one does it: by the barrier all servers have given the first one up.
         """
         ask, heard, cause = partial(self.ask, what, ""), "", None
-        self.barrier()
+        self.meet("")
         while not heard:
             found, said = saving.look(ask, self.placement.servers), ""
             if self.rank == found[min(found)]["workers"][0]:
                 said, cause = saving.attempt(self.rank, partial(do, ask, found))
-            heard = self._meet(said)
+            heard = self.meet(said)
         saving.hear(heard, cause)
 
-    def _meet(self, said: str = "") -> str:
-        """A barrier, and what somebody has said to all in it: the first server has heard of it, or nobody has."""
-        request = Request("barrier", options={"said": said} if said else {})
+    def meet(self, said: str | None) -> str:
+        """A barrier, and what somebody has said to all in it: the first server has heard of it, or nobody has.
+
+        None: nobody has anything to say, so the first server may say that other servers are wanted.
+        """
+        request = Request("barrier", options={} if said is None else {"said": said})
         return self.ask("barrier", "", [(Part(server, "", 0), request) for server in self.placement.servers])[0].said
 
     # ---- those who come and go --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Come in while others are at work: begin where the slowest of them is."""
-        self.transport.changes.catch_up(self.placement)
+        """Come in while others are at work: begin where the slowest of them is. Refused while servers come or go."""
+        growth.catch_up(self)
         self.iteration = 0
-        for server in self.placement.servers:  # one after the other: while servers change, the first one refuses
-            joining = Answers("join", [self.transport.request(server, Request("join"))])
-            joining.wait()
-            self.iteration = max(self.iteration, joining.replies[0].clock)
-        self._clock()
+        self.iteration = growth.join(self, self.placement.servers, self.transport.changes)
+        growth.begin(self, self.placement.servers)
 
     def leave(self) -> None:
         """Nobody waits for this worker from now on. Called for you when your function returns."""
@@ -257,9 +262,3 @@ class KVWorker(Asking):
         for answers in self.unheard:
             if not answers.heard:
                 answers.check([answer.reply for answer in answers.answers], more="; nobody has waited for this")
-
-    def _clock(self) -> Work:
-        ended = self.everywhere(Request("clock"))
-        asked = (answer for answers in self.unheard for answer in answers.answers)
-        self.transport.changes.reached(self.iteration, asked, self.placement, self.transport.request)
-        return ended

@@ -25,7 +25,7 @@ class Cluster:
     ['0.54 s: server 0 was killed by SIGKILL', '0.61 s: server 0 runs again, with all that was acknowledged']
 
     >>> def grow(cluster):
-    ...     cluster.add_server()                # keys move to it, while the training goes on
+    ...     cluster.add_server()                # keys move to it, at the workers' next barrier
     ...     cluster.remove_server(0)
     >>> kvstore.run(worker, 2, 2, saboteur=grow).history                            # doctest: +SKIP
     ['0.08 s: server 2 has come: 9 keys have moved, 6,400 bytes of their values', '0.15 s: server 0 has gone: ...']
@@ -56,9 +56,10 @@ class Cluster:
     def add_server(self) -> int:
         """Start one more server, which takes its share of the keys over; its number, as soon as it has them.
 
-        That is at the end of an iteration, the same for all workers, where they wait for one another; so one that calls
-        kv.clock() no more, nor kv.barrier(), holds it up, and all of them. What moves is written to the disk, and read, once;
-        meanwhile nothing is served. Not with durability "replica", nor over tcp: ValueError. RunIsOver if the run ends before.
+        That is at the next kv.barrier() to which the workers come between two iterations, when each has ended by kv.clock() what
+        it has pushed, and has the answers to what it has pulled. There all values, and the optimizer's state, are written into a
+        file and read from it by one worker, which needs room for them; meanwhile nothing is served. Not with durability
+        "replica", nor over tcp: ValueError. RuntimeError if the file cannot be written; RunIsOver if the run ends before.
         """
         self.servers.append(node := self.resize(None))
         return node.number

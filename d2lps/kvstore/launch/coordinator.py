@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -25,7 +24,6 @@ from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.monitor import EVERY, Monitor
 from d2lps.kvstore.network.pulse import BEAT, PULSE
 from d2lps.kvstore.network.sockets import listen, new_socket, readable
-from d2lps.kvstore.storage.durable import write_mark
 from d2lps.kvstore.storage.frame import frame
 
 ATTEMPTS = 3  # to start a server
@@ -67,7 +65,6 @@ class Coordinator:
 
     def finish(self) -> list[ServerReport]:
         """The workers are done: what the servers have to report."""
-        self._until(lambda: self.resizing.change is None, "a change of servers was over")
         self.finishing = True
         for node in self.serving:
             self.tell(node, b"finish")
@@ -80,10 +77,9 @@ class Coordinator:
 
     def mark(self, **more: Any) -> None:
         """Note in the folder how a later run is to read what the servers leave there."""
-        if self.plan.durability in ("log", "fsync"):
-            numbers = [node.number for node in self.serving]
-            servers = len(numbers) if numbers == [*range(len(numbers))] else numbers  # it may be that servers have come and gone
-            write_mark(Path(self.plan.folder), self.plan.mark | {"servers": servers} | more)
+        numbers = [node.number for node in self.serving]
+        servers = len(numbers) if numbers == [*range(len(numbers))] else numbers  # it may be that servers have come and gone
+        self.plan.note(servers=servers, **more)
 
     def end(self) -> None:
         """Nothing is left of what was started."""
@@ -120,8 +116,8 @@ class Coordinator:
     def lose(self, worker: int) -> None:
         """A worker is no more."""
         self.lost.append(worker)
-        for node in self.serving:
-            self._event(node, Lost(worker))
+        for node in filter(None, [*self.serving, self.resizing.coming]):
+            self.event(node, Lost(worker))
 
     def _hear(self) -> None:
         while readable(self.control):
@@ -149,8 +145,6 @@ class Coordinator:
             self.say(f"server {node.server} goes on without a backup: {text}")
         elif word == b"measured" and self.monitor is not None and node in self.serving:
             self.monitor.heard(node.server, text)
-        elif word in (b"settled", b"resume", b"give", b"take"):
-            self.resizing.heard(node.number, word.decode(), text)
         elif word == b"over":
             node.over = True
         elif word == b"deposed":
@@ -172,8 +166,9 @@ class Coordinator:
 
     def serves(self, node: Node) -> None:
         """It may have been away when the others were told something."""
-        for worker in self.lost if node in self.serving else ():
-            self._event(node, Lost(worker))
+        for worker in self.lost if node in [*self.serving, self.resizing.coming] else ():
+            self.event(node, Lost(worker))
+        self.resizing.tell()
         if self.finishing or node in self.resizing.left:
             self.tell(node, b"finish")
         node.failed = 0
@@ -182,7 +177,7 @@ class Coordinator:
     def tell(self, node: Node, *parts: bytes | memoryview | bytearray) -> None:
         self.control.send_multipart([str(node.number).encode(), *parts])
 
-    def _event(self, node: Node, event: Event) -> None:
+    def event(self, node: Node, event: Event) -> None:
         self.tell(node, b"event", *frame(event))
 
     # ---- deaths -----------------------------------------------------------------------------------------------------------
@@ -226,7 +221,7 @@ class Coordinator:
         self.serving[server], self.backups[server], self.promoted[server] = backup, None, why
         backup.ready.clear()
         for node in self.serving:
-            self._event(node, Membership(self.view, tuple(other.number for other in self.serving)))
+            self.event(node, Membership(self.view, tuple(other.number for other in self.serving)))
 
     def _renew(self, server: int) -> None:
         """A new backup: the primary writes down all that it has, and says so; then the new one begins with that."""

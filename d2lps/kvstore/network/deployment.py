@@ -15,7 +15,7 @@ from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.core.table import MORE, OPERATIONS
 from d2lps.kvstore.network.sockets import Keys, check_address, derive_keys, new_secret
-from d2lps.kvstore.storage.durable import read_mark
+from d2lps.kvstore.storage.durable import read_mark, write_mark
 
 # What "durability" may be, and what each level survives; "replica" keeps every server twice, the others on disk or not at all.
 LEVELS = ("memory", "log", "fsync", "replica")
@@ -117,7 +117,13 @@ class Deployment(msgspec.Struct, frozen=True):
     def mark(self) -> dict[str, Any]:
         """By what the folder's logs are to be read."""
         same = {name: getattr(self, name) for name in (*SAME, "durability")}
-        return same | {"members": self.members, "rules": self.rules}
+        # A server that came later began without members: its number is none of the first ones'.
+        return same | {"members": self.members, "rules": self.rules, "first": self.servers}
+
+    def note(self, **more: Any) -> None:
+        """Leave in the folder how a later run is to read what the servers leave there."""
+        if self.durability in ("log", "fsync"):
+            write_mark(Path(self.folder), self.mark | more)
 
     def placed(self) -> Placement:
         return Placement(range(self.servers), self.split, self.placement)

@@ -6,7 +6,6 @@ answers then. What is no request is counted, and changes nothing. Who serves, an
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from d2lps.kvstore.network.monitor import Meter
 from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import connect, listen, readable
-from d2lps.kvstore.storage import parcels
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state
 from d2lps.kvstore.storage.frame import frame, parse
 from d2lps.kvstore.storage.log import LogDamaged, lock
@@ -71,7 +69,7 @@ class Serving:
             shutil.rmtree(plan.disk(node), ignore_errors=True)
         self.lock = lock(plan.disk(node)) if on_disk else -1  # until the process ends
         store = Tiers(plan.pages(node), plan.memory_budget) if plan.memory_budget else None
-        self.server = Server(plan.members, **plan.rules, store=store)
+        self.server = Server(plan.members if node < plan.servers or plan.replicated else (), **plan.rules, store=store)
         self.server.replicate = plan.replicated and self.serves
         self.meter = Meter(self.report, self.server)
         self.step = ServerNotes(self.server, recorder, plan.workers + plan.server(node)).step if recorder else self.server.step
@@ -82,7 +80,8 @@ class Serving:
         if on_disk and (goes_on or not first) and not any(plan.disk(node).glob("log-*")):
             raise LogDamaged(f"{plan.disk(node)}: its log is gone: acknowledged requests are lost")
         if goes_on:
-            earlier = Server(plan.earlier["members"], **plan.earlier["rules"], store=store)
+            members = plan.earlier["members"] if node < plan.earlier.get("first", node + 1) else ()
+            earlier = Server(members, **plan.earlier["rules"], store=store)
             promised = plan.earlier.get("numbers", {}).get(str(node), 0)
             written = plan.disk(node), plan.durability, plan.limit, plan.log_bytes
             self.durable = renew(self.server, earlier, *written, promised)
@@ -203,10 +202,6 @@ class Serving:
                 self._send(backup.released())
             elif word == b"handover":
                 self._hand_over(int(parts[0]))
-            elif word in (b"settled", b"resume", b"give", b"take"):
-                said, replies = parcels.carry_out(word.decode(), json.loads(parts[0]), self.server, self.durable)
-                self._send(replies)
-                self.tell(word, json.dumps(said).encode())
             elif word == b"event":
                 self._told(parse(parts, self.plan.limit))
 
@@ -228,6 +223,8 @@ class Serving:
             self._commit(self._step(event))
         elif isinstance(event, Membership):
             self._commit(self._step(event))
+            if event.wanted:
+                return
             self.serves = True
             self.tell(b"serves", str(event.view).encode())
 

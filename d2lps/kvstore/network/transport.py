@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import zmq
@@ -17,7 +19,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from d2lps.comm import Communicator, RankHung
 from d2lps.comm.status import Status, readers_line
-from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, Session
 from d2lps.kvstore.core.events import Membership, Reply, Request, replace
 from d2lps.kvstore.core.notes import WorkerNotes
@@ -166,7 +167,7 @@ class SocketTransport:
         for server in range(plan.servers):
             self._connect(server, endpoints[server])
         self.news = subscribe(self.context, plan.news, plan.largest) if plan.room else None
-        self.changes = Changes()
+        self.room, self.changes, self.followed = Path(plan.room) if plan.room else None, 0, deque[set[int]]()
         self.inbox: deque[tuple[int, Request, SocketAnswer]] = deque()
         self.rung, self.bell = os.pipe()
         os.set_blocking(self.bell, False)
@@ -256,30 +257,27 @@ class SocketTransport:
         self._hear()
 
     def _hear(self) -> None:
-        """The coordinator repeats all the time which node is which server and where it listens; or which servers it wants."""
+        """The coordinator repeats all the time which node is which server and where it listens."""
         while self.news is not None and readable(self.news):
             where, *parts = self.news.recv_multipart()
             event = parse(parts, self.plan.limit)
-            if isinstance(event, Membership) and not self.plan.replicated:
-                self._hold(event)
-            elif isinstance(event, Membership):
-                for server in self.client.learn(event, time.monotonic()):
-                    self.lines[server].close()
-                    self.lines[server].open(json.loads(where)[server])
-
-    # ---- servers that come and go: see `Changes` --------------------------------------------------------------------------
-
-    def _hold(self, wanted: Membership) -> None:
-        """Tell the first server how far this worker may go before it knows where all stop."""
-        answer = SocketAnswer(self.comm, "a change of servers", self.patience, None)
-        if (request := self.changes.heard(wanted, answer)) is not None:
-            self._follow()
-            self.lines[min(self.lines)].session.put(request, answer)
+            for server in self.client.learn(event, time.monotonic()) if isinstance(event, Membership) else ():
+                self.lines[server].close()
+                self.lines[server].open(json.loads(where)[server])
 
     def _follow(self) -> None:
-        while self.changes.followed:
-            come, gone = self.client.follow(self.changes.followed.popleft())
+        while self.followed:
+            come, gone = self.client.follow(self.followed.popleft())
             for server in gone:
                 self.lines.pop(server).close()
             for server in come:
                 self._connect(server, self.plan.endpoint(server))
+
+    # ---- servers that come and go (see `growth`): the worker's own thread ---------------------------------------------------
+
+    def follow(self, servers: Iterable[int]) -> None:
+        """Have connections to these servers, and no others, before the next request leaves."""
+        self.followed.append({*servers})
+
+    def note(self, servers: str) -> None:
+        self.plan.note(servers=servers)

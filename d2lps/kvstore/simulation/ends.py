@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from d2lps.kvstore.core.changes import Changes
 from d2lps.kvstore.core.client import Client, order
 from d2lps.kvstore.core.events import Append, Event, Lost, Reply, Request, replace
 from d2lps.kvstore.core.notes import GROUP, NOTHING, Notes, carried, named
 from d2lps.kvstore.core.placement import Placement
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
+from d2lps.kvstore.core.transport import Transport
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.lines import Line
 
@@ -111,13 +111,13 @@ class SimulatedAnswer:
         return self.reply
 
 
-class SimulatedTransport(_End):
-    """A worker's end."""
+class SimulatedTransport(_End, Transport):
+    """A worker's end. Servers neither come nor go here."""
 
     def __init__(self, comm: SimulatedCommunicator, setup: Setup) -> None:
         super().__init__(comm)
         self.setup = setup
-        self.client, self.changes = Client(comm.rank, setup.servers), Changes()  # of which there are none here
+        self.client, self.room, self.changes = Client(comm.rank, setup.servers), None, 0
 
     def request(self, server: int, request: Request, out: torch.Tensor | None = None) -> SimulatedAnswer:
         answer, dst = SimulatedAnswer(self.comm), self.setup.workers + server
