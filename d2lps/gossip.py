@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d2lps.arguments import named, whole
 from d2lps.collectives.arguments import check_tensor, collective, doublings
 from d2lps.comm import Communicator, RankDied
 from d2lps.comm.aliasing import check_writable
-from d2lps.cost.numbers import named, whole
 
 # By name, the hops of a step among so many ranks; each distinct one but 0 counts, round the circle.
 GRAPHS: dict[str, Callable[[int, int], Iterable[int]]] = {

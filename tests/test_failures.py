@@ -415,7 +415,7 @@ def test_a_killed_keeper_takes_its_ranks_with_it(nothing_left: Gone) -> None:
 def test_a_stopped_keeper_and_a_stopped_fork_server_go_on_for_the_next_run(generation: int) -> None:
     def work(comm: Communicator) -> int:
         if comm.rank == 1:
-            comm.sleep(0.2)  # the keeper has told the caller by now whom it has started
+            comm.sleep(0.2)  # the supervisor has told the caller by now whom it has started
             psutil.Process().parents()[generation].suspend()
         comm.barrier()
         return comm.rank

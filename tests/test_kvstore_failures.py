@@ -38,7 +38,7 @@ from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.events import Send
 from d2lps.kvstore.core.optimizers import OPTIMIZERS, TorchOptimizer
 from d2lps.kvstore.launch.coordinator import Coordinator
-from d2lps.kvstore.network.pulse import PULSE
+from d2lps.kvstore.network.heartbeat import PULSE
 from d2lps.kvstore.network.sockets import connect, derive_keys, listen
 from d2lps.kvstore.network.wire import NOBODY
 from d2lps.kvstore.storage.frame import frame

@@ -14,7 +14,7 @@ from launching import ROOT, environment, script
 
 from d2lps import kvstore
 from d2lps.kvstore.core.events import Membership, Request, replace
-from d2lps.kvstore.core.notes import Notes, ServerNotes
+from d2lps.kvstore.core.recorder import ServerNotes, StoreRecorder
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.launch.chaos import Cluster
 from d2lps.topology import star
@@ -138,7 +138,7 @@ def test_a_value_that_was_copied_is_still_the_same_value() -> None:
 def test_a_push_that_was_refused_or_came_again_is_in_no_value() -> None:
     recorder = Recorder(1, lambda: 0.0)
     server = Server([0])
-    notes = Notes(server, recorder)
+    notes = StoreRecorder(server, recorder)
     asked = [
         Request("init", "w", torch.zeros(2), sequence=1),
         Request("push", "w", torch.zeros(3), sequence=2),  # of another shape

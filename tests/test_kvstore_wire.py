@@ -21,7 +21,7 @@ from d2lps.kvstore.network.clients import Clients
 from d2lps.kvstore.network.deployment import deploy
 from d2lps.kvstore.network.sockets import connect
 from d2lps.kvstore.network.transport import SocketAnswer
-from d2lps.kvstore.network.wire import BIG, CARD, MOST, NOBODY, Far, Wire
+from d2lps.kvstore.network.wire import BIG, CARD, MOST, NOBODY, RemoteTensor, Wire
 from d2lps.kvstore.storage.frame import NOWHERE, FrameError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -156,16 +156,16 @@ def test_a_reference_from_elsewhere_or_of_no_such_tensor_is_refused(ends: tuple[
 def test_nothing_comes_from_an_address_where_nothing_is_or_from_a_process_that_is_no_more(ends: tuple[Wire, Wire]) -> None:
     into, there, token = torch.zeros(BIG), torch.ones(BIG), ctypes.create_string_buffer(b"0123456789abcdef", 16)
     me = os.getpid(), ctypes.addressof(token), token.raw, 0
-    Far(me, there.data_ptr()).read(into)
+    RemoteTensor(me, there.data_ptr()).read(into)
     assert bool(into.all())
     with pytest.raises(OSError, match="process_vm_readv"):
-        Far(me, 4096).read(into)
+        RemoteTensor(me, 4096).read(into)
     with pytest.raises(ProcessLookupError, match="another one by now"):  # that has the number of one that has ended
-        Far((*me[:2], b"fedcba9876543210", 0), there.data_ptr()).read(into)
+        RemoteTensor((*me[:2], b"fedcba9876543210", 0), there.data_ptr()).read(into)
     ended = subprocess.Popen(["true"])
     ended.wait()
     with pytest.raises(ProcessLookupError):
-        Far((ended.pid, *me[1:]), there.data_ptr()).read(into)
+        RemoteTensor((ended.pid, *me[1:]), there.data_ptr()).read(into)
 
 
 def test_mutated_messages_change_nothing(ends: tuple[Wire, Wire]) -> None:

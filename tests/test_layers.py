@@ -15,7 +15,7 @@ FILES = sorted([*(ROOT / "d2lps").rglob("*.py"), *(ROOT / "book" / "d2lps_book")
 # From the bottom to the top, as in CONTRIBUTING.md; what is still to come has its place already. A part may import its own
 # layer's others and those below.
 LAYERS = [
-    {"comm", "trace", "topology", "result", "figures", "disk"},
+    {"comm", "trace", "topology", "result", "figures", "disk", "arguments"},
     {"signatures", "processgroup", "launch", "sharedmemory", "simulator"},
     {"collectives", "aggregate", "compress", "gossip", "cost"},
     {"backend", "parallel", "kvstore", "adaptive", "feeding"},
@@ -24,11 +24,12 @@ LAYERS = [
     {"check", "bench", "sharded_product"},  # d2lps_book: nothing in d2lps knows them
 ]
 # What a part may import where that is less than its layer allows: an algorithm knows of no world.
-ONLY = {part: LAYERS[2] | {"comm"} for part in LAYERS[2]} | {
+ONLY = {part: LAYERS[2] | {"comm", "arguments"} for part in LAYERS[2]} | {
     "trace": set(),  # the bottom of the bottom: comm writes into it
     "result": {"trace"},
     "figures": set(),
     "disk": set(),
+    "arguments": set(),
     "topology": {"figures"},
 }
 

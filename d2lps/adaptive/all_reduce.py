@@ -7,10 +7,10 @@ from itertools import combinations
 import torch
 
 from d2lps.adaptive.controller import Controller
+from d2lps.arguments import named, whole
 from d2lps.collectives import all_reduce
 from d2lps.collectives.all_reduce.double_tree import family, orders
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.cost.numbers import named, whole
 
 Pair = tuple[int, int]
 HELLO = 64  # bytes of a handshake's message: an address and a key

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from d2lps import cost
 from d2lps.adaptive.estimate import Estimate
-from d2lps.cost.numbers import named, whole
+from d2lps.arguments import named, whole
 from d2lps.cost.reducing import FORMULAS
 
 

@@ -19,7 +19,7 @@ HOPE = 0.5  # what a time may have shrunk to by a change that was seen elsewhere
 TICK = 1e-12  # less than any clock tells: ranks of one simulated node exchange messages in no time
 OLD = 5  # times the patience: rows do not get older than that
 NEAR = 4  # a size that differs by no larger factor is about the same
-Line = tuple[float, float]  # seconds, and seconds per byte
+AlphaBeta = tuple[float, float]  # seconds, and seconds per byte
 Key = tuple[str, int]  # a topology, and how many ranks
 
 
@@ -92,7 +92,7 @@ class Estimate:
         rows = self.rows.get((name, ranks), {}).items()
         return min(((max(size, nbytes, 1) / max(min(size, nbytes), 1), row.step) for size, row in rows), default=(math.inf, 0))
 
-    def _line(self, name: str, ranks: int) -> Line:
+    def _line(self, name: str, ranks: int) -> AlphaBeta:
         rows = self.rows.get((name, ranks), {})
         if _tell(rows):
             return self._fitted(rows)
@@ -102,14 +102,14 @@ class Estimate:
             a, b = a * share, b * share
         return a, b
 
-    def _fitted(self, rows: Mapping[float, Row]) -> Line:
+    def _fitted(self, rows: Mapping[float, Row]) -> AlphaBeta:
         """Relative least squares, of which old rows count less."""
         sizes, seconds, steps = np.array([(size, *row) for size, row in rows.items()]).T
         fresh = np.exp(np.maximum(steps - self.step, -OLD * self.patience) / self.patience)
         b, a = np.polyfit(sizes, seconds, 1, w=fresh / seconds)
         return max(float(a), 0.0), max(float(b), 0.0)
 
-    def _formula(self, name: str, ranks: int) -> Line:
+    def _formula(self, name: str, ranks: int) -> AlphaBeta:
         """With the least alpha and beta that a measured topology shows."""
         lines = [(key, self._fitted(rows)) for key, rows in self.rows.items() if _tell(rows)]
         alpha = min((a / parts(*key)[0] for key, (a, _) in lines if a), default=cost.ALPHA)
@@ -128,7 +128,7 @@ def parts(name: str, ranks: int) -> tuple[float, float]:
     return cost.all_reduce(name, 0, ranks, 1, 0), cost.all_reduce(name, 1, ranks, 0, 1)
 
 
-def by_link(trace: Trace, kind: Callable[[int, int], str]) -> dict[str, Line]:
+def by_link(trace: Trace, kind: Callable[[int, int], str]) -> dict[str, AlphaBeta]:
     """(alpha, beta) of each kind of link, by least squares over the recorded messages.
 
     >>> by_link(run.trace, lambda src, dst: "same" if src // 8 == dst // 8 else "other")        # doctest: +SKIP

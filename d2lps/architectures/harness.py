@@ -17,8 +17,8 @@ from d2lps.architectures.job import AFTER, Job
 from d2lps.architectures.outcome import Outcome
 from d2lps.architectures.replica import noted
 from d2lps.architectures.six import ARCHITECTURES, STORED, count
+from d2lps.arguments import named
 from d2lps.comm import RankDied
-from d2lps.cost.numbers import named
 from d2lps.result import Run
 
 

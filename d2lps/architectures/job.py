@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import vector_to_parameters
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 from d2lps.parallel.pipeline.schedules import Action
 from d2lps.parallel.prediction.program import Calibration, Rank, World
 from d2lps.parallel.prediction.program import Job as Step

@@ -13,7 +13,7 @@ from d2lps.architectures.harness import Harness
 from d2lps.architectures.job import AFTER, Job
 from d2lps.architectures.outcome import Outcome
 from d2lps.architectures.six import COLLECTIVE, CONSISTENCY, STORED
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 from d2lps.result import Run
 
 SERVERS = 2

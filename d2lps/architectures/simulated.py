@@ -13,8 +13,8 @@ from d2lps.architectures.harness import Harness
 from d2lps.architectures.job import Job
 from d2lps.architectures.outcome import Outcome
 from d2lps.architectures.six import COLLECTIVE, CONSISTENCY, STORED
+from d2lps.arguments import whole
 from d2lps.comm import RankDied
-from d2lps.cost.numbers import whole
 from d2lps.parallel.prediction.search import machine_size
 from d2lps.result import Run
 from d2lps.topology import Topology

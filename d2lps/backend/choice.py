@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from d2lps import collectives
+from d2lps.arguments import named
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator, ReduceOp, flat
 from d2lps.comm.ops import check_op
-from d2lps.cost.numbers import named
 
 Algorithm = str | Callable[..., object]
 _TRANSPORTS = {name: name for name in ("auto", "shm", "gloo")}

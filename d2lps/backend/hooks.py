@@ -17,13 +17,13 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from d2lps import compress
+from d2lps.arguments import whole
 from d2lps.backend.processgroup import BookProcessGroup
 from d2lps.backend.tasks import callers_context
 from d2lps.backend.transports import bounded
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, ReduceOp
 from d2lps.comm.status import GroupBoard
-from d2lps.cost.numbers import whole
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 
 _made: Counter[str] = Counter()  # hooks, by group: on each rank in the same order

@@ -24,7 +24,7 @@ from d2lps.comm.rank import running
 from d2lps.comm.status import readers_line
 from d2lps.launch.failure import meaning, release
 from d2lps.signatures import place_to_meet, store_at
-from d2lps.simulator.within import SimulatedRank
+from d2lps.simulator.local import SimulatedRank
 
 Tensors = Sequence[torch.Tensor]
 _Base: Any = dist.ProcessGroup

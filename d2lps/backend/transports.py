@@ -20,7 +20,7 @@ import torch.distributed as dist
 from d2lps import sharedmemory
 from d2lps.backend import choice
 from d2lps.comm import RankHung
-from d2lps.comm.status import Board, GroupBoard, Status, readers_line
+from d2lps.comm.status import GroupBoard, Status, StatusBoard, readers_line
 from d2lps.launch.rank import patience_of, runs_here
 from d2lps.processgroup import ProcessGroupCommunicator, connect
 from d2lps.sharedmemory.communicator import SharedMemoryCommunicator
@@ -104,14 +104,14 @@ class Transports:
         self.memory = None
 
 
-def bounded(timeout: float) -> tuple[float, float, Board]:
+def bounded(timeout: float) -> tuple[float, float, StatusBoard]:
     """How long a group's waits may last, when its engine gives up, and where else its notes are read.
 
     Within a run no wait is longer than the run's `timeout`. Where the run's launcher watches, that ends it, and knows more.
     """
     run = runs_here[-1] if runs_here else None
     if run is None or timeout < run.timeout:
-        return timeout, timeout, run.board if run else Board()
+        return timeout, timeout, run.board if run else StatusBoard()
     return run.timeout, patience_of(run.timeout) if run.board.watched else run.timeout, run.board
 
 

@@ -4,10 +4,10 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from d2lps.arguments import named
 from d2lps.collectives.arguments import Tensors, check_apart, check_fits, check_list, check_parts, collective, doublings, is_part
 from d2lps.collectives.ring import Ring, all_gather_steps, play
 from d2lps.comm import Communicator, flat
-from d2lps.cost.numbers import named
 
 
 @collective("tensor_list", "algorithm")

@@ -1,8 +1,8 @@
 """All-to-all: every rank has something for every rank."""
 
+from d2lps.arguments import named
 from d2lps.collectives.arguments import Tensors, check_apart, check_fits, check_list, collective, only
 from d2lps.comm import Communicator
-from d2lps.cost.numbers import named
 
 
 @collective("algorithm")

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from d2lps.arguments import named
 from d2lps.collectives.arguments import check_rank, check_tensor, collective, doublings
 from d2lps.comm import Communicator, flat
-from d2lps.cost.numbers import named
 
 
 @collective("tensor", "src", "algorithm")

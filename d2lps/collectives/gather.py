@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from d2lps.arguments import named
 from d2lps.collectives.arguments import Tensors, check_apart, check_root_list, collective, doublings
 from d2lps.comm import Communicator
 from d2lps.comm.staging import stage
-from d2lps.cost.numbers import named
 
 
 @collective("tensor", "dst", "algorithm")

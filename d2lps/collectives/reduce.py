@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from d2lps.arguments import named
 from d2lps.collectives.arguments import check_rank, check_tensor, collective, divide, doublings
 from d2lps.comm import Communicator, ReduceOp, flat
 from d2lps.comm.ops import check_op
-from d2lps.cost.numbers import named
 
 
 @collective("tensor", "dst", "op", "algorithm")

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
+from d2lps.arguments import named
 from d2lps.collectives.arguments import Tensors, check_apart, check_fits, check_list, check_parts, collective, divide, is_part
 from d2lps.collectives.ring import Ring, play, reduce_scatter_steps
 from d2lps.comm import Communicator, ReduceOp, flat
 from d2lps.comm.ops import check_op
 from d2lps.comm.staging import stage
-from d2lps.cost.numbers import named
 
 
 @collective("input_list", "op", "algorithm")

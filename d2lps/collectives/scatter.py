@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from d2lps.arguments import named
 from d2lps.collectives.arguments import Tensors, check_apart, check_root_list, collective, doublings, only
 from d2lps.comm import Communicator, flat
-from d2lps.cost.numbers import named
 
 
 @collective("tensor", "src", "algorithm")

@@ -16,7 +16,7 @@ import torch
 from d2lps.comm import ops
 from d2lps.comm.memory import Memory, of_this_machine
 from d2lps.comm.ops import ReduceOp
-from d2lps.comm.status import Board, Status, readers_line
+from d2lps.comm.status import Status, StatusBoard, readers_line
 from d2lps.comm.watcher import Watcher
 from d2lps.comm.work import Event
 from d2lps.trace.recorder import About, Recorder, axis_of
@@ -53,7 +53,7 @@ class Rank(ABC):
 
     def __init__(self, members: Sequence[int], rank: int, name: str = "world") -> None:
         self.recorder: Recorder | None = None
-        self.board = Board()
+        self.board = StatusBoard()
         self.lane = 0  # 0 is the rank's own thread of control, the others are those of what it has started
         # What any communicator of this lane has started, and perhaps not yet waited for; a Future, or what is like one.
         self.started: dict[Rank, Future[Any]] = {}

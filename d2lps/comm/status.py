@@ -36,7 +36,7 @@ class Status:
     since: float = 0.0  # seconds, on the clock of the rank's machine; IN_VAIN: what it waits for will never come
 
 
-class Board:
+class StatusBoard:
     """Where a rank's lanes leave their notes. `write(None)` takes a note down: that lane runs again.
 
     On this one they are for the rank itself: where it stood when something failed.
@@ -60,7 +60,7 @@ class Board:
         return min(waiting, key=lambda note: (note.action == "join", note.since), default=None)
 
 
-class SharedBoard(Board):
+class SharedBoard(StatusBoard):
     """One slot for each rank in a mapped file: the rank writes its own, the launcher reads them all."""
 
     watched = True
@@ -89,13 +89,13 @@ class SharedBoard(Board):
             return None
 
 
-class GroupBoard(Board):
+class GroupBoard(StatusBoard):
     """Where a group notes its waits that a run's function has made: for itself, and on the run's board, with the run's numbers.
 
     numbers: of the group's ranks, by what the group's own notes call them. What waits in vain the group tells by itself.
     """
 
-    def __init__(self, run: Board, numbers: Mapping[int, int]) -> None:
+    def __init__(self, run: StatusBoard, numbers: Mapping[int, int]) -> None:
         super().__init__()
         self.run, self.numbers = run, numbers
 

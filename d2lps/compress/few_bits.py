@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from d2lps.arguments import named, whole
 from d2lps.compress.codec import Codec, as_bytes, chance, check_finite, expect, from_bytes, widened
-from d2lps.cost.numbers import named, whole
 
 
 def half() -> Codec:

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from d2lps.arguments import whole
 from d2lps.compress.codec import Codec, Rounds, chance, check_finite, expect, widened
-from d2lps.cost.numbers import whole
 
 
 def power_sgd(rank: int = 2, seed: int = 0) -> Codec:

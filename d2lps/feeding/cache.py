@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from math import log
 from typing import Any
 
-from d2lps.cost.numbers import named, whole
+from d2lps.arguments import named, whole
 
 
 class Cache:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from d2lps.cost.numbers import named, whole
+from d2lps.arguments import named, whole
 from d2lps.feeding.shuffle import Shuffle
 from d2lps.result import pickled
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 
 ROUNDS = 8  # of the Feistel network; four make a pseudorandom permutation of good round functions (Luby and Rackoff 1988)
 MOST = 1 << 62  # samples: places are 64-bit integers

@@ -15,8 +15,8 @@ from typing import Any
 import networkx as nx
 import torch
 
+from d2lps.arguments import whole
 from d2lps.comm import Communicator, Work
-from d2lps.cost.numbers import whole
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import Device, Topology

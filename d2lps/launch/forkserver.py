@@ -1,12 +1,12 @@
 """Two processes stand between the caller and its ranks, so that starting is fast and ending is certain.
 
     caller ── fork server       imports torch once, then only forks; one for each caller, it goes when the caller goes
-                └── keeper      one for each run: forks the ranks, reports those that end, and kills the rest when its
+                └── supervisor      one for each run: forks the ranks, reports those that end, and kills the rest when its
                       ├── rank  line to the caller closes, for whatever reason: a finished run, an error, kill -9
                       └── rank
 
 Importing torch takes seconds, forking a process that has imported it takes milliseconds. The standard library's forkserver
-has this half of it; its children outlive the caller. The other half is the keeper: a process cannot ask to be ended when a
+has this half of it; its children outlive the caller. The other half is the supervisor: a process cannot ask to be ended when a
 grandparent dies, and one that is stopped cannot do anything at all; but its parent can kill it, and on Linux inherits what it
 leaves behind.
 """
@@ -44,7 +44,7 @@ from d2lps.sharedmemory.linux import state_and_parent
 
 _lock = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], Connection] | None = None
-_lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # this process's ends: of those to the fork server and the keepers
+_lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # this process's ends: of those to the fork server and the supervisors
 
 # PyTorch's, which it reads once, at a process's first tensor: big ones on huge pages, which are faster to get and to read.
 _WISHES = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -57,9 +57,9 @@ _NOT_HANDED_ON = JOB_VARIABLES | {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME",
 
 
 def start_ranks(job: Job, program: bytes, files: Sequence[Sequence[int]], folder: str) -> tuple[Connection, list[int]]:
-    """Start one process a rank, which inherits job, program and `files[rank]`; return the line to their keeper, and the pids.
+    """Start one process a rank, which inherits job, program and `files[rank]`; return the line to their supervisor, and the pids.
 
-    The first pid is the keeper's. Closing the line ends them all, and then removes the folder, if one is named.
+    The first pid is the supervisor's. Closing the line ends them all, and then removes the folder, if one is named.
     """
     try:
         directory = os.getcwd()
@@ -68,11 +68,11 @@ def start_ranks(job: Job, program: bytes, files: Sequence[Sequence[int]], folder
         raise FileNotFoundError(errno.ENOENT, told) from None
     setting = directory, _environment(), sys.path, sys.argv, folder, job, program, len(files[0])
     for _ in range(2):
-        line, keepers = Pipe()
+        line, supervisors = Pipe()
         _lines.add(line)
         try:
-            with keepers:
-                _tell([], keepers.fileno())
+            with supervisors:
+                _tell([], supervisors.fileno())
             line.send(setting)
             for file in chain(*files):
                 send_handle(line, file, 0)
@@ -83,7 +83,7 @@ def start_ranks(job: Job, program: bytes, files: Sequence[Sequence[int]], folder
                 raise
             with _lock:  # the fork server may have been killed, even with our request in its hands: once more, with another
                 _end_server()
-    raise RuntimeError("the processes of this run could not be started: their fork server, or their keeper, ended at once")
+    raise RuntimeError("the processes of this run could not be started: their fork server, or their supervisor, ended at once")
 
 
 def preload(names: set[str]) -> None:
@@ -132,7 +132,7 @@ def _started() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def _end_server() -> None:
-    """Let go of the fork server; the keepers that it has forked do not need it."""
+    """Let go of the fork server; the supervisors that it has forked do not need it."""
     global _server
     if _server is not None:
         (child, ours), _server = _server, None
@@ -142,7 +142,7 @@ def _end_server() -> None:
 
 
 def _after_fork() -> None:
-    """In a child that the caller forks: a copy of a line kept open here would hide the caller's end from a keeper."""
+    """In a child that the caller forks: a copy of a line kept open here would hide the caller's end from a supervisor."""
     global _lock, _server
     for line in list(_lines):
         line.close()
@@ -158,13 +158,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def serve(line: int) -> None:
-    """Fork a keeper for every line that the caller sends, until the caller is gone.
+    """Fork a supervisor for every line that the caller sends, until the caller is gone.
 
     Between them the caller may name modules that ranks had to import: those that follow find them here.
     """
     caller = Connection(line)
     torch.set_num_threads(1)  # before the fork: no thread pool to lose
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the supervisors
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks a rank where it is: may come before the rank has a handler
     gc.freeze()  # ranks need not look for garbage in all this, and copy its pages by doing so
     with suppress(EOFError, OSError):
@@ -191,7 +191,7 @@ def live(work: Callable[..., None], *args: Any) -> None:
         os._exit(1)
 
 
-# ---- the keeper of a run ------------------------------------------------------------------------------------------------
+# ---- the supervisor of a run ------------------------------------------------------------------------------------------------
 
 
 def keep(caller: Connection) -> None:
@@ -218,13 +218,13 @@ def keep(caller: Connection) -> None:
 
 
 def _fork_rank(caller: Connection, files: list[int], *given: Any) -> int:
-    keeper, pid = os.getpid(), os.fork()
+    supervisor, pid = os.getpid(), os.fork()
     if pid == 0:
         caller.close()
         os.setpgid(0, 0)  # a group of its own: whatever the rank starts can be ended with it. Not a session of its own: Linux
         # shares out the cores among sessions, and a rank that offers its core would not offer it to the other ranks
-        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the keeper itself be killed, its ranks are too
-        if os.getppid() == keeper:
+        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the supervisor itself be killed, its ranks are too
+        if os.getppid() == supervisor:
             live(main, *given, *files)
         os._exit(1)
     for file in files:
@@ -250,7 +250,7 @@ def _report_ends(caller: Connection, processes: dict[int, int]) -> None:
 
 
 def _end(processes: dict[int, int], reporter: threading.Thread) -> None:
-    """Kill the ranks, and what they started and left: orphans are the keeper's own children (see `keep`)."""
+    """Kill the ranks, and what they started and left: orphans are the supervisor's own children (see `keep`)."""
     for pid in list(processes):
         kill_session(pid)
     if reporter.ident is None:  # the run has ended while its ranks were being forked
@@ -276,7 +276,7 @@ def _children() -> list[int]:
 
 
 def _remove(folder: str) -> None:
-    """The run's own folder, if it has one. Other keepers may be ending processes that still write into it."""
+    """The run's own folder, if it has one. Other supervisors may be ending processes that still write into it."""
     deadline = time.monotonic() + 1.0
     while folder and os.path.exists(folder) and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)

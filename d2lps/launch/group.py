@@ -105,8 +105,8 @@ class Group:
         self.board_file = self.files.enter_context(tempfile.TemporaryFile())
         self.board_file.truncate(job.ranks * SharedBoard.SLOT)
         self.board = SharedBoard(self.board_file.fileno(), 0)
-        self.keeper: Any = None  # the line to their keeper
-        self.keeper_pid = 0
+        self.supervisor: Any = None  # the line to their supervisor
+        self.supervisor_pid = 0
         self.pids: list[int] = []
         self.pending: dict[int, Connection] = {}  # the lines to ranks that may still have something to say
         self.outcomes: dict[int, Success | Failure] = {}
@@ -122,7 +122,7 @@ class Group:
                 theirs.enter_context(control)
                 own = (control, self.output.out[rank], self.output.err[rank], self.board_file, self.stacks[rank], meeting)
                 files.append([file.fileno() for file in own])
-            self.keeper, (self.keeper_pid, *self.pids) = start_ranks(self.job, program, files, self.folder)
+            self.supervisor, (self.supervisor_pid, *self.pids) = start_ranks(self.job, program, files, self.folder)
 
     def meeting_place(self) -> Any:
         """The file at which the ranks meet: the memory that they will share, or their store's."""
@@ -147,17 +147,17 @@ class Group:
         return successes
 
     def lines(self) -> list[Connection]:
-        """What can be read as soon as a rank, or the keeper, has something to say."""
-        return [self.keeper, *self.pending.values()]
+        """What can be read as soon as a rank, or the supervisor, has something to say."""
+        return [self.supervisor, *self.pending.values()]
 
     def collect(self, patience: float) -> None:
-        """Take in what ranks and keeper have to say, waiting up to `patience` seconds for the first word."""
+        """Take in what ranks and supervisor have to say, waiting up to `patience` seconds for the first word."""
         ready = wait(self.lines(), patience)
         for rank in [rank for rank, control in self.pending.items() if control in ready]:
             self._hear(rank)
-        if self.keeper in ready:
+        if self.supervisor in ready:
             try:
-                rank, status = self.keeper.recv()
+                rank, status = self.supervisor.recv()
             except (EOFError, OSError):
                 for pid in self.pids:
                     kill_session(pid)  # on Linux the ranks are dead by now, but not what they had started
@@ -251,12 +251,12 @@ class Group:
 
     def close(self) -> None:
         """End every process that is left, and return when the last one is gone."""
-        if self.keeper is not None:
-            with self.keeper, suppress(EOFError, OSError):
-                os.kill(self.keeper_pid, signal.SIGCONT)  # it may have been stopped
-                self.keeper.send(None)
+        if self.supervisor is not None:
+            with self.supervisor, suppress(EOFError, OSError):
+                os.kill(self.supervisor_pid, signal.SIGCONT)  # it may have been stopped
+                self.supervisor.send(None)
                 while True:
-                    self.keeper.recv()  # its last reports; its end closes when all are buried
+                    self.supervisor.recv()  # its last reports; its end closes when all are buried
         self.output.show(whole_lines=False)
         self.board.memory.close()
         self.files.close()

@@ -2,8 +2,8 @@
 
 from math import prod
 
+from d2lps.arguments import whole
 from d2lps.comm import Communicator
-from d2lps.cost.numbers import whole
 
 ORDER = ("tp", "cp", "dp", "pp")  # from the innermost axis, whose ranks are neighbors, to the outermost
 

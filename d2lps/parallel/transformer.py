@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 from d2lps.parallel.experts import Experts
 
 

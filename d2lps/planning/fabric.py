@@ -4,7 +4,7 @@ from itertools import count as count_from
 from math import ceil
 from typing import NamedTuple
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 from d2lps.planning.published import RADIX
 from d2lps.topology import Topology
 from d2lps.topology.clusters import multi_node

@@ -8,8 +8,8 @@ from math import exp, expm1, log, sqrt
 
 import torch
 
+from d2lps.arguments import whole
 from d2lps.comm import Communicator
-from d2lps.cost.numbers import whole
 from d2lps.result import Run
 from d2lps.simulator import simulate
 from d2lps.topology import star

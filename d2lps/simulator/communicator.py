@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from d2lps.comm import RankDied, ReduceOp, Work
 from d2lps.comm.aliasing import Addressed, check_messages
 from d2lps.comm.staging import stage, unstage
+from d2lps.simulator.local import SimulatedRank, World
 from d2lps.simulator.mailbox import End, Stream
 from d2lps.simulator.scheduler import Scheduler, Task
 from d2lps.simulator.script import Script
-from d2lps.simulator.within import SimulatedRank, World
 from d2lps.trace.recorder import WAITED
 
 _MOST_PAIRS = 64  # that a communicator remembers: there may be a thousand ranks

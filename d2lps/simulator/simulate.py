@@ -21,9 +21,9 @@ from d2lps.simulator.backward import backward_in_threads
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.simulator.deadlock import explain_standstill
 from d2lps.simulator.faults import Cut, Fault, Kill, Narrow, Slow, cables, check
+from d2lps.simulator.local import World
 from d2lps.simulator.model import Model
 from d2lps.simulator.scheduler import Task, put_on, take_off
-from d2lps.simulator.within import World
 from d2lps.topology import Topology
 from d2lps.trace import Recorder, Trace
 

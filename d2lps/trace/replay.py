@@ -51,7 +51,7 @@ class Event:
 # (seq, kind, point, row): a thread posts at a point ("post"), or goes on when all have posted there ("sent", "recv", "meet",
 # "after"), or adds up and copies ("local"). A point is a message, a meeting, or the begin or end of a thread. The row of the
 # message, meeting or local; -1 where there is none.
-Line = tuple[float, str, Hashable, int]
+Action = tuple[float, str, Hashable, int]
 
 
 class Replay:
@@ -68,7 +68,7 @@ class Replay:
         self.round_of = np.array([self._latest[row] for row in range(len(trace))], dtype=np.int64)
         self.rounds = int(self.round_of.max(initial=0))
 
-    def _lines(self) -> Iterator[tuple[int, Line]]:
+    def _lines(self) -> Iterator[tuple[int, Action]]:
         """(thread, line): messages, what was combined or copied, meetings, and threads that begin and end."""
         m, local, waits, threads = self.trace.messages, self.trace.locals, self.trace.waits, self.trace.threads
         for end, done in (("src", "sent"), ("dst", "recv")):
@@ -96,13 +96,13 @@ class Replay:
 
     def _run(self) -> Iterator[Event]:
         """Let every thread go on until it needs something that has not happened yet; repeat."""
-        programs: list[list[Line]] = [[] for _ in self.trace.threads]
+        programs: list[list[Action]] = [[] for _ in self.trace.threads]
         for thread, line in self._lines():
             programs[thread].append(line)
             _, kind, point, _ = line
             self._missing[point] += kind == "post"
         threads = [self._follow(thread, program) for thread, program in enumerate(programs)]
-        self._at: list[Line | None] = [None] * len(threads)  # the line that each thread has come to
+        self._at: list[Action | None] = [None] * len(threads)  # the line that each thread has come to
         while True:
             before = list(self._at)
             for events in threads:
@@ -122,7 +122,7 @@ class Replay:
         self._buffered.update(rows)
         return [self._moved("send", row) for row in rows]
 
-    def _follow(self, thread: int, program: list[Line]) -> Iterator[Event | None]:
+    def _follow(self, thread: int, program: list[Action]) -> Iterator[Event | None]:
         """What happens in a thread, event by event; None as long as it needs something that has not happened yet."""
         rank, clock = self.trace.threads[thread].rank, 0
         for line in sorted(program, key=itemgetter(0)):

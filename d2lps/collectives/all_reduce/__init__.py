@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from d2lps.arguments import named
 from d2lps.collectives.all_reduce.blockwise import blockwise
 from d2lps.collectives.all_reduce.double_tree import double_tree
 from d2lps.collectives.all_reduce.halving_doubling import halving_doubling
@@ -20,7 +21,6 @@ from d2lps.collectives.arguments import check_tensor, collective, divide
 from d2lps.comm import Communicator, ReduceOp
 from d2lps.comm import flat as flattened
 from d2lps.comm.ops import check_op
-from d2lps.cost.numbers import named
 
 __all__ = ["all_reduce"]
 

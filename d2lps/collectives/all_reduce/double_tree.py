@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from d2lps import cost
+from d2lps.arguments import whole
 from d2lps.collectives.all_reduce.placement import link
 from d2lps.collectives.arguments import divide
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.cost.numbers import whole
 
 
 def double_tree(comm: Communicator, data: Tensor, op: ReduceOp, *, chunks: int | None = None) -> None:

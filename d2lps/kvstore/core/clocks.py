@@ -14,7 +14,7 @@ import math
 
 from msgspec import Struct, field
 
-from d2lps.cost.numbers import named, whole
+from d2lps.arguments import named, whole
 
 ALL = None  # stands for all keys of which no worker has ended its iteration ahead of its clock
 Moved = set[str | None]  # keys whose slowest worker has moved on, ALL among them if that of all other keys has

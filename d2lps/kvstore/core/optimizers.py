@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 from d2lps.kvstore.core.reductions import Rule, make_rule
 
 Moments = dict[str, torch.Tensor]

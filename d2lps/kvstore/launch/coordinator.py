@@ -21,8 +21,8 @@ from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.launch.node import Node
 from d2lps.kvstore.launch.resize import Resizing
 from d2lps.kvstore.network.deployment import Deployment
+from d2lps.kvstore.network.heartbeat import BEAT, PULSE
 from d2lps.kvstore.network.monitor import EVERY, Monitor
-from d2lps.kvstore.network.pulse import BEAT, PULSE
 from d2lps.kvstore.network.sockets import listen, new_socket, readable
 from d2lps.kvstore.storage.frame import frame
 

@@ -24,7 +24,7 @@ class Clients:
     """All that have connected to one server's socket."""
 
     def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.doorkeeper = guard(context, plan.keys)
+        self.authenticator = guard(context, plan.keys)
         self.socket = listen(context, endpoint, plan.largest, plan.keys)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.wire = Wire(plan.limit, plan.near)
@@ -86,8 +86,8 @@ class Clients:
         return reached
 
     def close(self) -> None:
-        if self.doorkeeper is not None:
-            self.doorkeeper.stop()
+        if self.authenticator is not None:
+            self.authenticator.stop()
         self.socket.close(linger=1000)  # milliseconds: a last word may still be under way
 
 

@@ -16,13 +16,13 @@ import zmq
 
 from d2lps.comm import Communicator, RankHung
 from d2lps.kvstore.core.events import Append, Event, Lost, Membership, Reply, Send
-from d2lps.kvstore.core.notes import ServerNotes
+from d2lps.kvstore.core.recorder import ServerNotes
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.network.clients import Clients, received
 from d2lps.kvstore.network.deployment import REGISTERS, Deployment
+from d2lps.kvstore.network.heartbeat import Pulse
 from d2lps.kvstore.network.monitor import Meter
-from d2lps.kvstore.network.pulse import Pulse
 from d2lps.kvstore.network.replica import Backup, Deposed
 from d2lps.kvstore.network.sockets import connect, listen, readable
 from d2lps.kvstore.storage.durable import Durable, load_state, renew, save_state

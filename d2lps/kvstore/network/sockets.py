@@ -77,10 +77,10 @@ def guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None) -> ThreadA
         def callback(self, domain: str, key: bytes) -> bool:
             return key == known
 
-    doorkeeper = ThreadAuthenticator(context)
-    doorkeeper.start()
-    doorkeeper.configure_curve_callback(domain="*", credentials_provider=Known())
-    return doorkeeper
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=Known())
+    return authenticator
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:

@@ -21,10 +21,10 @@ from d2lps.comm import Communicator, RankHung
 from d2lps.comm.status import Status, readers_line
 from d2lps.kvstore.core.client import Client, Session
 from d2lps.kvstore.core.events import Membership, Reply, Request, replace
-from d2lps.kvstore.core.notes import WorkerNotes
+from d2lps.kvstore.core.recorder import WorkerNotes
 from d2lps.kvstore.network.deployment import Deployment
 from d2lps.kvstore.network.sockets import connect, readable, subscribe, writable
-from d2lps.kvstore.network.wire import NOBODY, Far, Wire, in_one_piece
+from d2lps.kvstore.network.wire import NOBODY, RemoteTensor, Wire, in_one_piece
 from d2lps.kvstore.storage.frame import FrameError, frame, parse
 
 _SOON = 0.02  # seconds: a wait that lasts longer leaves a note of where this worker stands
@@ -64,7 +64,7 @@ class SocketAnswer:
     def is_done(self) -> bool:
         return self.there.is_set()
 
-    def fetched(self, reply: Reply, far: Far) -> Reply:
+    def fetched(self, reply: Reply, far: RemoteTensor) -> Reply:
         """The reply with its value, read to where the caller wants it; if it does not fit, the caller's own copy will say so."""
         value, out = reply.value, self.out
         assert value is not None
@@ -86,7 +86,7 @@ class SocketAnswer:
         comm.board.write(None)
 
 
-class Line:
+class SessionSocket:
     """The socket of one session. Used by one thread alone."""
 
     def __init__(self, plan: Deployment, context: zmq.Context[zmq.Socket[bytes]], session: Session) -> None:
@@ -144,7 +144,7 @@ class Line:
                 self.wire.card = NOBODY
                 self.session.repeat(time.monotonic())
 
-    def _answered(self, reply: Reply, far: Far | None) -> None:
+    def _answered(self, reply: Reply, far: RemoteTensor | None) -> None:
         """Only what was read to its end counts as answered: from then on the server may change it."""
         _, answer = self.session.open.get(reply.sequence, (None, None))
         if answer is not None and far is not None:
@@ -163,7 +163,7 @@ class SocketTransport:
     def __init__(self, comm: Communicator, plan: Deployment, endpoints: dict[int, str], patience: float | None = None) -> None:
         self.comm, self.plan, self.patience = comm, plan, patience
         self.client, self.context = Client(comm.rank, plan.servers), zmq.Context[zmq.Socket[bytes]]()
-        self.lines = dict[int, Line]()
+        self.lines = dict[int, SessionSocket]()
         for server in range(plan.servers):
             self._connect(server, endpoints[server])
         self.news = subscribe(self.context, plan.news, plan.largest) if plan.room else None
@@ -178,7 +178,7 @@ class SocketTransport:
         self.thread.start()
 
     def _connect(self, server: int, endpoint: str) -> None:
-        self.lines[server] = Line(self.plan, self.context, self.client.sessions[server])
+        self.lines[server] = SessionSocket(self.plan, self.context, self.client.sessions[server])
         self.lines[server].open(endpoint)
 
     def request(self, server: int, request: Request, out: torch.Tensor | None = None) -> SocketAnswer:

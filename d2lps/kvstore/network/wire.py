@@ -39,16 +39,16 @@ from d2lps.sharedmemory.linux import allow_siblings, read
 CARD = struct.Struct("<qq16sq")
 NOBODY = CARD.pack(0, 0, b"", 0)
 UNREADABLE = b"unreadable"  # a message: what you have told me to read I may not, so send it
-Card = tuple[int, int, bytes, int]
+Address = tuple[int, int, bytes, int]
 BIG = 1 << 15  # bytes of a tensor from which it is worth it to leave it where it is; of a message, enough
 MOST = 64  # records of a message
 
 
 @dataclass
-class Far:
+class RemoteTensor:
     """A tensor that lies in another process."""
 
-    card: Card
+    card: Address
     address: int
 
     def read(self, into: torch.Tensor) -> None:
@@ -110,10 +110,10 @@ class Wire:
         if theirs[0] != self.met:
             self.met = theirs[0]
             with suppress(OSError):
-                Far(theirs, theirs[1]).read(torch.empty(1, dtype=torch.uint8))
+                RemoteTensor(theirs, theirs[1]).read(torch.empty(1, dtype=torch.uint8))
                 self.card = CARD.pack(*mine[:-1], self.met)
 
-    def unpack(self, parts: Sequence[Bytes]) -> Iterator[tuple[Event | Reply, Far | None]]:
+    def unpack(self, parts: Sequence[Bytes]) -> Iterator[tuple[Event | Reply, RemoteTensor | None]]:
         """The records of a message, each as it is asked for; FrameError for what is none, PermissionError for an UNREADABLE.
 
         With a record whose tensor is still elsewhere comes where: until it has been read, there is only room for it.
@@ -125,14 +125,14 @@ class Wire:
             wrong("card", lead, f"after {CARD.size} bytes come counts, and there are {len(parts) - 1} parts")
         begin, card = 1, CARD.unpack_from(lead)
         for count in lead[CARD.size :]:
-            far = list[Far]()
+            far = list[RemoteTensor]()
             record = parse(parts[begin : begin + count], self.limit, partial(self._lookup, card, far))
             begin += count
             yield record, far[0] if far and getattr(record, "value", None) is not None else None
 
-    def _lookup(self, card: Card, far: list[Far], address: int, nbytes: int) -> memoryview:
+    def _lookup(self, card: Address, far: list[RemoteTensor], address: int, nbytes: int) -> memoryview:
         """What a reference means."""
         if NOBODY in (self.card, CARD.pack(*card)) or not BIG <= nbytes <= self.limit:
             wrong("reference", (address, nbytes), f"it has {BIG} to {self.limit} bytes, and comes with a card from this machine")
-        far.append(Far(card, address))
+        far.append(RemoteTensor(card, address))
         return torch.empty(nbytes, dtype=torch.uint8).numpy().data

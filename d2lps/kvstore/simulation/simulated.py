@@ -15,7 +15,7 @@ from d2lps.kvstore.core.events import Event
 from d2lps.kvstore.core.report import StoreRun
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.core.worker import KVWorker
-from d2lps.kvstore.simulation.ends import ServerNode, Setup, SimulatedTransport
+from d2lps.kvstore.simulation.endpoints import ServerNode, Setup, SimulatedTransport
 from d2lps.simulator.communicator import SimulatedCommunicator
 from d2lps.topology import Topology
 

@@ -10,10 +10,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from d2lps.arguments import named, whole
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, Event, ReduceOp
 from d2lps.comm.rank import describe
-from d2lps.cost.numbers import named, whole
 
 MIB = 2**20
 

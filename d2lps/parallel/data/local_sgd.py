@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from d2lps import compress
+from d2lps.arguments import whole
 from d2lps.collectives.all_reduce import all_reduce
 from d2lps.comm import Communicator, ReduceOp, Work
 from d2lps.compress import Codec, ErrorFeedback
 from d2lps.compress.codec import counting, flat
-from d2lps.cost.numbers import whole
 from d2lps.parallel.data.replicas import fingerprint
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's outer SGD

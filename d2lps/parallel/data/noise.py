@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from d2lps.arguments import whole
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator
 from d2lps.comm.rank import describe
-from d2lps.cost.numbers import whole
 
 
 def squares(gradients: Iterable[Tensor]) -> float:

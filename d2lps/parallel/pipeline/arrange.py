@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from d2lps.cost.numbers import named, whole
+from d2lps.arguments import named, whole
 from d2lps.parallel.pipeline.schedules import Action, Schedule, needs, replay  # noqa: F401  (replay: for the example)
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from d2lps.arguments import whole
 from d2lps.collectives import all_gather_into_tensor
 from d2lps.comm import Communicator
-from d2lps.cost.numbers import whole
 from d2lps.parallel.pipeline.schedules import Schedule, one_f_one_b, replay  # noqa: F401  (one_f_one_b: for the example)
 from d2lps.parallel.saving.pieces import state_tensors
 

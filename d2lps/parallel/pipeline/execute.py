@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from d2lps.comm import Communicator
 from d2lps.comm.rank import describe
 from d2lps.parallel.activations import Kept, weights_of
-from d2lps.parallel.pipeline.mail import DTYPES, NOTE, Mail, awaited
+from d2lps.parallel.pipeline.p2p import DTYPES, NOTE, Mail, awaited
 from d2lps.parallel.pipeline.schedules import Action, Schedule, after, placed, traffic
 from d2lps.parallel.torch_hooks import Pair, same
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 
 
 class Action(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 
 from d2lps.comm import Communicator, Event
 from d2lps.parallel.mesh import Mesh
-from d2lps.parallel.pipeline.mail import Mail, awaited
+from d2lps.parallel.pipeline.p2p import Mail, awaited
 from d2lps.parallel.pipeline.schedules import after, placed, traffic
 from d2lps.parallel.prediction.prices import Price, Prices
 from d2lps.parallel.prediction.program import Job, Rank

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 from d2lps.parallel.prediction.predict import Prediction, described, held
 from d2lps.parallel.prediction.program import Calibration
 from d2lps.parallel.training.plan import Plan

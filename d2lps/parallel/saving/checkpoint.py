@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from d2lps.arguments import whole
 from d2lps.collectives import all_reduce
 from d2lps.comm import Communicator, RankDied, RankHung, Work
-from d2lps.cost.numbers import whole
 from d2lps.launch import run
 from d2lps.parallel.saving import saved
 from d2lps.parallel.saving.agreement import Holders, all_gather_object, check_copies, holders_of, on_every_rank, share_out

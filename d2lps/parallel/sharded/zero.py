@@ -12,9 +12,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from d2lps.arguments import whole
 from d2lps.collectives import broadcast
 from d2lps.comm import Communicator, Event
-from d2lps.cost.numbers import whole
 from d2lps.parallel.data.replicas import begin_alike, fingerprint, share_buffers
 from d2lps.parallel.saving.pieces import Piece, lasting, optimizer_pieces, piece_of
 from d2lps.parallel.saving.saved import Manifest

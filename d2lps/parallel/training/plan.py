@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from d2lps.cost.numbers import named, whole
+from d2lps.arguments import named, whole
 from d2lps.parallel.pipeline.schedules import Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from d2lps.parallel.transformer import Transformer
 

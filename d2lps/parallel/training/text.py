@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from d2lps.cost.numbers import whole
+from d2lps.arguments import whole
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"  # the vocabulary: printable ASCII and the new line
 NOTHING = -100  # a target that does not count: cross_entropy's ignore_index

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from d2lps.arguments import whole
 from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Communicator, ReduceOp
-from d2lps.cost.numbers import whole
 from d2lps.parallel.context import local
 from d2lps.parallel.mesh import Mesh
 from d2lps.parallel.pipeline.execute import execute

@@ -1,8 +1,8 @@
 """Messages to a rank that does not know who will speak next: a server's.
 
-`send` and `recv` name each other, and no receive takes from any source. A line instead is one direction of a connection
+`send` and `recv` name each other, and no receive takes from any source. A channel instead is one direction of a connection
 between two ranks: what is posted travels at once, one message after the other, and a function is called when it is there.
-No task waits for it at the other end; `Mailbox.ends` is where the two ends of a line find each other.
+No task waits for it at the other end; `Mailbox.ends` is where the two ends of a channel find each other.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from d2lps.simulator.network import Alarm
 from d2lps.topology import Route
 
 
-class Line:
+class Channel:
     """First the message that comes first in `order`; one that is under way is not interrupted.
 
-    Those that wait are sent back to back, so a line that is never idle pays its latency once.
+    Those that wait are sent back to back, so a channel that is never idle pays its latency once.
     """
 
     def __init__(self, mailbox: Mailbox, route: Route) -> None:
@@ -37,7 +37,7 @@ class Line:
             self._next()
 
     def _next(self) -> None:
-        """The line is free."""
+        """The channel is free."""
         self._busy = bool(self._queue)
         if self._busy:
             *_, first_byte, nbytes, departs, there = heappop(self._queue)

@@ -13,13 +13,13 @@ import torch
 
 from d2lps.kvstore.core.client import Client, order
 from d2lps.kvstore.core.events import Append, Event, Lost, Reply, Request, replace
-from d2lps.kvstore.core.notes import GROUP, NOTHING, Notes, carried, named
 from d2lps.kvstore.core.placement import Placement
+from d2lps.kvstore.core.recorder import GROUP, NOTHING, StoreRecorder, carried, named
 from d2lps.kvstore.core.report import ServerReport
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.core.transport import Transport
+from d2lps.simulator.channels import Channel
 from d2lps.simulator.communicator import SimulatedCommunicator
-from d2lps.simulator.lines import Line
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _End:
 
     def __init__(self, comm: SimulatedCommunicator) -> None:
         self.comm, self.network = comm, comm.mailbox.network
-        self.lines: dict[int, Line] = {}
+        self.channels: dict[int, Channel] = {}
         comm.mailbox.ends[comm.rank] = self
 
     def post(
@@ -51,8 +51,8 @@ class _End:
     ) -> None:
         """Send what a record carries to another rank; `there` is called with a copy of the tensor, once it has arrived."""
         comm = self.comm
-        if dst not in self.lines:
-            self.lines[dst] = Line(comm.mailbox, comm.topology.route(comm.nodes[comm.rank], comm.nodes[dst]))
+        if dst not in self.channels:
+            self.channels[dst] = Channel(comm.mailbox, comm.topology.route(comm.nodes[comm.rank], comm.nodes[dst]))
         value, rows = record.value, getattr(record, "rows", None)
         with torch.inference_mode(False):  # of a worker that evaluates, it may be
             landing = NOTHING if value is None else torch.empty_like(value)
@@ -66,7 +66,7 @@ class _End:
             received()
             there(None if value is None else landing)
 
-        self.lines[dst].post(order, nbytes, departs, arrived)
+        self.channels[dst].post(order, nbytes, departs, arrived)
 
     def _source(self, record: Request | Reply) -> torch.Tensor:
         """The memory that a message is read from, as the trace has it."""
@@ -146,7 +146,7 @@ class ServerNode(_End):
         self.setup = setup
         members = [worker for worker in range(setup.workers) if worker not in setup.absent]
         self.server = Server(members, **setup.server)
-        self.notes = Notes(self.server, comm.recorder) if comm.recorder else None
+        self.notes = StoreRecorder(self.server, comm.recorder) if comm.recorder else None
         self.report = ServerReport(comm.node)
         self.busy_until = 0.0
         self.left: set[int] = set()

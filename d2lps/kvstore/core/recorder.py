@@ -37,7 +37,7 @@ def named(recorder: Recorder, record: Request | Reply) -> Iterator[None]:
     recorder.step = given
 
 
-class Notes:
+class StoreRecorder:
     """What a server adds up; the server itself knows of no trace."""
 
     def __init__(self, server: Server, recorder: Recorder) -> None:
@@ -131,7 +131,7 @@ class WorkerNotes:
             ends[came + SEQ], ends[came + DONE] = ends[row + SEQ], answer.came  # it was expected from then on
 
 
-class ServerNotes(Notes):
+class ServerNotes(StoreRecorder):
     """A server's messages too. An answer is on its way when the server has it: where a log must be safe first, that time is the
     message's. What comes again, because it was slow to be answered, is noted once, as the worker does."""
 

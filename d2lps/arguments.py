@@ -1,4 +1,4 @@
-"""What the formulas are fed with, and how their results are written: in words, and as speeds."""
+"""Arguments that are wrong are told so, by name and value; and how results are written, in words and as speeds."""
 
 import math
 from collections.abc import Mapping
