@@ -148,8 +148,13 @@ def _bound(step: ast.stmt) -> set[str]:
 
 
 def _mentioned(step: ast.AST) -> set[str]:
-    loads = (node for node in ast.walk(step) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    return {node.id for node in loads} - set(dir(builtins))
+    """The names that a statement looks up outside of itself: a function's own and its arguments aren't the chapter's."""
+    names = [node for node in ast.walk(step) if isinstance(node, ast.Name)]
+    loads = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    own = {node.arg for node in ast.walk(step) if isinstance(node, ast.arg)}
+    if isinstance(step, ast.FunctionDef | ast.ClassDef):
+        own |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return loads - own - set(dir(builtins))
 
 
 @cache
