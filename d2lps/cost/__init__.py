@@ -11,10 +11,10 @@ matters. Ranks send and receive at the same time, all at the same speed; nothing
 'halving_doubling'
 """
 
-from d2lps.arguments import algbw, busbw
 from d2lps.cost.choice import ALPHA, BETA, Choice, choose
 from d2lps.cost.fitting import fit, message_times
 from d2lps.cost.moving import all_gather, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+from d2lps.cost.numbers import algbw, busbw
 from d2lps.cost.reducing import (
     all_reduce,
     best_chunks,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from d2lps.arguments import check, in_words
+from d2lps.cost.numbers import check, in_words
 from d2lps.cost.reducing import Levels, all_reduce
 
 # What is assumed of real processes before anything is measured: about what gloo's messages take within one machine. In shared

@@ -5,7 +5,8 @@ part included. The worked values are for 4 ranks and n beta = 10 ms, without lat
 given: Thakur, Rabenseifner, Gropp 2005.
 """
 
-from d2lps.arguments import check, log2_up, named
+from d2lps.arguments import named
+from d2lps.cost.numbers import check, log2_up
 
 
 def broadcast(algorithm: str, nbytes: float, ranks: int, alpha: float, beta: float) -> float:

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from d2lps.arguments import check, log2_up, named
+from d2lps.arguments import named
+from d2lps.cost.numbers import check, log2_up
 
 Levels = Sequence[tuple[int, float, float]]  # (how many in a group, alpha and beta among them), from the inside out
 MOST_CHUNKS = 1024  # beyond, pipelining gains nothing that one could see

@@ -1,6 +1,6 @@
 """The time of one push and one pull of n bytes by every worker of a parameter server."""
 
-from d2lps.arguments import check
+from d2lps.cost.numbers import check
 
 
 def one_server(nbytes: float, workers: int, alpha: float, beta: float) -> float:
