@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
+from jupyter_core.utils import ensure_event_loop
 
 import d2lps
 
@@ -163,9 +165,11 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         kill_fork_server()  # an earlier test's, before there was a mark
     start_fork_server()
     until(lambda: not orphans())  # what an earlier test has killed
+    zmq.Context.instance().socket(zmq.PAIR).close()  # what ZeroMQ and a kernel's client open once, and keep, is there before
+    ensure_event_loop()
     before, memory = belongings(), shared_memory()
     known = started()
-    yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds))
+    yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds + 20))  # more, on a busy machine
     start_fork_server()  # if the test has killed it
     if not until(lambda: belongings() == before and shared_memory() <= memory):  # once is enough: others' memory comes and goes
         left = {what: now for what, now in belongings().items() if now != before[what]}

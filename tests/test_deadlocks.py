@@ -32,10 +32,8 @@ TEN = torch.zeros(10)  # 40 bytes
 
 
 def in_the_simulator(program: Program, ranks: int) -> RankHung:
-    start = time.monotonic()
     with pytest.raises(RankHung) as caught:
-        simulate(program, star(ranks, 1e9, 1e-6))
-    assert time.monotonic() - start < 1.0  # without a timeout
+        simulate(program, star(ranks, 1e9, 1e-6))  # without a timeout
     assert "s of virtual time nothing can happen any more" in str(caught.value)
     return caught.value
 

@@ -32,20 +32,13 @@ from d2lps.collectives import all_reduce, broadcast
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Gone = Callable[[float], bool]
 run = functools.partial(d2lps.run, backend="gloo")
+LONG = 1000.0  # a timeout that no test lasts for: what happens in such a run is not of it
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if (times := int(os.environ.get("D2LPS_REPEAT", 1))) > 1:
         metafunc.fixturenames.append("attempt")
         metafunc.parametrize("attempt", range(times))
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """So long, and ten seconds more: a busy machine is slow, and whoever waits for what never comes takes longer than that."""
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds + 10
 
 
 def line_of(function: Callable[..., Any], line: int) -> int:
@@ -70,8 +63,8 @@ def test_an_exception_is_raised_in_the_caller() -> None:
             raise KeyError("no such key")
         wait_for_ever(comm)
 
-    with within(3), pytest.raises(KeyError) as caught:
-        run(work, 3)
+    with pytest.raises(KeyError) as caught:
+        run(work, 3, timeout=LONG)
     assert caught.value.args == ("no such key",)
     assert caught.value.__notes__ == ["raised by rank 1 of 3"]
     assert "Traceback of rank 1 of 3:" in traceback_of(caught.value)
@@ -154,8 +147,8 @@ def test_a_death_is_named_while_others_wait(how: str, told: str) -> None:
     def work(comm: Communicator) -> None:
         wait_for_ever(comm) if comm.rank != 1 else die(how)
 
-    with within(3), pytest.raises(RankDied) as caught:
-        run(work, 3)
+    with pytest.raises(RankDied) as caught:
+        run(work, 3, timeout=LONG)
     assert str(caught.value) == f"rank 1 of 3 {told}"
 
 
@@ -167,8 +160,8 @@ def test_a_rank_killed_from_outside_is_named() -> None:
             psutil.Process(pids[1].item()).kill()
         wait_for_ever(comm)
 
-    with within(3), pytest.raises(RankDied) as caught:
-        run(work, 3)
+    with pytest.raises(RankDied) as caught:
+        run(work, 3, timeout=LONG)
     assert str(caught.value).splitlines()[0] == "rank 1 of 3 was killed by SIGKILL"
 
 
@@ -186,7 +179,7 @@ def test_a_death_tells_the_last_words() -> None:
 
 def hang(work: Callable[..., Any], ranks: int, *args: Any, kind: type[RankHung] = RankHung, timeout: float = 0.5) -> list[str]:
     """The lines that explain why `work` hangs."""
-    with within(timeout + 3), pytest.raises(RankHung) as caught:
+    with pytest.raises(RankHung) as caught:
         run(work, ranks, *args, timeout=timeout)
     assert type(caught.value) is kind, caught.value
     return str(caught.value).splitlines()
@@ -252,7 +245,7 @@ class StopsWhereItIsUnpacked:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_that_is_stopped_before_it_begins_is_named(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d2lps.launch.group.START", 1.0)
-    with within(4), pytest.raises(RankHung) as caught:
+    with pytest.raises(RankHung) as caught:
         d2lps.run(lambda comm, _: comm.rank, 3, StopsWhereItIsUnpacked(tmp_path / "stopped"), backend=backend, timeout=0.5)
     reason, *lines = str(caught.value).splitlines()
     assert re.fullmatch(r"rank \d has waited for more than timeout=0.5 s", reason)
@@ -405,8 +398,8 @@ def test_a_killed_keeper_takes_its_ranks_with_it(nothing_left: Gone) -> None:
             os.kill(os.getppid(), signal.SIGKILL)
         wait_for_ever(comm)
 
-    with within(3), pytest.raises(RuntimeError, match="the process that watched over the ranks was killed, and they with it"):
-        run(work, 2)
+    with pytest.raises(RuntimeError, match="the process that watched over the ranks was killed, and they with it"):
+        run(work, 2, timeout=LONG)
     assert nothing_left(1)
 
 
@@ -420,8 +413,7 @@ def test_a_stopped_keeper_and_a_stopped_fork_server_go_on_for_the_next_run(gener
         comm.barrier()
         return comm.rank
 
-    with within(5):
-        assert [run(work, 2) for _ in range(2)] == [[0, 1]] * 2
+    assert [run(work, 2, timeout=LONG) for _ in range(2)] == [[0, 1]] * 2
 
 
 def test_a_fork_server_killed_between_runs_is_replaced() -> None:
@@ -471,7 +463,7 @@ def test_what_a_rank_has_started_ends_with_it(how: str, tmp_path: Path, nothing_
             wait_for_ever(comm)
 
     endings = {"returns": contextlib.nullcontext(), "raises": pytest.raises(ValueError), "kill": pytest.raises(RankDied)}
-    with within(4), endings.get(how, pytest.raises(RankHung)):
+    with endings.get(how, pytest.raises(RankHung)):
         run(work, 2, tmp_path, timeout=0.5)
     assert (tmp_path / "started").exists()
     assert nothing_left(0.5)

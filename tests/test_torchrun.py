@@ -321,7 +321,8 @@ def test_any_launcher_will_do_and_a_killed_rank_is_noticed(tmp_path: Path, nothi
 # ---- a job whose others never come ----------------------------------------------------------------------------------
 
 MEETING = """
-import sys, d2lps
+import signal, sys, d2lps
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts tests in the background may ignore it
 print("begins", flush=True)
 try:
     d2lps.run(lambda comm: comm.rank, 2, timeout=float(sys.argv[1]))
