@@ -10,6 +10,8 @@ from hypothesis import settings
 from photographs import chromium
 from slow import Slow
 
+collect_ignore = ["conftest.py"]  # by who looks for examples in docstrings: the book's has the same name
+
 settings.register_profile("busy", deadline=None)  # no test fails because the machine is busy
 settings.load_profile("busy")
 

@@ -100,7 +100,7 @@ RULES = {  # job, who: what the table of rules has
 @pytest.mark.parametrize(("name", "who"), RULES)
 def test_the_table_of_rules_is_what_the_code_predicts(name, who):
     """Search's own plans are only predicted anew: to find them takes minutes."""
-    plan, table = RULES[name, who], "".join(json.loads(CHAPTER.read_text())["cells"][39]["source"])
+    plan, table = RULES[name, who], "".join("".join(cell["source"]) for cell in json.loads(CHAPTER.read_text())["cells"])
     gpus, batch = next((gpus, batch) for job, gpus, batch in predicted_steps.JOBS if job == name)
     row = next(row for row in rows("narayanan1") + rows("korthikanti") if row["model"] == name)
     if who == "megatron":
@@ -113,24 +113,19 @@ def test_the_table_of_rules_is_what_the_code_predicts(name, who):
 
 def test_how_far_off_steps_under_zero_3_are():
     """As the chapter tells it in words, in whole percent and GB."""
-    off, largest = defaultdict(list), None
+    off = defaultdict(list)
     for what, row, found in predicted_steps.zero_3():
         off[what].append(abs(round(100 * predicted_steps.error_of(row, found))))
-        if (what, row["gpus"]) == ("torchtitan", "8"):
-            eight, largest = row, found
     ends = {key: (min(some), max(some)) for key, some in off.items()}
     sixth = next(filter(predicted_steps.is_too_large, rows("narayanan2")))
     ahead, when_needed = (
         round(predicted_steps.needed(sixth, replace(next(plans(sixth)), overlap=overlap))) for overlap in (True, False)
     )
-    attention = predicted_steps.needed(eight, replace(largest.job.plan, recompute="selective"), predicted_steps.FUSED)
     told = [
         "| 5 | {} to {}% too fast |".format(*ends["eight ports"]),
         "they come out {} to {}% too fast".format(*ends["one port"]),
-        f"{ahead} GB of a device's 80 if blocks are fetched ahead, {when_needed} if",
+        f"it would need {ahead} GB of a device's 80, or {when_needed} if blocks are fetched when they are needed",
         "| 4 | {} to {}% too fast |".format(*ends["torchtitan"]),
-        f"{largest.memory / 1e9:.0f} GB on each of 8 devices",
-        f"With the attention alone recomputed it would be {attention:.0f}",
     ]
     text = "".join("".join(cell["source"]) for cell in json.loads(CHAPTER.read_text())["cells"])
     assert [said for said in told if said not in text] == []

@@ -107,10 +107,10 @@ def collectives(run: d2lps.Run, rank: int = 0) -> Counter[str]:
 
 
 def _kind(about: str) -> str:
-    """`_kind("x.grad[B, T, D]{tp} → x.grad[B, T_tp, D]") == "tp reduce-scatter backward"`."""
+    """`_kind("grad x[B, T, D]{tp} → grad x[B, T_tp, D]") == "tp reduce-scatter backward"`."""
     before, after = about.split(" → ")
     summed = "reduce-scatter" if "T_" in after else "all-reduce"
-    return f"tp {summed if '}' in before else 'all-gather'} {'backward' if about.startswith('x.grad') else 'forward'}"
+    return f"tp {summed if '}' in before else 'all-gather'} {'backward' if about.startswith('grad ') else 'forward'}"
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
