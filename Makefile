@@ -54,7 +54,7 @@ test-hosts: .venv/.done  ## compare hosts with shaped links and their simulation
 	$(PYTEST) tests/test_shaped_hosts.py tests/test_feeding_hosts.py tests/test_cluster_boxes.py
 
 test-notebooks: .venv/.done  ## run the notebooks and compare with their stored outputs; NOTEBOOKS=... for some
-	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 4 --dist loadscope --no-loadscope-reorder $(or $(NOTEBOOKS),book)
+	D2LPS_MOST_ROUNDS=1 $(PYTEST) --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-current-env --timeout 600 -n 4 --dist loadscope --no-loadscope-reorder --ignore book/d2lps_book --ignore book/_tools $(or $(NOTEBOOKS),book)
 
 test-site: book  ## open every page of the site in Chromium, with the network off
 	D2LPS_SITE=$(SITE) $(PYTEST) -n 4 --dist loadgroup tests/test_site.py tests/test_slides.py
