@@ -38,7 +38,7 @@ class Clocks(Struct):
     >>> clocks.tick(1, 1), clocks.slowest(), clocks.slowest("w")
     ({'w'}, 0, 1)
 
-    A worker is ahead of its own clock, where one key is concerned, by one iteration at most: so a key needs no clocks of its own.
+    For a single key, a worker can be at most one iteration ahead of its clock: so a key needs no clocks of its own.
     Cost: with 512 workers the slowest is asked for often, so it is kept up to date; a `tick` looks once at each key in `ahead`.
     """
 

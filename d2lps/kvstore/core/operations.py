@@ -191,7 +191,7 @@ def clock(server: Server, request: Request) -> Moved:
 
 @operation("meeting", until=met, carries=lambda server, request: {"said": server.clients[request.client].said})
 def barrier(server: Server, request: Request) -> None:
-    """{"said": "done"}: what all shall hear who come to it; of whoever dies, all of them hear it, or none."""
+    """{"said": "done"}: a word for all who come to it. If the speaker dies, either all of them hear the word or none."""
 
 
 @operation()

@@ -19,7 +19,7 @@ class Operation(NamedTuple):
 
     do: what it does at once. It first finds out whether it may, and raises Refused, in words, where it may not: so a refused
     request leaves everything as it was. It returns the places whose slowest worker has thereby moved on, if any.
-    at: where its answer waits: "key", as reads do; "meeting" of all workers; "all" keys.
+    at: where its answer waits, if it must: "key", as reads do; "meeting" of all workers; "all" keys, also for what never waits.
     until: whether the answer may go. then: what happens just before that, once. carries: what the answer has of a Reply's fields.
     Each of these is given the Server and the request.
     """

@@ -11,7 +11,7 @@ cache until it has been added up, a pulled value into the very tensor that was g
 Nobody ever writes into another process. A tensor is read as long as its request has no answer, or its answer is not
 acknowledged; so long whoever has it leaves it as it is. Who reads too late, since a message was under way for long, reads
 rubbish that is dropped with the message: a request is executed once, and an answer taken once. The process may have ended by
-then, and another may have its number: so after a tensor the token is read, and if it is not there any more, nothing has come.
+then, and its number may be another process's: so the token is read after each tensor, and if it differs, the tensor is dropped.
 
 A worker tries once whether it may read a server, and until it has said so, values travel. For what it pushes it need not try:
 what a server may not read is asked for again, and comes by frame.

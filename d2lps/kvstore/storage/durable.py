@@ -97,8 +97,8 @@ class Durable:
         self.until = self.log.end + self._longest()
 
     def _longest(self) -> int:
-        """Bytes of events: the shorter logs are, the sooner they are written over, in pages that the kernel still has; but the
-        state, which is written each time, shall be a small part of what is written."""
+        """Bytes of events. A short log is soon written over, in pages that the kernel still has. But each begins with the
+        state, and that shall be a small part of what is written."""
         held = sum(entry.nbytes for entry in self.server.entries.values())
         return min(self.log_bytes, max(_SHORT, _TIMES * held))
 
