@@ -57,7 +57,7 @@ class Request(_Record, frozen=True):
     key: str = ""
     value: torch.Tensor | None = None  # init, push, pushpull: the tensor, or the pushed rows of it
     rows: torch.Tensor | None = None  # push, pull, pushpull of rows: which ones, int64[number of rows]
-    options: Options = field(default_factory=dict)  # {"name": "sgd", "lr": 0.1}; of a push, what its codec needs: {"codec": "half"}
+    options: Options = field(default_factory=dict)  # {"name": "sgd", "lr": 0.1}; of a push, its codec's: {"codec": "half"}
     clock: Count = 0  # how many iterations the worker has ended; with op "clock", this one included
     priority: int = 0  # the higher, the sooner, among what waits
     client: Rank = 0  # the worker's
