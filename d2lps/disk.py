@@ -6,8 +6,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 
@@ -43,24 +44,25 @@ def drafted(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def passing_folder(name: str = "d2lps-", where: Path | None = None) -> Iterator[Path]:
-    """A temporary folder that goes with this process, even if that is killed: a shell waits for its end."""
-    folder, lock = _folder(name, where)
+    """A temporary folder that goes with this process, even if that is killed: a shell waits for its end.
+
+    The shell is there before the folder, and so holds no lock on it: whoever is killed in between leaves nothing.
+    """
+    folder = Path(where or tempfile.gettempdir()) / f"{name}{uuid.uuid4().hex}"
     command = ["sh", "-c", 'read -r _; rm -rf "$0"', str(folder)]
-    try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:
-            try:
-                yield folder
-            finally:
-                shell.kill()  # it would wait for all that have its line, and a process that this one has forked may have it
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+    with ExitStack() as at_the_end:
+        shell = at_the_end.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+        at_the_end.callback(shell.kill)  # it would wait for all that have its line, as processes forked from this one may
+        lock = _make(folder)
+        at_the_end.callback(os.close, lock)
+        at_the_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
 
 
-def _folder(name: str, where: Path | None) -> tuple[Path, int]:
-    """A new temporary folder, and the descriptor that keeps it locked as long as this process lives."""
+def _make(folder: Path) -> int:
+    """Make the folder; the descriptor that keeps it locked as long as this process lives."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=name, dir=where))
+        folder.mkdir(0o700)
         try:
             lock = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
@@ -71,7 +73,7 @@ def _folder(name: str, where: Path | None) -> tuple[Path, int]:
         with suppress(OSError):  # a file system that knows no locks; nobody can lock there, and sweep it away
             fcntl.flock(lock, fcntl.LOCK_SH)
         if folder.exists():
-            return folder, lock
+            return lock
         os.close(lock)
 
 
