@@ -26,6 +26,8 @@ import d2lps
 MARK = "D2LPS_TEST_MARK"
 os.environ.setdefault(MARK, f"{os.getpid()}-{time.monotonic_ns()}")
 ROOT = Path(__file__).resolve().parents[1]
+zmq.Context.instance().socket(zmq.PAIR).close()  # what ZeroMQ and a kernel's client open once, and keep, is there before any test
+ensure_event_loop()
 
 
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
@@ -165,8 +167,6 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         kill_fork_server()  # an earlier test's, before there was a mark
     start_fork_server()
     until(lambda: not orphans())  # what an earlier test has killed
-    zmq.Context.instance().socket(zmq.PAIR).close()  # what ZeroMQ and a kernel's client open once, and keep, is there before
-    ensure_event_loop()
     before, memory = belongings(), shared_memory()
     known = started()
     yield lambda seconds: bool(until(lambda: set(started()) <= set(known), seconds + 20))  # more, on a busy machine
