@@ -124,7 +124,7 @@ def test_how_far_off_steps_under_zero_3_are():
     told = [
         "| 5 | {} to {}% too fast |".format(*ends["eight ports"]),
         "they come out {} to {}% too fast".format(*ends["one port"]),
-        f"it would need {ahead} GB of a device's 80, or {when_needed} if blocks are fetched when they are needed",
+        f"{ahead} GB of a device's 80, {when_needed} if blocks are fetched when needed",
         "| 4 | {} to {}% too fast |".format(*ends["torchtitan"]),
     ]
     text = "".join("".join(cell["source"]) for cell in json.loads(CHAPTER.read_text())["cells"])

@@ -416,7 +416,7 @@ def test_a_hundred_thousand_messages_are_merged_at_once_and_stay_small() -> None
     logs = [ring_log(rank, 4, 25_000) for rank in range(4)]
     start = time.process_time()
     trace = Trace(logs, 4)
-    assert time.process_time() - start < 20  # a look at each pair of messages would take hours
+    assert time.process_time() - start < 2
     assert len(trace) == 100_000 and trace.unmatched == 0
     assert (trace.messages["src_offset"] == trace.messages["dst_offset"]).all()
     assert sum(column.nbytes for column in trace.messages.values()) < 20e6
