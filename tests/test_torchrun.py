@@ -387,6 +387,7 @@ STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
         ({}, ""), (SHELL, ""), (SHELL | {"SLURM_STEP_NUM_TASKS": "1"}, ""), ({"PMI_RANK": "0"}, ""),
         (SHELL | STEP, "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 srun -n 4 python "),
         (SHELL | STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun -x MASTER_ADDR=ADDRESS_OF_THE_FIRST_MACHINE -x "),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MASTER_ADDR=ADDRESS_OF_THE_FIRST_MACHINE MASTER_PORT=29500 mpiexec -n 2 python "),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1 WORLD_SIZE=2 MASTER_ADDR="), ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
     ],
