@@ -215,31 +215,34 @@ def ours(comm: Communicator, call: Call, mine: list[torch.Tensor], out: list[tor
             function(out, mine, algorithm)
 
 
-def torchs(comm: Communicator, call: Call, mine: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-    """The same by torch.distributed, over the process group that the run has joined."""
-    op = getattr(ReduceOp, call.op)
+def torchs(
+    comm: Communicator, call: Call, mine: list[torch.Tensor], out: list[torch.Tensor],
+    group: Any = None, wait: Callable[[Any], Any] = dist.Work.wait,
+) -> None:
+    """The same by torch.distributed, over a process group of these ranks: by default that which the run has joined."""
+    op, how = getattr(ReduceOp, call.op), {"group": group, "async_op": True}
     match call.collective:
         case "broadcast":
-            dist.broadcast(out[0], call.root)
-        case "reduce":
-            dist.reduce(scratch := out[0].clone(), call.root, op)  # gloo writes into the others' tensors too
+            wait(dist.broadcast(out[0], group_src=call.root, **how))
+        case "reduce":  # gloo writes into the others' tensors too
+            wait(dist.reduce(scratch := out[0].clone(), op=op, group_dst=call.root, **how))
             out[0].copy_(scratch if comm.rank == call.root else out[0])
         case "all_reduce":
-            dist.all_reduce(out[0], op)
+            wait(dist.all_reduce(out[0], op, **how))
         case "scatter":
-            dist.scatter(out[0], mine or None, call.root)
+            wait(dist.scatter(out[0], mine or None, group_src=call.root, **how))
         case "gather":
-            dist.gather(mine[0], out or None, call.root)
+            wait(dist.gather(mine[0], out or None, group_dst=call.root, **how))
         case "all_gather":
-            dist.all_gather(out, mine[0])
+            wait(dist.all_gather(out, mine[0], **how))
         case "all_gather_into_tensor":
-            dist.all_gather_into_tensor(out[0], mine[0])
+            wait(dist.all_gather_into_tensor(out[0], mine[0], **how))
         case "reduce_scatter":
-            dist.reduce_scatter(out[0], mine, op)
+            wait(dist.reduce_scatter(out[0], mine, op, **how))
         case "reduce_scatter_tensor":
-            dist.reduce_scatter_tensor(out[0], mine[0], op)
+            wait(dist.reduce_scatter_tensor(out[0], mine[0], op, **how))
         case "all_to_all":
-            dist.all_to_all(out, mine)
+            wait(dist.all_to_all(out, mine, **how))
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from launching import environment, nothing_left, output_of, script, until
-from oracles import ALL_REDUCE, TORCH
+from oracles import ALGORITHMS, ALL_REDUCE, REDUCING, TORCH, Call, complaints, perform, rooms_for, torchs
 
 import d2lps
 import d2lps.backend
@@ -55,7 +55,18 @@ def _inside(comm: Communicator, function: Function, transport: str, timeout: flo
         dist.destroy_process_group()
 
 
-# ---- every call against gloo ----------------------------------------------------------------------------------------
+# ---- every call against numpy, or gloo --------------------------------------------------------------------------------
+
+
+def calls(ranks: int) -> list[Call]:
+    """Every collective, of every dtype, and where something is added up by every op."""
+    moved = [("SUM", dtype, 7) for dtype in DTYPES] + [("SUM", torch.float32, 1), ("SUM", torch.float32, 40_001)]
+    summed = moved + [(op, dtype, 7) for op in ("PRODUCT", "MIN", "MAX") for dtype in DTYPES]
+    return [
+        Call(name, "", op, dtype, root=ranks - 1, n=n)
+        for name in ALGORITHMS
+        for op, dtype, n in (summed if name in REDUCING else moved)
+    ]
 
 
 def given(rank: int, size: int, dtype: torch.dtype, of: int = 0) -> torch.Tensor:
@@ -63,53 +74,8 @@ def given(rank: int, size: int, dtype: torch.dtype, of: int = 0) -> torch.Tensor
     return (torch.arange(size) * (rank + 2) + rank + of).remainder(5).to(dtype)
 
 
-def broadcast(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    wait(dist.broadcast(tensor := given(rank, n, dtype), group=group, group_src=ranks - 1, async_op=True))
-    return [tensor]
-
-
-def all_reduce(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    results = []
-    for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
-        wait(dist.all_reduce(tensor := given(rank, n, dtype), op, group, async_op=True))
-        results.append(tensor)
-    return results
-
-
-def reduce(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    wait(dist.reduce(tensor := given(rank, n, dtype), group=group, group_dst=0, async_op=True))
-    return [tensor] if rank == 0 else []
-
-
-def gather(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    room = [torch.zeros(n, dtype=dtype) for _ in range(ranks)] if rank == 0 else None
-    wait(dist.gather(given(rank, n, dtype), room, group=group, group_dst=0, async_op=True))
-    return room or []
-
-
-def scatter(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    parts = [given(part, n, dtype) for part in range(ranks)] if rank == 0 else None
-    wait(dist.scatter(tensor := torch.zeros(n, dtype=dtype), parts, group=group, group_src=0, async_op=True))
-    return [tensor]
-
-
-def all_gather(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    room = [torch.zeros(n, dtype=dtype) for _ in range(ranks)]
-    wait(dist.all_gather(room, given(rank, n, dtype), group, async_op=True))
-    output = torch.zeros(ranks * n, dtype=dtype)
-    wait(dist.all_gather_into_tensor(output, given(rank, n, dtype), group, async_op=True))
-    return [*room, output]
-
-
-def reduce_scatter(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    output, other = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
-    wait(dist.reduce_scatter_tensor(output, given(rank, n * ranks, dtype), group=group, async_op=True))
-    wait(dist.reduce_scatter(other, list(given(rank, n * ranks, dtype, 1).chunk(ranks)), group=group, async_op=True))
-    return [output, other]
-
-
 def all_to_all(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait: Function) -> list[torch.Tensor]:
-    """Equal parts, and rows of which rank r sends r + k + 1 to rank k."""
+    """In one tensor: equal parts, and rows of which rank r sends r + k + 1 to rank k."""
     equal = torch.zeros(n * ranks, dtype=dtype)
     wait(dist.all_to_all_single(equal, given(rank, n * ranks, dtype), group=group, async_op=True))
     sizes = [rank + other + 1 for other in range(ranks)]
@@ -143,10 +109,7 @@ def messages(group: Any, rank: int, ranks: int, n: int, dtype: torch.dtype, wait
     return [*room, total]
 
 
-CALLS: list[Function] = [broadcast, all_reduce, reduce, gather, scatter, all_gather, reduce_scatter]
-CALLS += [all_to_all, coalesced, messages]
-if TORCH < (2, 7):
-    CALLS.remove(reduce_scatter)  # 2.6's gloo, with which they are compared, has none
+CALLS: list[Function] = [all_to_all, coalesced, messages]
 
 
 def finish(work: Any) -> None:
@@ -161,35 +124,38 @@ def finish_future(work: Any) -> None:
         work.wait()
 
 
-def compare(comm: Communicator, members: list[list[int]], wait: Function) -> list[str]:
-    """What differs from gloo, in groups of these members."""
-    different = []
+def perform_all(comm: Communicator, members: list[list[int]], wait: Function) -> list[Any]:
+    """In each of these groups: what came of all calls, and what differs from gloo; None where this rank is no member."""
+    found: list[Any] = []
     for ranks in members:
         ours, gloo = dist.new_group(ranks, backend="d2lps"), dist.new_group(ranks, backend="gloo")
-        if comm.rank not in ranks:
+        part = comm.split(0 if comm.rank in ranks else None)
+        if part is None:
+            found.append(None)
             continue
-        place = ranks.index(comm.rank)
+        wanted, different = calls(part.size), []
+        outcomes = perform(part, wanted, rooms_for(wanted, part.size), functools.partial(torchs, group=ours, wait=wait))
         for call in CALLS:
             for n, dtype in [*((7, dtype) for dtype in DTYPES), (1, torch.float32), (40_001, torch.float32)]:
-                if call is all_reduce and n > 7 and len(ranks) == 5:
-                    continue
-                got = call(ours, place, len(ranks), n, dtype, wait)
-                expected = call(gloo, place, len(ranks), n, dtype, lambda work: work.wait())
+                got = call(ours, part.rank, part.size, n, dtype, wait)
+                expected = call(gloo, part.rank, part.size, n, dtype, lambda work: work.wait())
                 if [each.tolist() for each in got] != [each.tolist() for each in expected]:
                     different.append(f"{call.__name__} {n} {dtype} {ranks}: {got} instead of {expected}")
+        found.append((outcomes, different))
     comm.barrier()  # rank 0 has the store, at which a group without it may still be forming
-    return different
+    return found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_call_gives_what_gloo_gives(ranks: int, transport: str) -> None:
-    assert job(compare, ranks, [list(range(ranks))], finish, transport=transport) == [[]] * ranks
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_in_groups_of_some_ranks_and_by_futures(transport: str) -> None:
-    assert job(compare, 4, [[0, 2, 3], [1, 2]], finish_future, transport=transport) == [[]] * 4
+@pytest.mark.parametrize(
+    ("members", "wait"), [*(([[*range(ranks)]], finish) for ranks in (1, 2, 3, 5)), ([[0, 2, 3], [1, 2]], finish_future)]
+)
+def test_every_call_gives_what_it_should_in_every_group(members: list[list[int]], wait: Function, transport: str) -> None:
+    found = job(perform_all, 1 + max(map(max, members)), members, wait, transport=transport)
+    for number, ranks in enumerate(members):
+        outcomes, different = zip(*(found[rank][number] for rank in ranks), strict=True)
+        assert not complaints(calls(len(ranks)), outcomes)
+        assert [*different] == [[]] * len(ranks)
 
 
 # ---- what gloo has not ------------------------------------------------------------------------------------------------
