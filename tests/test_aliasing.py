@@ -223,8 +223,9 @@ def in_place(comm: Communicator) -> dict[str, bool]:
             collectives.all_gather_into_tensor(comm, y := filled(comm, 2 * comm.size), y[2 * own :][:2], name)
             right[f"all_gather {name} {own}"] = torch.cat(x).tolist() == y.tolist() == pairs
     for name in ALGORITHMS["gather"]:
-        collectives.gather(comm, (x := rooms(comm))[0], x if comm.rank == comm.size - 1 else None, comm.size - 1, name)
-        right[f"gather {name}"] = comm.rank < comm.size - 1 or [each[1].item() for each in x] == [*ranks]
+        for dst in ranks:
+            collectives.gather(comm, (x := rooms(comm))[0], x if comm.rank == dst else None, dst, name)
+            right[f"gather {name} {dst}"] = comm.rank != dst or [each[1].item() for each in x] == [*ranks]
     for name in ALGORITHMS["scatter"]:
         parts = [torch.full((2,), 10.0 * rank) for rank in ranks]
         collectives.scatter(comm, parts[0], parts if comm.rank == 0 else None, 0, name)
@@ -234,7 +235,9 @@ def in_place(comm: Communicator) -> dict[str, bool]:
             x, y = [filled(comm, 2) for _ in ranks], filled(comm, 2 * comm.size)
             collectives.reduce_scatter(comm, x[own], x, algorithm=name)
             collectives.reduce_scatter_tensor(comm, y[2 * own :][:2], y, algorithm=name)
-            right[f"reduce_scatter {name} {own}"] = x[own].tolist() == y[2 * own :][:2].tolist() == [sum(ranks)] * 2
+            rest = torch.cat([*x[:own], *x[own + 1 :], y[: 2 * own], y[2 * own + 2 :]])  # left as they were
+            sums = x[own].tolist() == y[2 * own :][:2].tolist() == [sum(ranks)] * 2
+            right[f"reduce_scatter {name} {own}"] = sums and bool((rest == mine).all())
     for name in ALGORITHMS["all_to_all"]:
         x = torch.arange(2.0 * comm.size) + 10 * mine
         own = x.split(2)[comm.rank]

@@ -52,20 +52,6 @@ def test_gives_what_numpy_gives(algorithm: str, ranks: int) -> None:
     assert not complaints(wanted, outcomes)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_real_processes_and_the_simulator_give_every_rank_the_same_bits(ranks: int) -> None:
-    # Without "auto": each world has links of its own, and may choose another algorithm.
-    wanted = [call for algorithm in ALGORITHMS if algorithm != "auto" for call in calls(algorithm)[:: 1 + (ranks > 3)]]
-    rooms = rooms_for(wanted, ranks)
-    real = d2lps.run(perform, ranks, wanted, rooms, timeout=20)
-    virtual = simulate(perform, cluster(ranks), wanted, rooms, trace=False)
-    for index, call in enumerate(wanted):
-        results = [outcomes[index] for run in (real, virtual) for outcomes in run]
-        assert not any(outcome.complaint for outcome in results), call
-        bits = {str(outcome.output[0].tolist()) for outcome in results}
-        assert len(bits) == 1, f"{call}: {len(bits)} different results on {ranks} ranks"
-
-
 OPTIONS: list[tuple[str, int, dict[str, Any]]] = [
     ("double_tree", 5, {"chunks": 1}),
     ("double_tree", 6, {"chunks": 1000}),  # more than there are elements
@@ -141,20 +127,6 @@ def test_every_part_collects_every_contribution_once(algorithm: str, ranks: int)
         assert sum(piece.length for piece in pieces) == 96
         for piece in pieces:
             assert piece.sources == {(other, piece.offset): 1 for other in tensors}
-
-
-def test_a_group_of_some_ranks_reduces_by_itself() -> None:
-    def work(comm: d2lps.Communicator) -> list[float]:
-        group = comm.split(comm.rank % 2, key=-comm.rank)
-        assert group is not None
-        results = []
-        for algorithm in ALGORITHMS:
-            all_reduce(group, tensor := torch.tensor([float(comm.rank)]), algorithm=algorithm)
-            results.append(tensor.item())
-        return results
-
-    for run in (simulate(work, cluster(7)), d2lps.run(work, 7, timeout=20)):
-        assert run == [[[12.0, 9.0][rank % 2]] * len(ALGORITHMS) for rank in range(7)]
 
 
 # ---- steps and bytes: those of most algorithms are in test_costs.py ---------------------------------------------------

@@ -108,21 +108,6 @@ def test_a_strided_part_is_the_bytes_that_it_spans() -> None:
 # ---- which send met which receive -------------------------------------------------------------------------------------
 
 
-def test_messages_meet_first_in_first_out_by_tag() -> None:
-    def work(comm):
-        x = torch.arange(3, dtype=torch.uint8)
-        if comm.rank == 0:
-            works = [comm.isend(x[:1], 1, tag=5), comm.isend(x[:2], 1, tag=9), comm.isend(x[:3], 1, tag=5)]
-        else:
-            works = [comm.irecv(x[:2], 0, tag=9), comm.irecv(x[:1], 0, tag=5), comm.irecv(x[:3], 0, tag=5)]
-        for work in works:
-            work.wait()
-
-    m = d2lps.run(work, 2, trace=True).trace.messages
-    met = sorted(zip(m["tag"].tolist(), m["src_seq"].tolist(), m["dst_seq"].tolist(), m["nbytes"].tolist(), strict=True))
-    assert met == [(5, 1, 2, 1), (5, 3, 3, 3), (9, 2, 1, 2)]
-
-
 def test_in_a_group_ranks_are_those_of_the_whole_run() -> None:
     def work(comm):
         group = comm.split(comm.rank % 2)
@@ -273,11 +258,6 @@ def test_a_run_without_messages_has_a_trace_too() -> None:
     trace = d2lps.run(lambda comm: None, 2, trace=True).trace
     assert (len(trace), trace.rounds, trace.bytes_by_link(), trace.unmatched) == (0, 0, {}, 0)
     assert trace.summary().endswith("0 messages, 0 bytes, 0 rounds")
-
-
-def test_only_a_run_that_was_asked_to_leaves_a_trace() -> None:
-    with pytest.raises(ValueError, match="trace=True"):
-        _ = d2lps.run(lambda comm: None, 1).trace
 
 
 def test_messages_carry_the_steps_of_the_algorithm_and_give_back_the_readers_own() -> None:
