@@ -152,19 +152,6 @@ def test_a_death_is_named_while_others_wait(how: str, told: str) -> None:
     assert str(caught.value) == f"rank 1 of 3 {told}"
 
 
-def test_a_rank_killed_from_outside_is_named() -> None:
-    def work(comm: Communicator) -> None:
-        pids = [torch.tensor([0]) for _ in range(3)]
-        d2lps.collectives.all_gather(comm, pids, torch.tensor([os.getpid()]))
-        if comm.rank == 0:
-            psutil.Process(pids[1].item()).kill()
-        wait_for_ever(comm)
-
-    with pytest.raises(RankDied) as caught:
-        run(work, 3, timeout=LONG)
-    assert str(caught.value).splitlines()[0] == "rank 1 of 3 was killed by SIGKILL"
-
-
 def test_a_death_tells_the_last_words() -> None:
     def work(comm: Communicator) -> None:
         print("out of cheese", file=sys.stderr)
@@ -372,22 +359,6 @@ def test_a_fork_of_the_caller_keeps_nothing_alive(tmp_path: Path, nothing_left: 
         assert until(lambda: orphans() == [fork], seconds=30)
         fork.kill()
         assert nothing_left(1)
-
-
-def test_a_killed_kernel_takes_everything_with_it(tmp_path: Path, nothing_left: Gone) -> None:
-    kernel = Kernel()
-    try:
-        kernel.start(f"""
-            def work(comm):
-                open({str(tmp_path)!r} + f"/{{comm.rank}}", "w").close()
-                comm.recv(torch.zeros(1), 1 - comm.rank)
-            run(work, 2)
-        """)
-        assert until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
-        os.kill(kernel.pid, signal.SIGKILL)
-        assert nothing_left(3)
-    finally:
-        kernel.end()
 
 
 def test_a_killed_keeper_takes_its_ranks_with_it(nothing_left: Gone) -> None:

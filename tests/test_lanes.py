@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import d2lps
-from d2lps import Communicator, Deadlock, OutOfMemory, RankDied, RankHung
+from d2lps import Communicator, OutOfMemory, RankDied, RankHung
 from d2lps.collectives import all_reduce
 from d2lps.comm import Event
 from d2lps.simulator import Cut, Kill, Narrow, Slow, simulate
@@ -255,18 +255,6 @@ def test_a_deadlock_of_lanes_is_explained() -> None:
     assert "to send 4 B" in str(caught.value)
 
 
-@pytest.mark.parametrize("world", ["shm", "gloo"])
-def test_a_lane_that_hangs_is_named(world: str) -> None:
-    def work(comm: Communicator) -> None:
-        started = comm.start(lambda beside: beside.recv(torch.ones(1), 1) if beside.rank == 0 else None)
-        if comm.rank:
-            comm.sleep(60)
-        started.wait()
-
-    with pytest.raises(RankHung, match="rank 0 waits for rank 1 to send 4 B"):
-        d2lps.run(work, 2, backend=world, timeout=2)
-
-
 # ---- messages that are tested for -------------------------------------------------------------------------------------
 
 
@@ -463,6 +451,11 @@ def pass_on(comm: Communicator) -> float:
         ([Cut(("gpu0", "switch"), at=0, until=2e-3)], 3e-3),
         ([Slow("gpu0", 3)], 1e-3),
         ([Narrow(("gpu0", "switch"), 2, at=5)], 1e-3),
+        ([Narrow(["gpu0", "switch"], 2)], 2e-3),  # a link may be a list
+        ([Cut(["switch", "gpu0"], 0, 2e-3)], 3e-3),
+        ([Cut(("gpu0", "switch"), 0, 2e-3), Cut(("gpu0", "switch"), 1e-3, 4e-3)], 5e-3),  # what is wrong with a link adds up
+        ([Narrow(("gpu0", "switch"), 2), Cut(("gpu0", "switch"), 1e-3, 3e-3)], 4e-3),
+        ([Narrow(("gpu0", "switch"), 3), Narrow(("gpu0", "switch"), 2)], 6e-3),
     ],
 )
 def test_links_that_become_narrow_or_are_cut(faults: list[Any], seconds: float) -> None:
@@ -640,18 +633,6 @@ def test_nobody_survives_his_own_death(way_out: type[BaseException]) -> None:
     assert simulate(work, star(2, 1e6), faults=[Kill("gpu1", 5e-3)]) == ["alive", None]
 
 
-@pytest.mark.parametrize(
-    ("faults", "seconds"),
-    [
-        ([Cut(("gpu0", "switch"), 0, 2e-3), Cut(("gpu0", "switch"), 1e-3, 4e-3)], 5e-3),
-        ([Narrow(("gpu0", "switch"), 2), Cut(("gpu0", "switch"), 1e-3, 3e-3)], 4e-3),
-        ([Narrow(("gpu0", "switch"), 3), Narrow(("gpu0", "switch"), 2)], 6e-3),
-    ],
-)
-def test_what_is_wrong_with_a_link_adds_up(faults: list[Any], seconds: float) -> None:
-    assert simulate(pass_on, star(2, 1e6), faults=faults) == [pytest.approx(seconds)] * 2
-
-
 def test_a_killed_rank_is_not_said_to_have_returned() -> None:
     def work(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -662,16 +643,6 @@ def test_a_killed_rank_is_not_said_to_have_returned() -> None:
 
     with pytest.raises(RankHung, match="rank 1 was killed"):
         simulate(work, star(3, 1e6), faults=[Kill("gpu1", 0.5)])
-
-
-def test_testing_for_ever_is_an_error_in_a_world_in_which_time_stands_still_meanwhile() -> None:
-    def work(comm: Communicator) -> None:
-        posted = comm.irecv(torch.ones(1), 1) if comm.rank == 0 else comm.isend(torch.ones(1), 0)
-        while not posted.test():
-            pass
-
-    with pytest.raises(RankHung, match="goes on only while it waits"):
-        simulate(work, star(2, 1e6))
 
 
 def test_a_collective_in_a_block_that_is_counted_costs_the_same_with_and_without_contents() -> None:
@@ -712,24 +683,3 @@ def test_what_can_not_happen_is_refused(fault: Any, error: type[Exception], told
 
 
 # ---- explanations know of groups --------------------------------------------------------------------------------------
-
-
-def test_barriers_of_groups_in_a_circle_are_a_deadlock_with_its_circle() -> None:
-    def work(comm: Communicator) -> None:
-        pairs = [comm.split((comm.rank + shift) // 2 % 2, comm.rank) for shift in (0, 1)]
-        for pair in pairs if comm.rank % 2 else pairs[::-1]:
-            pair.barrier()
-
-    with pytest.raises(Deadlock, match="rank 0 -> rank") as caught:
-        simulate(work, star(4, 1e6))
-    assert str(caught.value).count("waits at a barrier of ranks") == 4
-
-
-def test_a_collective_on_a_group_is_named() -> None:
-    def work(comm: Communicator) -> None:
-        half = comm.split(comm.rank // 2)
-        if comm.rank != 3:
-            all_reduce(half, torch.ones(4))
-
-    with pytest.raises(RankHung, match="in all_reduce"):
-        simulate(work, star(4, 1e6))

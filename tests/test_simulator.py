@@ -22,7 +22,7 @@ from oracles import Call, perform, rooms_for
 import d2lps
 from d2lps import Communicator, Mismatch, RankDied, ReduceOp
 from d2lps.collectives import all_gather, all_reduce
-from d2lps.simulator import Cut, Kill, Model, Narrow, simulate
+from d2lps.simulator import Kill, Model, simulate
 from d2lps.topology import Device, dgx1, fat_tree, pcie_tree, ring, star
 
 MB = 1_000_000
@@ -123,19 +123,6 @@ def test_a_barrier_takes_no_time_but_waits_for_all() -> None:
     assert simulate(work, star(3, 1e9, 1.0)) == [0.5] * 3
 
 
-def test_a_straggler_slows_everyone() -> None:
-    cluster = star(4, bandwidth=1e6)
-    usual, slow = (simulate(reduce_ones, net, 4000).time for net in (cluster, cluster.straggler("gpu2", 8)))
-    assert slow == pytest.approx(8 * usual)
-
-
-def test_a_broken_link_makes_a_detour() -> None:
-    whole = ring(4, bandwidth=1e9, latency=1.0)
-    broken = whole.without(("gpu0", "gpu1"))
-    assert simulate(pass_on, whole, 0, ranks=2).time == 1.0
-    assert simulate(pass_on, broken, 0, ranks=2).time == 3.0
-
-
 def test_an_empty_message_pays_the_latency_only() -> None:
     assert simulate(pass_on, star(2, 1.0, 0.25), 0).time == 0.5
 
@@ -221,14 +208,6 @@ def test_results_are_bit_for_bit_the_same_every_time() -> None:
         first, second = getattr(one.trace, table), getattr(other.trace, table)
         assert first.keys() == second.keys()
         assert all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
-
-
-def test_the_generators_are_those_of_real_ranks() -> None:
-    def draws(comm: Communicator) -> list[float]:
-        return torch.rand(3, generator=comm.generator).tolist()
-
-    run = simulate(draws, star(3, 1e9))
-    assert run == d2lps.run(draws, 3, backend="gloo") and len(set(map(tuple, run))) == 3
 
 
 ERRORS = """
@@ -357,43 +336,19 @@ def test_what_autocast_has_converted_is_forgotten_when_the_weights_change() -> N
 # ---- training, with messages inside the backward pass ---------------------------------------------------------------------
 
 
-def train(comm: Communicator, layers: int = 3, steps: int = 3) -> tuple[list[float], torch.Tensor]:
-    """Data parallel training; a hook of each parameter averages its gradient as soon as it is there."""
-    torch.manual_seed(0)
-    blocks = [(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(layers)]
-    model = torch.nn.Sequential(*itertools.chain.from_iterable(blocks))
-    parameters, losses = list(model.parameters()), []
-
-    def average(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        all_reduce(comm, parameter.grad, ReduceOp.AVG, algorithm="ring")
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(average)
-    batch = torch.randn(16, 8, generator=comm.generator)
-    for _ in range(steps):
-        loss = (model(batch) - batch.flip(1)).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
-            total = loss.detach().clone()
-            all_reduce(comm, total, ReduceOp.AVG)
-            losses.append(total.item())
-    return losses, torch.cat([parameter.detach().flatten() for parameter in parameters])
-
-
-def same_training(one: d2lps.Run, other: d2lps.Run) -> None:
-    assert one[0][0] == other[0][0] and one[0][0][-1] < one[0][0][0]  # it learns
-    for (losses, weights), (other_losses, other_weights) in zip(one, other, strict=True):
-        assert losses == other_losses and torch.equal(weights, other_weights)
-        assert torch.equal(weights, one[0][1])  # and the replicas agree
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_training_with_hooks_gives_the_numbers_of_real_processes(ranks: int) -> None:
-    same_training(simulate(train, star(ranks, 1e9, 1e-6)), d2lps.run(train, ranks, backend="gloo"))
+def drawn(comm: Communicator) -> list[Any]:
+    """Random numbers, a rank's own and those alike on all, with waits between them, and in a backward pass."""
+    found: list[Any] = [torch.rand(1, generator=comm.generator).item(), torch.rand(1).item()]
+    comm.barrier()
+    found.append(torch.nn.Linear(4, 4).weight.sum().item())
+    all_reduce(comm, torch.ones(4))
+    found += torch.randperm(8).tolist()
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_hook(lambda gradient: all_reduce(comm, gradient.clone()) or gradient * torch.rand(4))
+    weight.sum().backward()
+    found += weight.grad.tolist()  # type: ignore[union-attr]
+    comm.barrier()
+    return [*found, torch.rand(1).item()]
 
 
 def test_more_ranks_wait_in_hooks_than_torch_lets_backward_passes_nest() -> None:
@@ -656,11 +611,6 @@ def test_without_a_trace_there_is_none() -> None:
         _ = simulate(pass_on, star(2, 1e9), trace=False).trace
 
 
-def test_links_know_what_they_carried() -> None:
-    trace = simulate(pass_on, pcie_tree(2, 1e6, 0.0), 1000, ranks=["gpu1", "cpu"]).trace
-    assert trace.bytes_on_links() == {("gpu1", "pcie"): 1000, ("pcie", "cpu"): 1000}
-
-
 def test_utilization_is_the_share_of_what_a_link_could_have_carried() -> None:
     cluster = pcie_tree(2, bandwidth=1e6, latency=0.0).slowed(("cpu", "pcie"), 4)
     trace = simulate(pass_on, cluster, 1000, ranks=["gpu1", "cpu"]).trace
@@ -802,7 +752,7 @@ def living_greenlets() -> int:
     return sum(type(thing) is greenlet.greenlet and bool(thing) and thing is not here for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("program", [pass_on, fails, hangs, train])
+@pytest.mark.parametrize("program", [pass_on, fails, hangs, drawn])
 def test_nothing_is_left_behind(program: Callable[..., Any]) -> None:
     torch.manual_seed(123)
     state, greenlets, threads = torch.get_rng_state(), living_greenlets(), threading.active_count()
@@ -859,38 +809,14 @@ def test_simulations_in_two_threads_do_not_meet() -> None:
     assert results == pytest.approx({0: 0.006, 1: 0.012})
 
 
-def test_gathering_is_the_other_half_of_the_ring() -> None:
-    def work(comm: Communicator) -> list[float]:
-        tensors = [torch.zeros(2) for _ in range(comm.size)]
-        all_gather(comm, tensors, torch.full((2,), float(comm.rank)))
-        return torch.cat(tensors).tolist()
-
-    run = simulate(work, star(3, 8.0))
-    assert run[2] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0] and run.time == pytest.approx(2.0)
-
-
 # ---- as real processes do ---------------------------------------------------------------------------------------------
-
-
-def drawn(comm: Communicator) -> list[Any]:
-    """Random numbers, with waits between them, and in a backward pass."""
-    found: list[Any] = [torch.rand(1).item()]
-    comm.barrier()
-    found.append(torch.nn.Linear(4, 4).weight.sum().item())
-    all_reduce(comm, torch.ones(4))
-    found += torch.randperm(8).tolist()
-    weight = torch.ones(4, requires_grad=True)
-    weight.register_hook(lambda gradient: all_reduce(comm, gradient.clone()) or gradient * torch.rand(4))
-    weight.sum().backward()
-    found += weight.grad.tolist()  # type: ignore[union-attr]
-    comm.barrier()
-    return [*found, torch.rand(1).item()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_random_numbers_are_those_of_real_processes(ranks: int) -> None:
     simulated, real = list(simulate(drawn, star(ranks, 1e9))), list(d2lps.run(drawn, ranks))
-    assert simulated == real and all(numbers == simulated[0] for numbers in simulated)
+    assert simulated == real and all(numbers[1:] == simulated[0][1:] for numbers in simulated)
+    assert len({numbers[0] for numbers in simulated}) == ranks
 
 
 def draws_beside(comm: Communicator) -> list[float]:
@@ -1012,10 +938,3 @@ def test_a_message_is_lost_with_whom_it_was_for_even_if_that_one_is_back() -> No
 def test_who_had_returned_does_not_begin_anew() -> None:
     run = simulate(pass_on, star(2, 1e9), 1000, faults=[Kill("gpu0", 10.0, 11.0)])
     assert run.time == 1e-6 and run[0] == 1e-6
-
-
-@pytest.mark.parametrize("link", [("gpu0", "switch"), ["gpu0", "switch"], ["switch", "gpu0"]])
-def test_a_link_may_be_a_list(link: Any) -> None:
-    assert simulate(pass_on, star(2, 1e9), 4000, faults=[Narrow(link, 2)]).time == pytest.approx(8e-6)
-    run = simulate(pass_on, star(2, 1e9), 4000, faults=[Cut(link, 0, 1.0)])
-    assert run.time == pytest.approx(1 + 4e-6)

@@ -69,69 +69,6 @@ def test_they_go_on_while_their_ranks_wait_for_one_another_in_any_order(run: Run
     assert run(work, 2) == [[1.0, 1.0, 11.0], [0.0, 0.0, 10.0]]
 
 
-def test_one_may_be_started_later_by_one_rank_and_never_used_by_another(run: Runner) -> None:
-    def work(comm: Communicator) -> float:
-        def pair(beside: Communicator, tensor: torch.Tensor) -> None:
-            if beside.rank == 0:
-                beside.send(tensor, 1)
-            if beside.rank == 1:
-                beside.recv(tensor, 0)
-
-        comm.sleep(0.1 * comm.rank)
-        tensor = torch.full((1,), float(comm.rank))
-        comm.start(pair, tensor).wait()
-        return tensor.item()
-
-    assert run(work, 3) == [0.0, 0.0, 2.0]
-
-
-def test_groups_and_started_functions_may_start_and_split_again(run: Runner) -> None:
-    def work(comm: Communicator) -> list[float]:
-        def outer(beside: Communicator, tensor: torch.Tensor) -> None:
-            pair = beside.split(beside.rank // 2)
-            assert pair is not None
-            pair.start(all_reduce, tensor).wait()
-            all_reduce(beside, tensor)
-
-        half = comm.split(comm.rank % 2)
-        assert half is not None
-        one, other = torch.tensor([float(comm.rank)]), torch.tensor([float(comm.rank)])
-        works = [comm.start(outer, one), half.start(all_reduce, other)]
-        for work in works:
-            work.wait()
-        return [one.item(), other.item()]
-
-    assert run(work, 4) == [[12.0, 2.0], [12.0, 4.0]] * 2
-
-
-def test_an_error_comes_out_of_wait(run: Runner) -> None:
-    def work(comm: Communicator) -> str:
-        def fail(beside: Communicator) -> None:
-            beside.barrier()
-            raise KeyError(f"of rank {beside.rank}")
-
-        started = comm.start(fail)
-        with pytest.raises(KeyError) as caught:
-            started.wait()
-        return str(caught.value)
-
-    assert run(work, 2) == ["'of rank 0'", "'of rank 1'"]
-
-
-def test_an_error_for_which_nobody_waits_is_not_lost(run: Runner) -> None:
-    def work(comm: Communicator) -> str:
-        def fail(beside: Communicator) -> None:
-            if beside.rank == 1:
-                raise ValueError("on purpose")
-
-        comm.start(fail)
-        return "as if nothing had happened"
-
-    with pytest.raises(ValueError, match="on purpose") as caught:
-        run(work, 2)
-    assert caught.value.__notes__ == ["raised by rank 1 of 2"]
-
-
 def test_a_message_that_does_not_fit_is_a_mismatch_there_too(run: Runner) -> None:
     def work(comm: Communicator) -> str:
         def misfit(beside: Communicator) -> None:
