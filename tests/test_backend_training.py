@@ -186,42 +186,6 @@ def test_an_error_in_the_thread_ends_backward() -> None:
         assert "ArithmeticError: on purpose" in said
 
 
-def with_hooks(hooks: list[Any], register: Callable[..., None], **options: Any) -> list[list[torch.Tensor]]:
-    """What two ranks learn with each hook, on ours and then on gloo; the second hook sends half of the bits."""
-
-    def work(comm: Communicator) -> list[torch.Tensor]:
-        results = []
-        for group in (None, dist.new_group(backend="gloo")):
-            for hook in hooks:
-                model = DistributedDataParallel(net(), process_group=group, **options)
-                register(model, group, hook)
-                with model.no_sync():
-                    model(batches(comm.rank)[0][0]).sum().backward()
-                train(model, batches(comm.rank))
-                results.append(weights(model))
-        return results
-
-    found = run(work, 2)
-    for ours, ours_16, gloo, gloo_16 in found:
-        assert torch.equal(ours, gloo)
-        assert torch.equal(ours_16, gloo_16)
-    return found
-
-
-def test_hooks_and_accumulation() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-
-    with_hooks([allreduce_hook, fp16_compress_hook], lambda model, group, hook: model.register_comm_hook(group, hook))
-
-
-def test_the_builtin_hooks() -> None:
-    """C++'s own, which takes from a process group what Python's hooks do not."""
-    kinds = [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS]
-    register = lambda model, group, kind: model._register_builtin_comm_hook(kind)  # noqa: E731
-    for ours, ours_16, _, _ in with_hooks(kinds, register, bucket_cap_mb=0.005):
-        assert not torch.equal(ours, ours_16)
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_power_sgd_with_several_buckets(wrapped: bool) -> None:
     """Each bucket's callbacks all-reduce twice more, which on gloo meet wrongly, or end the process. Of full rank it is exact."""

@@ -335,40 +335,24 @@ def test_time_is_that_of_the_formula(name: str, algorithm: str | None, ranks: in
 def test_top_k_gathered_by_all_is_beaten_by_a_ring_from_1000_ranks_on() -> None:
     """0.1% of the elements in pairs of 8 bytes, against a ring of FP32, which no latency holds up.
 
-    A ring of 1,000 ranks is two million messages: there, algorithms that move the same bytes in fewer stand for it and for the
-    all-gather, and both are held against the originals where those are small.
+    A ring of 1,000 ranks is two million messages: where both lines cross there is told by the formulas, and where they cross with
+    a hundred ranks, of 1%, by the ring and the all-gather themselves, too.
     """
     count, beta = 1_024_000, 1e-9
 
-    def doubling(comm: Communicator, fraction: float) -> None:
-        sent = compress.top_k(fraction).encode(torch.empty(count, device="meta"))
-        for distance in collectives.arguments.doublings(comm.size):  # so many codes are here, and are swapped for as many
-            data = torch.empty(distance * sent.numel(), dtype=torch.uint8, device="meta")
-            comm.sendrecv(data, comm.rank ^ distance, data.clone(), comm.rank ^ distance)
+    def sparse(comm: Communicator) -> None:
+        compress.all_reduce(comm, torch.empty(count, device="meta"), compress.top_k(0.01), algorithm="all_gather")
 
-    def whole(comm: Communicator, fraction: float) -> None:
-        data = torch.empty(count, device="meta")
-        compress.all_reduce(comm, data, compress.top_k(fraction), algorithm="all_gather")
+    def dense(comm: Communicator) -> None:
+        collectives.all_reduce(comm, torch.empty(count, device="meta"), algorithm="ring")
 
-    def dense(comm: Communicator, algorithm: str) -> None:
-        collectives.all_reduce(comm, torch.empty(count, device="meta"), algorithm=algorithm)
-
-    def time(work: Callable[..., None], ranks: int, *args: Any) -> float:
-        return d2lps.simulate(work, star(ranks, 1 / beta), *args, device="meta", trace=False).time
-
-    ring = {ranks: time(dense, ranks, "halving_doubling") for ranks in (64, 512, 1024)}
-    gathered = {ranks: time(doubling, ranks, 0.001) for ranks in ring}
-    assert time(dense, 64, "ring") == pytest.approx(ring[64]) and time(whole, 64, 0.001) == pytest.approx(gathered[64])
-    assert gathered[64] < 0.07 * ring[64] and 0.5 < gathered[512] / ring[512] < 0.6 and 1 < gathered[1024] / ring[1024] < 1.05
-    # Where both lines cross, by the formulas, which hold at 1,024; and with a hundred ranks, by ring and all-gather themselves.
-    for ranks, fraction in ((999, 0.001), (1001, 0.001), (1024, 0.001), (96, 0.01), (104, 0.01)):
+    for ranks, fraction in ((999, 0.001), (1001, 0.001), (96, 0.01), (104, 0.01)):
         nbytes = compress.top_k(fraction).encode(torch.empty(count, device="meta")).nbytes * ranks
-        sparse, plain = cost.all_gather("ring", nbytes, ranks, 0, beta), cost.all_reduce("ring", 4 * count, ranks, 0, beta)
-        assert (sparse < plain) == (ranks * fraction < 1)
-        if ranks == 1024:
-            assert [sparse, plain] == pytest.approx([gathered[1024], ring[1024]])
-        if ranks in (96, 104):
-            assert (time(whole, ranks, fraction) < time(dense, ranks, "ring")) == (ranks < 100)
+        told = [cost.all_gather("ring", nbytes, ranks, 0, beta), cost.all_reduce("ring", 4 * count, ranks, 0, beta)]
+        assert (told[0] < told[1]) == (ranks * fraction < 1)
+        if fraction == 0.01:
+            times = [d2lps.simulate(work, star(ranks, 1 / beta), device="meta", trace=False).time for work in (sparse, dense)]
+            assert times == pytest.approx(told, rel=0.01)
 
 
 # ---- training ---------------------------------------------------------------------------------------------------------

@@ -41,15 +41,6 @@ def test_noise_is_the_ranks_variance_times_the_batch(ranks: int, batch: int, see
     assert gradient + noise / (batch * ranks) == pytest.approx(squares([gradients.mean(0)]))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_known_noise_is_found(ranks: int) -> None:
-    """|G|^2 = 25 and S = 400, in 100 dimensions: a scale of 16 examples, seen by ranks of 8."""
-    dice = torch.Generator().manual_seed(ranks)
-    steps = [of_ranks(0.5 + (4 / 8) ** 0.5 * torch.randn(ranks, 100, generator=dice), 8) for _ in range(1000)]
-    gradient, noise = torch.tensor(steps).mean(0).tolist()
-    assert (gradient, noise, noise / gradient) == pytest.approx((25.0, 400.0, 16.0), rel=0.05)
-
-
 def digits() -> tuple[Tensor, Tensor, Tensor]:
     """And the gradient of each example, of a fixed linear model: the score's error times the input."""
     from sklearn.datasets import load_digits
@@ -63,15 +54,6 @@ def digits() -> tuple[Tensor, Tensor, Tensor]:
 def layer() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(64, 10, dtype=torch.float64)
-
-
-def test_on_digits_it_is_what_all_examples_say() -> None:
-    """The oracle has each example's own gradient, and so the true mean and variance; we have four ranks of four, drawn anew."""
-    each = digits()[2]
-    drawn = torch.randint(len(each), (2000, 4, 4), generator=torch.Generator().manual_seed(0))
-    steps = torch.tensor([of_ranks(each[examples].mean(1), 4) for examples in drawn])
-    truth = squares([each.mean(0)]), float(each.var(0).sum())
-    assert steps.mean(0).tolist() == pytest.approx(truth, rel=0.03)
 
 
 def watched(comm: Communicator, steps: int, smooth: float) -> tuple[float, float, float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections import Counter
 from contextlib import suppress
 from itertools import combinations, pairwise
@@ -18,7 +16,6 @@ from torch import nn
 
 import d2lps
 from d2lps import Communicator
-from d2lps.parallel import Transformer
 from d2lps.parallel.pipeline.balance import cut, move, rebalance, slowness
 from d2lps.parallel.pipeline.execute import StandIn, execute
 from d2lps.parallel.pipeline.schedules import (
@@ -231,29 +228,6 @@ def test_both_ends_agree_on_an_order_in_which_no_message_depends_on_a_later_one(
             assert mine == [action for action in rows[rank] if action in set(mine)]  # in the order of its program
 
 
-def test_stages_that_are_transformers_are_slices_and_names_stay() -> None:
-    sizes = Transformer(layers=3, hidden=8, heads=2, vocab=11, sequence=5)
-    tokens = torch.randint(11, (4, 2, 5), generator=torch.Generator().manual_seed(3))
-
-    def entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
-
-    def work(comm: Communicator, schedule: Any) -> dict[str, torch.Tensor]:
-        model = sizes.module(dtype=torch.double)
-        stage = model[(slice(0, 2), slice(2, 3), slice(3, 5))[comm.rank]]
-        execute(comm, {comm.rank: stage}, schedule, list(tokens), list(tokens.roll(-1, -1)), entropy)
-        return {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
-
-    model = sizes.module(dtype=torch.double)
-    entropy(model(tokens.flatten(0, 1)), tokens.roll(-1, -1).flatten(0, 1)).backward()
-    for schedule in (one_f_one_b(3, 4), zero_bubble(3, 4)):
-        found = {name: g for rank in d2lps.simulate(work, star(3, 1e9), schedule) for name, g in rank.items()}
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        largest = max(gradient.abs().max() for gradient in gradients.values())
-        assert found.keys() == gradients.keys()
-        assert max((found[name] - gradients[name]).abs().max() for name in gradients) <= 1e-10 * largest
-
-
 def most_held(run: d2lps.Run, rank: int) -> int:
     """How many micro-batches' activations are in the accounts at a time."""
     spans = run.trace.spans
@@ -431,28 +405,6 @@ def test_a_rank_that_dies_is_named() -> None:
         d2lps.simulate(timed, star(4, 1e9), one_f_one_b(4, 8), faults=[d2lps.Kill("gpu2", at=7.0)])
 
 
-class Fatal(nn.Module):
-    """The fourth micro-batch kills its process."""
-
-    def __init__(self, here: bool) -> None:
-        super().__init__()
-        self.here = here
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.here and x == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x
-
-
-def test_a_process_that_dies_is_named() -> None:
-    def work(comm: Communicator) -> None:
-        inputs = [torch.tensor(float(k), requires_grad=True) for k in range(5)]
-        execute(comm, {comm.rank: Fatal(comm.rank == 1)}, one_f_one_b(3, 5), inputs, inputs, lambda output, _: output)
-
-    with pytest.raises(d2lps.RankDied, match="rank 1 of 3 was killed by SIGKILL"):
-        d2lps.run(work, 3)
-
-
 # ---- balanced -----------------------------------------------------------------------------------------------------
 
 
@@ -523,23 +475,6 @@ def test_layers_leave_a_stage_that_slows_and_the_training_is_the_same_to_the_bit
     assert slow / quick > 1.5 > 1.25 > mended / quick > 1  # the slow stage has one layer now, and another has three
 
 
-def hands_over(comm: Communicator) -> list[float]:
-    """Two steps, all layers one rank on, one more step: the last layer's loss."""
-    old, new = ([range(2), range(2, 4)], [range(1), range(1, 4)])
-    layers, found = {number: layer(number) for number in old[comm.rank]}, []
-    adam = torch.optim.Adam([p for one in layers.values() for p in one.parameters()], lr=0.01)
-    inputs = list(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)))
-    for parts in (old, old, new):
-        if parts is new:
-            move(comm, layers, old, new, layer, adam)
-        stage = nn.Sequential(*(layers[number] for number in parts[comm.rank]))
-        total = execute(comm, {comm.rank: stage}, gpipe(2, 2), inputs, inputs, loss)
-        found.append(0.0 if total is None else total.item())
-        adam.step()
-        adam.zero_grad()
-    return [*found, float(len(adam.state)), float(sum(p.sum().item() for one in layers.values() for p in one.parameters()))]
-
-
 def test_layers_do_not_move_without_all_that_their_optimizer_knows() -> None:
     def work(comm: Communicator) -> int:
         old, new = [range(2), range(2, 4)], [range(1), range(1, 4)]
@@ -554,22 +489,6 @@ def test_layers_do_not_move_without_all_that_their_optimizer_knows() -> None:
         return len(layers)
 
     assert d2lps.simulate(work, star(2, 1e9))[:] == [2, 2]
-
-
-def test_layers_move_between_processes_with_what_adam_knows() -> None:
-    net = nn.Sequential(*map(layer, range(4)))
-    adam = torch.optim.Adam(net.parameters(), lr=0.01)
-    inputs, losses = list(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5))), []
-    for _ in range(3):
-        total = torch.stack([loss(net(x), x) for x in inputs]).sum()
-        total.backward()
-        losses.append(total.item())
-        adam.step()
-        adam.zero_grad()
-    first, second = d2lps.run(hands_over, 2)
-    assert second[:3] == pytest.approx(losses, rel=1e-6)
-    assert (first[3], second[3]) == (2, 6)
-    assert first[4] + second[4] == pytest.approx(sum(p.sum().item() for p in net.parameters()), abs=1e-4)
 
 
 # ---- torch's own --------------------------------------------------------------------------------------------------

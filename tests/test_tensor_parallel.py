@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -334,19 +332,6 @@ def test_tokens_that_are_none_and_options_that_are_not_carried_out() -> None:
     for option, value in (("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)):
         with pytest.raises(ValueError, match=f"nn.Embedding with {option}={value}: "):
             simulated(lambda comm, given: VocabEmbedding(comm, nn.Embedding(12, 4, **given)), 2, {option: value})
-
-
-def test_a_killed_rank_is_named() -> None:
-    def work(comm: Communicator) -> None:
-        model = tensor_parallel(comm, SMALL.module())
-        tokens, targets = text(SMALL)
-        loss = vocab_cross_entropy(comm, model(tokens), targets)
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
-
-    with pytest.raises(d2lps.RankDied, match="rank 1"):
-        d2lps.run(work, 2)
 
 
 # ---- the four rules ---------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 import d2lps
 from d2lps import Communicator, Cut, Narrow, RankHung, Slow, topology
-from d2lps.collectives import all_gather_into_tensor, all_reduce, broadcast
+from d2lps.collectives import all_reduce, broadcast
 from d2lps.comm import Mismatch
-from d2lps.parallel.data.replicas import differences, fingerprint
 from d2lps.watch import FlightRecorder, Log, Suspicion, absent, checked_all_reduce, damaged, false_alarms, flights, merged
 from d2lps.watch import stragglers as find
 from d2lps.watch.stragglers import others
@@ -215,43 +214,6 @@ def test_a_recorder_leaves_when_it_is_closed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="size=0"):
         d2lps.simulate(lambda comm: FlightRecorder(comm, tmp_path, size=0), star(1))
 
-
-# ---- the wrong data shard -----------------------------------------------------------------------------------------------
-
-
-def batch(rank: int, ranks: int, epoch: int, step: int) -> torch.Tensor:
-    """The numbers of the samples that a rank should read."""
-    order = torch.randperm(40 * ranks, generator=torch.Generator().manual_seed(epoch))
-    return order[rank::ranks][4 * step : 4 * step + 4]
-
-
-def read(comm: Communicator, mistake: str) -> tuple[list[str], list[int]]:
-    """What the ranks say of their batches, and who has not read what it should; the last rank makes the mistake."""
-    who, ranks, epoch, step = comm.rank, comm.size, 3, 5
-    if who == ranks - 1:
-        who -= mistake == "another rank's"
-        epoch -= mistake == "another epoch's"
-        step -= mistake == "another step's"
-    mine = batch(who, ranks, epoch, step)
-    should = torch.tensor([fingerprint(mine), fingerprint(batch(comm.rank, ranks, 3, 5))])
-    table = torch.empty(ranks, 2, dtype=torch.int64)
-    all_gather_into_tensor(comm, table, should)
-    found = differences(comm, {}, unlike={"samples": mine})
-    return [str(one) for one in found], (table[:, 0] != table[:, 1]).nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_who_reads_another_shard_is_named(ranks: int) -> None:
-    same = [f"samples: ranks {ranks - 2}, {ranks - 1} have the same"]
-    for mistake, found, wrong in (
-        ("", [], []), ("another rank's", same, [ranks - 1]),
-        ("another epoch's", [], [ranks - 1]), ("another step's", [], [ranks - 1]),  # all differ: only who knows better can tell
-    ):  # fmt: skip
-        assert d2lps.simulate(read, star(ranks), mistake, trace=False) == [(found, wrong)] * ranks
-
-
-def test_so_it_is_named_on_processes() -> None:
-    assert d2lps.run(read, 3, "another rank's") == [(["samples: ranks 1, 2 have the same"], [2])] * 3
 
 
 # ---- corruption ---------------------------------------------------------------------------------------------------------

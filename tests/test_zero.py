@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_strategies import Chain, X, simulated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -27,10 +28,6 @@ TIED = Transformer(layers=2, hidden=8, heads=2, vocab=11, sequence=8, tied=True)
 TOKENS = torch.randint(0, 11, (24, 9), generator=torch.Generator().manual_seed(3))
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 STEPS = 2
-
-
-def simulated(function: Callable[..., Any], ranks: int, *args: Any, **options: Any) -> d2lps.Run:
-    return d2lps.simulate(function, star(ranks, 1e9, 1e-6), *args, **options)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -92,18 +89,6 @@ def test_groups_and_accumulation(stage: int, group: int, sync: bool) -> None:
 
 
 # ---- torch's own --------------------------------------------------------------------------------------------------------
-
-
-class Chain(nn.Sequential):
-    """Linear layers whose sizes nothing divides."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(7)
-        super().__init__(*[nn.Sequential(nn.Linear(m, n), nn.Tanh()) for m, n in ((5, 7), (7, 3), (3, 6))])
-        self.double()
-
-
-X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def descend(comm: Communicator, model: nn.Module, step: Callable[[], Any]) -> None:
