@@ -2,85 +2,17 @@
 
 import random
 from functools import cache
-from itertools import islice
-from math import gcd, isqrt
+from math import gcd
 
-import numpy as np
-import pytest
-from solutions import refused
+from solutions import refused, refusing
 
 from d2lps_book.check import feeding_the_devices as check
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "word"),
-    [
-        ("queue", (204, 1968, 160, 6, 2), "batches under way"),
-        ("queue", (204.8, 1968, 160, 6, 2), "(whole)"),
-        ("queue", (205, 1968, 160, 6, 2.15), "part of a device"),
-        ("queue", (4, 1968, 160, 6, 2), "64 samples of 80 ms"),
-        ("queue", (205, 30.75, 160, 6, 2), "MB"),
-        ("queue", (205, 1968, 5120, 6, 2), "ms of a step"),
-        ("queue", (205, 1968, 160, 5, 2), "5.2"),
-        ("queue", (205, 1968, 160, 6, 220), "how many samples a second".capitalize()),
-        ("queue", (205, 1968, 160, 6), "5 numbers are wanted"),
-        ("saved", (30, 30, 0), "LRU"),
-        ("saved", (1.37, 30, 0), "the store is asked for the rest"),
-        ("saved", (38.63, 10, 0), "pinned"),
-        ("saved", (38.63, 30, 120), "four machines"),
-    ],
-)
-def test_answer_refused(name, wrong, word):
-    refused(getattr(check, name)(wrong), word)
-
-
-# ---- sample_at ----------------------------------------------------------------------------------------------------------
-
-
-def rotated(place, n, seed):
-    return (place + seed) % n
-
-
-def hashed(place, n, seed):
-    return hash((place, n, seed)) % n
-
-
-def unshuffled(place, n, seed):
-    return place
-
-
-def not_walked(place, n, seed):
-    base = isqrt(n - 1) + 1
-    left, right = divmod(place, base)
-    for k in range(8):
-        left, right = right, (left + hash((k, right, seed))) % base
-    return left * base + right
 
 
 def affine(place, n, seed):
     """A multiplication without any noise: samples of places side by side are evenly spaced."""
     factor = next(a for a in range(1 + hash((seed, 1)) % n, 3 * n) if gcd(a, n) == 1)
     return (factor * place + hash((seed, 2))) % n
-
-
-def walked(place, n, seed, noise, base):
-    while True:
-        left, right = divmod(place, base)
-        for k in range(8):
-            left, right = right, (left + noise((k, right, seed))) % base
-        if (place := left * base + right) < n:
-            return place
-
-
-def odd(place, n, seed):
-    """A base that may be odd."""
-    return walked(place, n, seed, lambda key: hash((hash(key), 1)), isqrt(n - 1) + 1)
-
-
-def hashed_once(place, n, seed):
-    """An even base, but Python's hash of a tuple is no good noise: its last bits follow those of the tuple."""
-    base = isqrt(n - 1) + 1
-    return walked(place, n, seed, hash, base + base % 2)
 
 
 @cache
@@ -91,20 +23,6 @@ def table(n, seed):
 def listed(place, n, seed):
     """A table where there is room for one, and a hash where not."""
     return table(n, seed)[place] if n < 10**6 else hash((place, seed)) % n
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        (rotated, "usual"), (hashed, "places"), (unshuffled, "with each of 2,400 seeds it is the same order"),
-        (not_walked, "none of the samples"), (affine, "usual"),
-        (odd, "an odd base?"),
-        (hashed_once, "another one in each round"), (listed, "n=1,000,003: of 4,000 places, two hold the same"),
-        (lambda place, n, seed: float(rotated(place, n, seed)), "none of the samples"),
-    ],
-)  # fmt: skip
-def test_sample_at_refuses(wrong, word):
-    refused(check.sample_at(wrong), word)
 
 
 def test_a_table_is_asked_first_for_what_it_has_no_room_for():
@@ -120,156 +38,70 @@ def test_a_table_is_asked_first_for_what_it_has_no_room_for():
     assert asked == [10**12]
 
 
-# ---- next_batch ---------------------------------------------------------------------------------------------------------
+FILL, DRAWN, BEGUN = "(stream, size)) -> ", "randrange(len(buffer)) -> randrange", "stream = iter(stream) -> "
+LAST = "buffer[at] = buffer[-1]\n            buffer.pop() -> "
+KEYS, NOISE = "[seed, epoch, index] -> ", "dice.normal(size=sample.shape) -> "
+SHARED, ALIKE = "share their noise", "as likely"
 
-
-def batches(strided=False, ahead=0, drop=False, wrap=False, last_more=False, epoch=True):
-    def next_batch(state, n, batch, ranks):
-        now, first = state
-        end = min(first + batch, n)
-        if drop and first + batch > n:
-            end = first
-        line = list(range(first, end))
-        if wrap:
-            line += range(first + batch - n) if first + batch > n else []
-        if strided:
-            parts = [line[rank::ranks] for rank in range(ranks)]
-        else:
-            parts = [part.tolist() for part in np.array_split(line, ranks)]
-            if last_more:
-                parts = [part.tolist() for part in np.array_split(line[::-1], ranks)][::-1]
-                parts = [part[::-1] for part in parts]
-        after = (now, end + ahead) if end < n else (now + epoch, 0)
-        return parts, after
-
-    return next_batch
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        (batches(strided=True), "not in order"), (batches(ahead=1), "the line is at"), (batches(drop=True), "come next"),
-        (batches(wrap=True), "come next"), (batches(last_more=True), "at most one more"),
-        (batches(epoch=False), "the line is at"),
+test_refused = refusing({
+    "ex-feeding-queue queue": [
+        ("(204, 1968, 160, 6, 2)", "batches under way"), ("(204.8, 1968, 160, 6, 2)", "(whole)"),
+        ("(205, 1968, 160, 6, 2.15)", "part of a device"), ("(4, 1968, 160, 6, 2)", "64 samples of 80 ms"),
+        ("(205, 30.75, 160, 6, 2)", "MB"), ("(205, 1968, 5120, 6, 2)", "ms of a step"), ("(205, 1968, 160, 5, 2)", "5.2"),
+        ("(205, 1968, 160, 6, 220)", "How many samples a second"), ("(205, 1968, 160, 6)", "5 numbers are wanted"),
+    ],
+    "ex-feeding-cache saved": [
+        ("(30, 30, 0)", "LRU"), ("(1.37, 30, 0)", "the store is asked for the rest"), ("(38.63, 10, 0)", "pinned"),
+        ("(38.63, 30, 120)", "four machines"),
+    ],
+    "ex-feeding-order sample_at": [
+        (lambda place, n, seed: (place + seed) % n, "usual"),
+        (lambda place, n, seed: hash((place, n, seed)) % n, "places"),
+        (lambda place, n, seed: place, "with each of 2,400 seeds it is the same order"),
+        ("if place < n: -> if True:", "none of the samples"),
+        (affine, "usual"),
+        ("base += base % 2 -> pass", "an odd base?"),
+        ("hash((hash((k, digit, seed)), 1)) -> hash((k, digit, seed))",  # whose last bits follow those of the tuple
+         "another one in each round"),
+        (listed, "n=1,000,003: of 4,000 places, two hold the same"),
+        (lambda place, n, seed: float((place + seed) % n), "none of the samples"),
+    ],
+    "ex-feeding-resume next_batch": [
+        ("list(range(at, at + size)) -> list(range(first, end))[rank::ranks]", "not in order"),
+        ("(epoch, end) if -> (epoch, end + 1) if", "the line is at"),
+        ("min(first + batch, n) -> first + batch if first + batch <= n else first", "come next"),
+        ("return parts, -> parts[-1] += range(first + batch - n)\n    return parts,", "come next"),
+        ("rank < more -> rank >= ranks - more", "at most one more"),
+        ("(epoch + 1, 0) -> (epoch, 0)", "the line is at"),
         (lambda state, n, batch, ranks: [[0]] * ranks, "is not (parts"),
-        (lambda state, n, batch, ranks: ([list(range(state[1], min(state[1] + batch, n)))], (0, 0)), "parts"),
+        ("return parts, -> return [sum(parts, [])],", "parts"),
     ],
-)  # fmt: skip
-def test_next_batch_refuses(wrong, word):
-    refused(check.next_batch(wrong), word)
-
-
-# ---- shuffled -----------------------------------------------------------------------------------------------------------
-
-
-def everything(stream, size, dice):
-    kept = list(stream)
-    dice.shuffle(kept)
-    yield from kept
-
-
-def blocks(stream, size, dice):
-    stream = iter(stream)
-    while block := list(islice(stream, size)):
-        dice.shuffle(block)
-        yield from block
-
-
-def loses_the_rest(stream, size, dice):
-    stream = iter(stream)
-    buffer = list(islice(stream, size))
-    for new in stream:
-        at = dice.randrange(len(buffer))
-        yield buffer[at]
-        buffer[at] = new
-
-
-def own_dice(stream, size, dice):
-    return fair(stream, size, random)
-
-
-def fair(stream, size, dice, first=0, rest=True, fixed=0):
-    stream = iter(stream)
-    buffer = list(islice(stream, size))
-    for new in stream:
-        at = dice.randrange(first, len(buffer) - fixed) if len(buffer) > first + fixed else 0
-        yield buffer[at]
-        buffer[at] = new
-    if rest:
-        dice.shuffle(buffer)
-    yield from buffer
-
-
-def oldest(stream, size, dice):
-    """What has waited longest is likelier."""
-    stream = iter(stream)
-    buffer = list(islice(stream, size))
-    while buffer:
-        yield buffer.pop(min(dice.randrange(len(buffer)), dice.randrange(len(buffer))))
-        buffer += islice(stream, 1)
-
-
-def sticky(stream, size, dice):
-    """Half of the buffer is left alone until the end."""
-    return fair(stream, size, dice, first=size // 2)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        (everything, "buffer of 1"), (loses_the_rest, "not each of them once"), (own_dice, "others thrown"),
+    "ex-feeding-buffer shuffled": [
+        (f"{FILL}(stream, None))", "buffer of 1"),
+        (f"{LAST}return", "not each of them once"),
+        ("at = dice.randrange -> import random; at = random.randrange", "others thrown"),
         (lambda stream, size, dice: iter(stream), "stream's order"),
-        (lambda stream, size, dice: fair(stream, size, random.Random(4)), "with other dice"),
-        (lambda stream, size, dice: fair(stream, size + 8 * (size > 20), dice), "places forward"),
-        (lambda stream, size, dice: everything(stream, size, dice) if size > 9 else fair(stream, size, dice), "no end"),
-        (lambda stream, size, dice: fair(stream, max(1, size // 2), dice), "as likely"),
-        (lambda stream, size, dice: fair(stream, size, dice, rest=False), "stream's order"),
-        (blocks, "as likely"), (sticky, "as likely"), (oldest, "as likely"),
-        (lambda stream, size, dice: fair(stream, size, dice, fixed=1), "sample 99 was kept until the stream had ended"),
+        (f"{BEGUN}import random; stream, dice = iter(stream), random.Random(4)", "with other dice"),
+        (f"{FILL}(stream, size + 8 * (size > 20)))", "places forward"),
+        (f"{FILL}(stream, size if size < 10 else None))", "no end"),
+        (f"{FILL}(stream, max(1, size // 2)))", ALIKE),
+        ((f"{DRAWN}(len(buffer)) if len(buffer) == size else 0", f"{LAST}buffer.pop(at)"), "stream's order"),
+        (("while buffer: -> while buffer := buffer or list(islice(stream, size)):", "in stream: -> in ():"), ALIKE),  # blocks
+        (f"{DRAWN}(size // 2 * (len(buffer) == size), len(buffer))", ALIKE),  # half of it is left alone until the end
+        (("dice.randrange(len(buffer)) -> min(dice.randrange(len(buffer)), dice.randrange(len(buffer)))",
+          "buffer[at] = new -> buffer.pop(at)\n            buffer.append(new)"), ALIKE),  # the longer it waits, the likelier
+        (f"{DRAWN}(max(1, len(buffer) - 1))", "sample 99 was kept until the stream had ended"),
     ],
-)  # fmt: skip
-def test_shuffled_refuses(wrong, word):
-    refused(check.shuffled(wrong), word)
-
-
-# ---- noisy --------------------------------------------------------------------------------------------------------------
-
-
-def global_state(sample, index, epoch, seed):
-    return sample + np.random.normal(size=sample.shape)
-
-
-def reseeds(sample, index, epoch, seed):
-    np.random.seed([seed, epoch, index])
-    return sample + np.random.normal(size=sample.shape)
-
-
-def seeded(key):
-    return lambda sample, *keys: sample + np.random.default_rng(key(*keys)).normal(size=sample.shape)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        (global_state, "has changed"), (reseeds, "has changed"),
-        (seeded(lambda index, epoch, seed: seed + epoch + index), "share their noise"),
-        (seeded(lambda index, epoch, seed: [seed, index]), "share their noise"),
-        (seeded(lambda index, epoch, seed: [epoch, index]), "share their noise"),
-        (seeded(lambda index, epoch, seed: None), "asked again"),
-        (seeded(lambda index, epoch, seed: 1000 * seed + 100 * epoch + index), "share their noise"),
-        (lambda sample, *keys: sample + np.random.default_rng(keys).random(sample.shape), "mean 0"),
-        (lambda sample, *keys: sample + np.random.default_rng(keys).normal(size=8), "broadcast"),
-        (lambda sample, *keys: sample + np.random.default_rng(keys).normal(), "in several places"),
-        (lambda sample, *keys: np.add(sample, np.random.default_rng(keys).normal(size=sample.shape), out=sample), "itself"),
-        (lambda sample, *keys: np.random.default_rng(keys).normal(size=sample.shape), "asked again"),
+    "ex-feeding-dice noisy": [
+        (f"{NOISE}np.random.normal(size=sample.shape)", "has changed"),
+        ("np.random.default_rng( -> np.random; dice.seed(", "has changed"),
+        (f"{KEYS}seed + epoch + index", SHARED), (f"{KEYS}[seed, index]", SHARED), (f"{KEYS}[epoch, index]", SHARED),
+        (f"{KEYS}1000 * seed + 100 * epoch + index", SHARED),
+        (f"{KEYS}None", "asked again"),
+        (f"{NOISE}dice.random(sample.shape)", "mean 0"),
+        (f"{NOISE}dice.normal(size=8)", "broadcast"),
+        (f"{NOISE}dice.normal()", "in several places"),
+        (f"sample + {NOISE}sample.__iadd__(dice.normal(size=sample.shape))", "itself"),
+        ("return sample + -> return", "asked again"),
     ],
-)  # fmt: skip
-def test_noisy_refuses(wrong, word):
-    refused(check.noisy(wrong), word)
-
-
-@pytest.mark.parametrize("name", ["sample_at", "next_batch", "shuffled", "noisy"])
-def test_a_stub_is_still_empty(name):
-    def stub(*args): ...
-
-    refused(getattr(check, name)(stub), "still empty")
+})  # fmt: skip
