@@ -27,7 +27,7 @@ test_refused = refusing({
         ("26_373", "gradients have 4 bytes"), ("10_549 / 2", "set them equal"), ("175e9", "t: not 175000000000.0. Write both"),
     ],
     "ex-why-van van": [
-        ("0.864e15, 2.5", "the van has a beta, too"), ("10e15, 2.5", "When are alpha + n beta of both equal"),
+        ("0.864e15, 2.5", "to the van, too, each byte costs time"), ("10e15, 2.5", "When do van and link take equally long"),
         ("0.89e15, 9000", "then seconds to hours"),
     ],
     "ex-why-deal deal": [

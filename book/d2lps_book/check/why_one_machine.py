@@ -52,8 +52,8 @@ def van(break_even: float, hours_by_link: float) -> str:
     """Check from how many bytes on the van wins, and the hours that 90 TB take by the link."""
     link, load = 1 / 10e9, 60 / 20e12
     if abs(break_even * link / 86_400 - 1) < 0.01:
-        raise Wrong("the disks have to be loaded and unloaded as well: the van has a beta, too")
-    near("break-even, in bytes", break_even, 86_400 / (link - load), "When are alpha + n beta of both equal?", 0.02)
+        raise Wrong("the disks have to be loaded and unloaded as well: to the van, too, each byte costs time")
+    near("break-even, in bytes", break_even, 86_400 / (link - load), "When do van and link take equally long?", 0.02)
     near("hours of 90 TB by the link", hours_by_link, 2.5, "Bytes by bytes a second, then seconds to hours", 0.01)
     return "nearly a petabyte, and 90 TB go by the link"
 
