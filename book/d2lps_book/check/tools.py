@@ -68,6 +68,13 @@ def refuse(*found: tuple[object, str]) -> None:
             raise Wrong(words)
 
 
+def in_short(got: Any) -> str:
+    """What came back, in few words: a tensor's numbers would fill the page."""
+    if isinstance(got, tuple | list):
+        return f"({', '.join(map(in_short, got))})"
+    return f"a tensor of {list(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)
+
+
 def without(function: Function, *names: str) -> None:
     """Refuse a function that mentions one of these names."""
     for name in names:
