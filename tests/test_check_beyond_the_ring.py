@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from solutions import refusing, solution, tried
-from test_check import right as everyone_to_everyone
+from test_check import everyone_to_everyone
 
 from d2lps import collectives
 from d2lps_book.check import beyond_the_ring as check

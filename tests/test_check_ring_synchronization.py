@@ -1,7 +1,7 @@
 """The checks of *Ring synchronization*: wrong answers are refused in words."""
 
 from solutions import refusing, tried
-from test_check import right as everyone_to_everyone
+from test_check import everyone_to_everyone
 
 from d2lps import ReduceOp, collectives
 
