@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from solutions import refusing, solution
+from solutions import refusing
+from test_check_beyond_the_ring import to_and_from_0
 
 import d2lps
 from d2lps import Communicator, aggregate, collectives
@@ -53,53 +54,6 @@ test_answers_refused = refusing({
 # ---- functions ----------------------------------------------------------------------------------------------------------
 
 
-def in_turn(comm: Communicator, room: list[torch.Tensor], tensor: torch.Tensor) -> None:
-    """Everyone sends to everyone, one root after the other."""
-    comm.copy(room[comm.rank], tensor)
-    for root in range(comm.size):
-        for dst in set(range(comm.size)) - {root}:
-            if comm.rank == root:
-                comm.send(tensor, dst)
-            elif comm.rank == dst:
-                comm.recv(room[root], root)
-
-
-def sends_first(comm: Communicator, room: list[torch.Tensor], tensor: torch.Tensor) -> None:
-    comm.copy(room[comm.rank], tensor)
-    if comm.size > 1:
-        comm.send(tensor, (comm.rank + 1) % comm.size)
-        comm.recv(room[comm.rank - 1], (comm.rank - 1) % comm.size)
-
-
-def flat_reduce(comm: Communicator, tensor: torch.Tensor, dst: int) -> None:
-    if comm.rank != dst:
-        comm.send(tensor, dst)
-        return
-    incoming = torch.empty_like(tensor)
-    for src in set(range(comm.size)) - {dst}:
-        comm.recv(incoming, src)
-        comm.combine(tensor, incoming)
-
-
-def everywhere(comm: Communicator, tensor: torch.Tensor, dst: int) -> None:
-    solution("ex-collectives-reduce")["tree_reduce"](comm, tensor, dst)
-    total = tensor.clone()
-    for other in set(range(comm.size)) - {dst}:
-        if comm.rank == dst:
-            comm.send(total, other)
-        elif comm.rank == other:
-            comm.recv(total, dst)
-
-
-def at_once(comm: Communicator, output: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    comm.copy(output, parts[comm.rank])
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    rooms = [torch.empty_like(output) for _ in others]
-    comm.exchange([(parts[rank], rank) for rank in others], list(zip(rooms, others, strict=True)))
-    for room in rooms:
-        comm.combine(output, room)
-
-
 def round_a_ring(comm: Communicator, output: torch.Tensor, parts: list[torch.Tensor]) -> None:
     p, r = comm.size, comm.rank
     total = parts[(r - 1) % p].clone()
@@ -109,30 +63,6 @@ def round_a_ring(comm: Communicator, output: torch.Tensor, parts: list[torch.Ten
         total = parts[(r - step - 2) % p].clone()
         comm.combine(total, incoming)
     comm.copy(output, total)
-
-
-def all_parts(comm: Communicator, output: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    comm.copy(output, parts[comm.rank])
-    whole = torch.stack(parts)
-    for k in range(1, comm.size):
-        incoming = torch.empty_like(whole)
-        comm.sendrecv(whole, (comm.rank + k) % comm.size, incoming, (comm.rank - k) % comm.size)
-        comm.combine(output, incoming[comm.rank])
-
-
-def by_all_gather(comm: Communicator, rows: torch.Tensor) -> torch.Tensor:
-    room = [torch.empty_like(rows) for _ in range(comm.size)]
-    collectives.all_gather(comm, room, rows)
-    return torch.cat(room).T.chunk(comm.size)[comm.rank]
-
-
-def chain(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> None:
-    """Whoever has a chunk sends it on before it receives the next one."""
-    for part in tensor.tensor_split(chunks):
-        if comm.rank != src:
-            comm.recv(part, (comm.rank - 1) % comm.size)
-        if (comm.rank + 1) % comm.size != src:
-            comm.send(part, (comm.rank + 1) % comm.size)
 
 
 def chain_of_all_at_once(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> None:
@@ -156,15 +86,6 @@ def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: i
                 comm.recv(part, src)
 
 
-def by_a_flat_tree(comm: Communicator, tensor: torch.Tensor) -> None:
-    flat_reduce(comm, tensor, 0)
-    for dst in range(1, comm.size):
-        if comm.rank == 0:
-            comm.send(tensor, dst)
-        elif comm.rank == dst:
-            comm.recv(tensor, 0)
-
-
 def whole_tensors_round_a_ring(comm: Communicator, tensor: torch.Tensor) -> None:
     passing, incoming = tensor.clone(), torch.empty_like(tensor)
     for _ in range(comm.size - 1):
@@ -174,12 +95,13 @@ def whole_tensors_round_a_ring(comm: Communicator, tensor: torch.Tensor) -> None
 
 
 INCOMING, OUTGOING = "incoming = room[(r - step - 1) % p] -> ", "outgoing = room[(r - step) % p] -> "
-CHUNKS = "p, r, parts = "
+DONE, BEGIN, CHUNKS = "comm.copy(tensor, total) -> ", "incoming = torch.empty_like(output) -> ", "p, r, parts = "
 
 test_functions_refused = refusing({
     "ex-collectives-ring ring_all_gather": [
         (lambda comm, room, tensor: collectives.all_gather(comm, room, tensor), "all_gather is the library's"),
-        (in_turn, "in a ring it talks to its right neighbor only"),
+        ((f"{OUTGOING}right, left, outgoing = (r + step + 1) % p, (r - step - 1) % p, tensor",  # everyone sends to everyone
+          f"{INCOMING}incoming = room[left]"), "in a ring it talks to its right neighbor only"),
         (("right, left = (r + 1) % p, (r - 1) % p -> left, right = (r + 1) % p, (r - 1) % p",
           f"{OUTGOING}outgoing = room[(r + step) % p]", f"{INCOMING}incoming = room[(r + step + 1) % p]"),
          "in a ring it talks to its right neighbor only"),
@@ -187,26 +109,35 @@ test_functions_refused = refusing({
          "never written"),
         ("range(p - 1) -> range(min(p - 1, 7))", "with 11 ranks, rank 0 ends with wrong numbers"),
         (lambda comm, room, tensor: [comm.copy(one, tensor) for one in room], "with 2 ranks"),
-        (sends_first, "deadlock"),
+        ("comm.sendrecv(outgoing, right, incoming, left) -> comm.send(outgoing, right); comm.recv(incoming, left)", "deadlock"),
     ],
     "ex-collectives-reduce tree_reduce": [
         (lambda comm, tensor, dst: collectives.reduce(comm, tensor, dst), "reduce is the library's"),
-        (flat_reduce, "it takes 4 steps, not 3: film the tree broadcast"),
+        ("while have >= 1: -> if comm.rank != dst:\n        return comm.send(tensor, dst)\n"  # all to the root
+         "    for src in set(range(comm.size)) - {dst}:\n        comm.recv(incoming, src)\n"
+         "        comm.combine(total, incoming)\n    while False:", "it takes 4 steps, not 3: film the tree broadcast"),
         ("comm.rank == dst -> True", "tensor was changed"),
         ("2 ** math.ceil(math.log2(comm.size)) // 2 -> 4", "rank 5 the root, rank 5 ends with wrong numbers"),
         ("position = (comm.rank - dst) -> dst = 0; position = (comm.rank - dst)", "only that of rank 1 should be"),
-        (everywhere, "steps, not 1"),
+        (f"{DONE}comm.copy(tensor, total)\n"  # and it tells all the others
+         "    for other in set(range(comm.size)) - {dst}:\n        if comm.rank == dst:\n            comm.send(total, other)\n"
+         "        elif comm.rank == other:\n            comm.recv(incoming, dst)", "steps, not 1"),
         (lambda comm, tensor, dst: comm.barrier(), "is missing"),
     ],
     "ex-collectives-pairwise pairwise_reduce_scatter": [
         (lambda comm, output, parts: collectives.reduce_scatter(comm, output, parts), "reduce_scatter is the library's"),
-        (at_once, "it takes 1 step, not 2"),
+        (f"{BEGIN}others = [rank for rank in range(comm.size) if rank != comm.rank]\n"
+         "    rooms = [torch.empty_like(output) for _ in others]\n"
+         "    comm.exchange([(parts[rank], rank) for rank in others], list(zip(rooms, others)))\n"
+         "    return [comm.combine(output, room) for room in rooms]", "it takes 1 step, not 2"),
         (round_a_ring, "with 3 ranks, 3 pairs talk, not all 6"),
-        (all_parts, "rank 0 sends 2 parts, where 1 are enough"),
+        ((f"{BEGIN}whole = torch.stack(parts); incoming = torch.empty_like(whole)", "parts[right], right -> whole, right",
+          "output, incoming) -> output, incoming[comm.rank])"), "rank 0 sends 2 parts, where 1 are enough"),
         ("range(1, comm.size) -> range(1, comm.size - 1)", "is missing"),
     ],
     "ex-collectives-transpose transpose": [
-        (by_all_gather, "some rank sends more than it has for others"),
+        ("blocks = -> room = [torch.empty_like(rows) for _ in range(comm.size)]; library.all_gather(comm, room, rows)\n"
+         "    return torch.cat(room).T.chunk(comm.size)[comm.rank]\n    blocks =", "some rank sends more than it has for others"),
         ("block.T.contiguous() -> block.contiguous()", "2 x 2 on 1 rank, rank 0: row 0, column 1 is wrong"),
         (lambda comm, rows: torch.arange(36).view(6, 6).T.chunk(3)[comm.rank % 3], "a tensor of shape (2, 6), not (2, 2)"),
         (lambda comm, rows: rows, "is wrong"),
@@ -219,7 +150,8 @@ test_functions_refused = refusing({
         (f"{CHUNKS} -> src = 0; {CHUNKS}", "with 2 ranks, rank 1 the root"),
         ("comm.send(parts[-1], after) -> comm.isend(parts[-1], after)", "1 send nobody waits for"),
         (star_in_chunks, "in a ring it talks to its right neighbor only"),
-        (chain, "does a rank wait"),
+        ("comm.sendrecv(parts[k - 1], after, parts[k], before) -> comm.send(parts[k - 1], after); comm.recv(parts[k], before)",
+         "does a rank wait"),
         (chain_of_all_at_once, "4 chunks: 1 step, and a chain needs 4; a link carries one chunk at a time"),
         (lambda comm, tensor, src, chunks: comm.barrier(), "does not end with the root's tensor"),
     ],
@@ -233,7 +165,7 @@ test_functions_refused = refusing({
         (lambda comm, tensor: comm.start(collectives.all_reduce, tensor).wait(), "all_reduce is the library's"),
         (lambda comm, tensor: aggregate.on_device(comm, tensor), "on_device is the library's"),
         (lambda comm, tensor: aggregate.blockwise(comm, tensor), "all_reduce is the library's"),
-        (by_a_flat_tree, "in a ring it talks to its right neighbor only"),
+        (to_and_from_0, "in a ring it talks to its right neighbor only"),
         (whole_tensors_round_a_ring, "with 2 ranks it takes 1 step, not 2"),
         (lambda comm, tensor: tensor.mul_(comm.size), "with 2 ranks"),
     ],

@@ -1,39 +1,14 @@
 """The checks of *Many processes*: each refuses, in words, what readers hand in."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from solutions import refusing
+from test_check_beyond_the_ring import to_and_from_0
 
 from d2lps import Communicator, collectives
 
 
-def by_a_root(comm: Communicator, mine: float) -> float:
-    token, other = torch.tensor([mine]), torch.zeros(1)
-    for rank in range(1, comm.size):
-        if comm.rank == 0:
-            comm.recv(other, rank)
-            token += other
-        elif comm.rank == rank:
-            comm.send(token, 0)
-    for rank in range(1, comm.size):
-        if comm.rank == 0:
-            comm.send(token, rank)
-        elif comm.rank == rank:
-            comm.recv(token, 0)
-    return token.item()
-
-
-Parcels = list[torch.Tensor]
-
-
-def by_number(comm: Communicator, parcels: Parcels) -> None:
-    for number, parcel in enumerate(parcels):
-        parcel.fill_(number)
-
-
-def in_one_box(comm: Communicator, parcels: Parcels) -> None:
+def in_one_box(comm: Communicator, parcels: list[torch.Tensor]) -> None:
     box = torch.stack(parcels)
     if comm.rank == 0:
         comm.send(box, 1)
@@ -43,32 +18,10 @@ def in_one_box(comm: Communicator, parcels: Parcels) -> None:
             parcel.copy_(row)
 
 
-def started(comm: Communicator, parcels: Parcels) -> list[Any]:
-    return [comm.isend(parcel, 1) if comm.rank == 0 else comm.irecv(parcel, 0) for parcel in parcels]
-
-
-def never_waits(comm: Communicator, parcels: Parcels) -> None:
-    started(comm, parcels)
-
-
-def waits_at_one_end(comm: Communicator, parcels: Parcels) -> None:
-    for work in started(comm, parcels)[: len(parcels) * comm.rank]:
-        work.wait()
-
-
-def last_first(comm: Communicator, parcels: Parcels) -> None:
-    for parcel in parcels if comm.rank == 0 else parcels[::-1]:
-        (comm.send if comm.rank == 0 else comm.recv)(parcel, 1 - comm.rank)
-
-
 FIRST, SECOND = "if rank < p - 1: -> ", "if rank < p - 2: -> "
-WRONG_DELIVERY = [
-    (by_number, "of 1 parcels, number 0 arrives with wrong contents"),
-    (in_one_box, "1 messages for 7 parcels"),
-    (never_waits, "never arrives"),
-    (waits_at_one_end, "rank 0 does not wait for its sends"),
-    (last_first, "number 0 arrives with wrong contents"),
-]
+MOVE, START = "move = comm.send if comm.rank == 0 else comm.recv -> move = ", "for parcel in parcels]: -> for parcel in parcels"
+BY_NUMBER = (lambda comm, parcels: [parcel.fill_(number) for number, parcel in enumerate(parcels)],
+             "of 1 parcels, number 0 arrives with wrong contents")  # fmt: skip
 
 test_refused = refusing({
     "ex-processes-lap everybody_knows": [
@@ -76,7 +29,8 @@ test_refused = refusing({
         ((f"{FIRST}if rank == 0:", f"{SECOND}if False:"), "rank 1 returns"),  # a lap, and no other
         ((f"{FIRST}if True:", f"{SECOND}if rank < p - 1:"), "in 3 rounds, and 2 are enough"),
         (lambda comm, mine: collectives.all_reduce(comm, torch.tensor([mine])), "all_reduce is the library's"),
-        (by_a_root, "in a ring it talks to its right neighbor only"),
+        (lambda comm, mine: (to_and_from_0(comm, token := torch.tensor([mine])), token.item())[1],
+         "in a ring it talks to its right neighbor only"),
         (("comm.send(token, dst=right)     # -> comm.isend(token, dst=right)     #",
           "    comm.send(token, dst=right)\n    return ->     comm.isend(token, dst=right)\n    return"),
          "with 2 ranks 2 sends nobody waits for"),
@@ -98,11 +52,20 @@ test_refused = refusing({
         ("'deadlock', (6, 5), (2, 'deadlock'), (1, 1)", "way 3 is no deadlock among 5 ranks either"),
         ("'deadlock', (6, 5), (2, 3), (2, 2)", "way 4, 6 ranks: not 2 rounds"),
     ],
-    "ex-processes-stream in_a_row": [*WRONG_DELIVERY, ("in_flight", "7 parcels in 1 rounds: here each is to wait")],
+    "ex-processes-stream in_a_row": [
+        BY_NUMBER, (in_one_box, "1 messages for 7 parcels"),
+        (f"{MOVE}comm.isend if comm.rank == 0 else comm.irecv", "never arrives"),
+        (f"{MOVE}comm.isend if comm.rank == 0 else comm.recv", "rank 0 does not wait for its sends"),
+        ("in parcels: -> in parcels[:: 1 - 2 * comm.rank]:", "number 0 arrives with wrong contents"),
+        ("in_flight", "7 parcels in 1 rounds: here each is to wait"),
+    ],
     "ex-processes-stream in_flight": [
-        *WRONG_DELIVERY,
+        BY_NUMBER, (in_one_box, "1 messages for 7 parcels"),
+        ("work.wait() -> pass", "never arrives"),
+        (f"{START}][:len(parcels) * comm.rank]:", "rank 0 does not wait for its sends"),
+        (f"{START}[:: 1 - 2 * comm.rank]]:", "number 0 arrives with wrong contents"),
         ("in_a_row", "7 parcels in 7 rounds: start all of them"),
-        (lambda comm, parcels: started(comm, parcels)[-1].wait(), "12 sends and receives", "nobody waits for them"),
+        (f"{START}][-1:]:", "12 sends and receives", "nobody waits for them"),
     ],
     "ex-processes-trace byte_table": [
         ('np.add.at(table, (m["src"], m["dst"]), m["nbytes"]) -> table[m["src"], m["dst"]] = m["nbytes"]', "messages with"),
