@@ -83,10 +83,6 @@ test_refused = refusing({
         ("(8, 128), (1, 80)", "with the tree, gradients"), ("(8, 128), (2, 56)", "with the tree, ms", "four parts"),
     ],
     "ex-server-sum sum_or_mean": [("0.5, 4", "rate"), ("2.0, 4", "rate"), ("0.125, 16", "factor"), ("0.125, 2", "factor")],
-    "ex-server-rows rows": [
-        ("888_889, 888_889", "apart"), ("10.0, 888_889", "apart"), ("'always', 888_889", "apart"),
-        ("1_555_556, 1_000_000", "colocated", "eighth"),
-    ],
     "ex-server-pieces in_pieces": [
         (WITHOUT_CLOCK, "clock comes next"),
         ((WITHOUT_CLOCK, "pairs = zip -> if kv.iteration < 1 and weights.any(): kv.clock()\n    pairs = zip"),

@@ -24,6 +24,10 @@ test_refused = refusing({
         ("1.0, 1.0", "64 bytes"), ("89, 33", "at most 1"), ("8 / 9, 'a third'", "4 bytes: not 'a third'"),
         ("0.8889, 0.5", "4 bytes", "with the push and again with the pull"), ("64 / 80, 4 / 20", "64 bytes"),
     ],
+    "ex-keys-rows rows": [
+        ("888_889, 888_889", "apart"), ("10.0, 888_889", "apart"), ("'always', 888_889", "apart"),
+        ("1_555_556, 1_000_000", "colocated", "eighth"),
+    ],
     "ex-keys-tiers tiers": [
         ("24, 72", "72 misses"), ("90, 6", "not 6 misses"), ("96, 0", "0 misses"), ("36, 12", "48 reads, not 96"),
     ],

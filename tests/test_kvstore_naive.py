@@ -1,5 +1,7 @@
 """The server that fits on a page: as long as nothing goes wrong it does what the real one does."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import d2lps
 from d2lps import kvstore, topology
 from d2lps.comm import Deadlock
 from d2lps.kvstore import naive
+from d2lps.kvstore.storage.tiers import Tiers
 
 
 def train(kv: Any, steps: int) -> list[float]:
@@ -64,3 +67,17 @@ def test_what_it_cannot_do_is_refused_in_words() -> None:
 
     with pytest.raises(ValueError, match=r"key 'w' with float32.* init comes first"):
         d2lps.simulate(naive.play, topology.star(2, bandwidth=1e9), wrong)
+
+
+def test_it_keeps_its_tensors_in_whatever_dictionary_it_is_given(tmp_path: Path) -> None:
+    def part(comm: Any, store_of: Callable[[], Any]) -> Any:
+        if comm.rank == comm.size - 1:
+            naive.serve(comm, store := store_of())
+            return {key: store[key].tolist() for key in store}
+        train(kv := naive.Worker(comm), 3)
+        kv.leave()
+        return None
+
+    star = topology.star(3, bandwidth=1e9)
+    cold = d2lps.simulate(part, star, lambda: Tiers(tmp_path, budget=20))  # room for the larger key alone
+    assert cold[2] == d2lps.simulate(part, star, dict)[2] == {0: [9.0] * 5, 1: [6.0]}

@@ -9,7 +9,7 @@ different orders. The rest of this folder is the answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from d2lps.comm import Communicator, Work
 from d2lps.comm.rank import describe
 
 INIT, PUSH, PULL, LEAVE = range(4)  # a request is three numbers: one of these, the key's number, the tensor's length
+WORDS = "init", "push", "pull", "leave"
 
 
 class Worker:
@@ -41,20 +42,21 @@ class Worker:
         """Nothing: the server takes one request of each worker in turn, so that no pull overtakes another worker's push."""
 
     def leave(self) -> None:
+        self.comm.step(WORDS[LEAVE])
         self.comm.send(torch.tensor([LEAVE, 0, 0]), self.server)
 
     def _ask(self, op: int, key: str, tensor: torch.Tensor) -> Work:
         if key not in self.keys or tensor.dtype != torch.float32:
             raise ValueError(f"key {key!r} with {describe(tensor)}: init comes first, and all is float32 here")
+        self.comm.step(WORDS[op])
         self.comm.send(torch.tensor([op, self.keys.index(key), tensor.numel()]), self.server)
         if op != PULL:
             return self.comm.isend(tensor, self.server)
         return self.comm.irecv(tensor, self.server)
 
 
-def serve(comm: Communicator) -> dict[int, torch.Tensor]:
-    """One request of each worker in turn, until all have left."""
-    values: dict[int, torch.Tensor] = {}  # by the key's number
+def serve(comm: Communicator, store: MutableMapping[int, torch.Tensor]) -> None:
+    """One request of each worker in turn, until all have left. `store`: any dictionary, by the keys' numbers."""
     request = torch.empty(3, dtype=torch.int64)
     at_work = list(range(comm.size - 1))
     while at_work:
@@ -64,15 +66,16 @@ def serve(comm: Communicator) -> dict[int, torch.Tensor]:
             if op == LEAVE:
                 at_work.remove(worker)
             elif op == PULL:
-                comm.send(values[key], worker)
+                comm.send(store[key], worker)
             else:
                 pushed = torch.empty(length, device=comm.device)
                 comm.recv(pushed, worker)
-                if key not in values:  # the first init
-                    values[key] = pushed
+                if key not in store:  # the first init
+                    store[key] = pushed.clone()
                 elif op == PUSH:
-                    comm.combine(values[key], pushed)
-    return values
+                    held = store[key]
+                    comm.combine(held, pushed)
+                    store[key] = held
 
 
 def play(comm: Communicator, worker: Callable[..., Any], *args: Any) -> Any:
@@ -93,7 +96,8 @@ def play(comm: Communicator, worker: Callable[..., Any], *args: Any) -> Any:
     calls are not those of the others makes everybody wait: a Deadlock in a simulation, RankHung on processes.
     """
     if comm.rank == comm.size - 1:
-        return serve(comm)
+        serve(comm, {})
+        return None
     kv = Worker(comm)
     result = worker(kv, *args)
     kv.leave()

@@ -213,13 +213,3 @@ def _numbers(rank: int, numel: int) -> torch.Tensor:
 def _median_job(comm: Any, function: Function, numel: int) -> torch.Tensor:
     function(comm, tensor := _numbers(comm.rank, numel))
     return tensor
-
-
-@answered
-def rows(apart: Any, colocated: Any) -> str:
-    """Check `apart, colocated`: up to how many rows a batch may touch for rows to be cheaper than the ring, of a million."""
-    if not isinstance(apart, int | float) or not (apart in (1_000_000, float("inf")) or abs(apart - 1_555_556) < 2):
-        hint = "A row costs 64 + 8 bytes pushed, 8 asked for and 64 pulled; the ring 2 (m - 1)/m of the table each way"
-        raise Wrong(f"apart: not {apart!r}. {hint}")
-    near("colocated", colocated, 888_889, "An eighth of the rows stays at home, but the port serves others as much as itself")
-    return "with servers apart always, colocated up to eight rows of nine"

@@ -154,6 +154,16 @@ def break_even(wide: Any, narrow: Any) -> str:
 
 
 @answered
+def rows(apart: Any, colocated: Any) -> str:
+    """Check `apart, colocated`: up to how many rows a batch may touch for rows to be cheaper than the ring, of a million."""
+    if not isinstance(apart, int | float) or not (apart in (1_000_000, float("inf")) or abs(apart - 1_555_556) < 2):
+        hint = "A row costs 64 + 8 bytes pushed, 8 asked for and 64 pulled; the ring 2 (m - 1)/m of the table each way"
+        raise Wrong(f"apart: not {apart!r}. {hint}")
+    near("colocated", colocated, 888_889, "An eighth of the rows stays at home, but the port serves others as much as itself")
+    return "with servers apart always, colocated up to eight rows of nine"
+
+
+@answered
 def tiers(hits: Any, misses: Any) -> str:
     """Check how many reads find a key in memory, and how many don't."""
     reads = "Two workers read each of 8 keys twice in each of three rounds, to push and to pull"
