@@ -181,7 +181,7 @@ class Asking:
 
     # ---- how it is asked --------------------------------------------------------------------------------------------------
 
-    def everywhere(self, request: Request) -> Work:
+    def ask_all(self, request: Request) -> Work:
         return self.work(request.op, "", [(Part(server, "", 0), request) for server in self.placement.servers])
 
     def ask(self, op: str, key: Keys, requests: list[tuple[Part, Request]]) -> list[Reply]:

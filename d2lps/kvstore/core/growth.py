@@ -35,7 +35,7 @@ def change(kv: Any, number: int, servers: Sequence[int]) -> None:
         kv.alone("barrier", partial(_take, path))
     except (Refused, OSError, ValueError) as error:  # on all of them
         put_off = isinstance(error, Refused)
-        kv.everywhere(Request("changed", options={"changes": number - put_off})).wait()
+        kv.ask_all(Request("changed", options={"changes": number - put_off})).wait()
         told["failed"] = "" if put_off else str(error)
     else:
         kv.transport.follow({*before, *servers})
@@ -83,7 +83,7 @@ def begin(kv: Any, servers: Sequence[int]) -> None:
 
 
 def _take(path: Path, ask: saving.Ask, found: saving.Found) -> None:
-    if any(one["open"] for one in found.values()):
+    if any(one.open for one in found.values()):
         raise Refused("an iteration has begun")
     saving.write(path, *saving.collect(ask, found))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from d2lps.comm.rank import describe
@@ -14,6 +14,7 @@ from d2lps.kvstore.core.entry import Entry, Offer
 from d2lps.kvstore.core.events import Refused, Request
 from d2lps.kvstore.core.optimizers import made_of
 from d2lps.kvstore.core.reductions import COMPARE, total
+from d2lps.kvstore.core.saving import Contents, Held
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.core.table import MEETING, operation
 
@@ -58,10 +59,10 @@ def content(server: Server, request: Request) -> Mapping[str, Any]:
         return {"value": named_tensor(server, request).clone()}
     parts = {}
     for key, entry in server.entries.items():
-        parts[key] = str(entry.like.dtype).removeprefix("torch."), list(entry.like.shape), entry.names, bool(entry.open)
+        parts[key] = Held(str(entry.like.dtype).removeprefix("torch."), [*entry.like.shape], [*entry.names], bool(entry.open))
     open_yet = server.clocks.ahead or server.waiting.keys() - {MEETING} or any(entry.open for entry in server.entries.values())
-    found = {"workers": sorted(server.clocks.at), "options": server.options, "parts": parts, "open": bool(open_yet)}
-    return {"value": torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)}
+    contents = Contents(sorted(server.clocks.at), dict(server.options), parts, bool(open_yet))
+    return {"value": torch.frombuffer(bytearray(msgspec.json.encode(contents)), dtype=torch.uint8)}
 
 
 # ---- first values ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -27,7 +28,6 @@ from d2lps.kvstore.core.events import Refused, Reply, Request
 from d2lps.kvstore.core.placement import Part, join_parts, key_of
 
 Ask = Callable[[list[tuple[Part, Request]]], Sequence[Reply]]  # asks servers, and waits for their answers
-Found = dict[int, dict[str, Any]]  # a server's workers, options, {part: [dtype, shape, the optimizer's tensors, pushed to?]}
 Tensors = dict[str, torch.Tensor]
 META, DONE = "d2lps", "done"
 # What an error of one worker is on all: these, or else a RuntimeError that names it.
@@ -38,16 +38,37 @@ KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
 RESERVED = {"__metadata__": "safetensors keeps for itself", "": "stands for all that a server has, where it is asked"}
 
 
+class Held(msgspec.Struct):
+    """What a server has of a key. moments: the names of the optimizer's tensors. begun: pushes of a round that is not over."""
+
+    dtype: str
+    shape: list[int]
+    moments: list[str]
+    begun: bool
+
+
+class Contents(msgspec.Struct):
+    """All that a server has, by parts of keys, and whom it hears. open: whether an iteration has begun."""
+
+    workers: list[int]
+    options: dict[str, Any]
+    parts: dict[str, Held]
+    open: bool
+
+
+Found = dict[int, Contents]  # by server
+
+
 def look(ask: Ask, servers: Sequence[int]) -> Found:
     """What the servers have."""
     replies = ask([(Part(server, "", 0), Request("state")) for server in servers])
-    said = [json.loads(bytes(reply.value.tolist())) for reply in replies if reply.value is not None]
+    said = [msgspec.json.decode(bytes(reply.value.tolist()), type=Contents) for reply in replies if reply.value is not None]
     return dict(zip(servers, said, strict=True))
 
 
 def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
     """All tensors, each asked for by itself and put together from its parts, of copies one; and the metadata. ValueError."""
-    places = {(name, m): s for s, one in found.items() for name, part in one["parts"].items() for m in ("", *part[2])}
+    places = {(name, m): s for s, one in found.items() for name, held in one.parts.items() for m in ("", *held.moments)}
     moments = sorted({moment for _, moment in places} - {""})
     _check_names({key_of(name)[0] for name, _ in places}, moments)
     asked = [(Part(server, name, 0), Request("state", name, options={"moment": m})) for (name, m), server in places.items()]
@@ -59,7 +80,7 @@ def collect(ask: Ask, found: Found) -> tuple[Tensors, dict[str, Any]]:
         for key, tensor in join_parts(_completed(named, parts[""])).items():
             tensors[_label(key, moment)] = tensor
     everywhere = sorted({key_of(part.name)[0] for part, _ in asked if part.copied})
-    return tensors, {"options": found[min(found)]["options"], "moments": moments, "everywhere": everywhere}
+    return tensors, {"options": found[min(found)].options, "moments": moments, "everywhere": everywhere}
 
 
 def _check_names(keys: set[str], moments: Sequence[str]) -> None:
@@ -82,12 +103,12 @@ def _completed(moments: Tensors, values: Tensors) -> Tensors:
 
 def missing(found: Found, tensors: Tensors, meta: dict[str, Any]) -> list[str]:
     """The keys that the servers have not got yet; Refused if one that they have is another tensor, or a moment does not fit."""
-    parts, there = {name: part for one in found.values() for name, part in one["parts"].items()}, dict[str, str]()
+    parts, there = {name: held for one in found.values() for name, held in one.parts.items()}, dict[str, str]()
     for name in sorted(parts, key=lambda name: key_of(name)[1]):  # the last block says how many rows there are
-        (key, _, last), (dtype, shape, _, begun) = key_of(name), parts[name]
-        if begun and key in tensors:
+        (key, _, last), held = key_of(name), parts[name]
+        if held.begun and key in tensors:
             raise Refused(f"{key!r} has pushes of a round that is not over: all workers' clock() comes first")
-        there[key] = f"{dtype}{shape if last is None else [last, *shape[1:]]}"
+        there[key] = f"{held.dtype}{held.shape if last is None else [last, *held.shape[1:]]}"
     for key in tensors.keys() & there.keys():
         if describe(tensors[key]) != there[key]:
             raise Refused(f"{key!r} is {describe(tensors[key])} in the file, and {there[key]} on the servers")
@@ -108,8 +129,8 @@ def instruct(ask: Ask, servers: Sequence[int], meta: dict[str, Any]) -> None:
 def spread(ask: Ask, found: Found, tensors: Tensors, meta: dict[str, Any]) -> None:
     """Give all servers the values that they had, and then what belongs to these."""
     asked = []
-    for server, name in [(server, name) for server, one in found.items() for name in one["parts"]]:
-        (key, first), rows = key_of(name)[:2], found[server]["parts"][name][1][:1]
+    for server, name in [(server, name) for server, one in found.items() for name in one.parts]:
+        (key, first), rows = key_of(name)[:2], found[server].parts[name].shape[:1]
         for moment in ("", *meta["moments"]):
             if (whole := tensors.get(_label(key, moment))) is not None:
                 value = whole[first : first + rows[0]] if whole.dim() else whole  # a count of steps has no rows

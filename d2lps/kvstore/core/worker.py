@@ -155,7 +155,7 @@ class KVWorker(Asking):
     def clock(self) -> Work:
         """End this iteration, on every server. Nobody need wait for it to arrive."""
         self.iteration += 1
-        return self.everywhere(Request("clock"))
+        return self.ask_all(Request("clock"))
 
     def barrier(self) -> None:
         """Return when every live worker has called this, and all that each asked for before has been done.
@@ -181,7 +181,7 @@ class KVWorker(Asking):
             json.dumps(options, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"set_optimizer: {options}: finite numbers, texts and lists can be sent: {error}") from error
-        self.everywhere(Request("set_optimizer", options=options)).wait()
+        self.ask_all(Request("set_optimizer", options=options)).wait()
 
     # ---- files ------------------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class KVWorker(Asking):
         self.meet("")
         while not heard:
             found, said = saving.look(ask, self.placement.servers), ""
-            if self.rank == found[min(found)]["workers"][0]:
+            if self.rank == found[min(found)].workers[0]:
                 said, cause = saving.attempt(self.rank, partial(do, ask, found))
             heard = self.meet(said)
         saving.hear(heard, cause)
@@ -249,7 +249,7 @@ class KVWorker(Asking):
 
     def leave(self) -> None:
         """Nobody waits for this worker from now on. Called for you when your function returns."""
-        self.everywhere(Request("leave")).wait()
+        self.ask_all(Request("leave")).wait()
 
     def finish(self) -> None:
         """The worker's function has returned: leave, and raise what was refused without anybody having waited for it."""

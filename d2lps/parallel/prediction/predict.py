@@ -79,7 +79,7 @@ class Prediction:
     def _steps(self, messages: bool) -> tuple[float, dict[str, float]]:
         """Seconds, and on what. When a pipeline is full, each further round of micro-batches takes as long as the one before."""
         count, round_ = self.job.micro_batches, self.job.plan.pp
-        if count <= (ROUNDS + 1) * round_ or self.job.plan.schedule == "gpipe":
+        if count <= (ROUNDS + 1) * round_ or not self.job.plan.in_rounds:
             played = play(self.job, self.prices, count, messages, self.known)
             return played.time, defaultdict(float, max(played.spent, key=lambda spent: spent["compute"]))
         short, long = (play(self.job, self.prices, rounds * round_, messages, self.known) for rounds in (ROUNDS, ROUNDS + 1))
@@ -175,14 +175,14 @@ def held(job: Job) -> dict[str, float]:
 
 def _by_rank(job: Job) -> Iterator[dict[str, float]]:
     plan = job.plan
-    few = job.micro_batches if plan.schedule == "gpipe" else min(job.micro_batches, 2 * plan.pp)  # later ones keep no more
+    few = min(job.micro_batches, 2 * plan.pp) if plan.in_rounds else job.micro_batches  # later ones keep no more
     keeps = [sum(part.kept for part in parts) for parts in job.stages]
     for place, row in enumerate(ordered(plan.schedule, plan.pp, plan.interleave, few)[0]):
         parts = [part for stage in range(place, len(job.stages), plan.pp) for part in job.stages[stage]]
         weights, experts, ends = (sum(getattr(part, name) for part in parts) for name in ("weights", "experts", "ends"))
         owned = job.owned(weights - ends, experts)
         tied = sum(part.tied for part in parts)
-        gathered = tied + _largest(plan, parts, without=tied, stay=plan.schedule == "zero_bubble")
+        gathered = tied + _largest(plan, parts, without=tied, stay=plan.cuts_backward)
         yield {
             "weights": (owned + ends if plan.zero == 3 else weights) * job.width,
             "gathered": gathered * job.width if plan.zero == 3 else 0,

@@ -175,7 +175,7 @@ class Rank:
                 self._run(part, "again")
                 self._make_room()
                 self._run(part, "backward")
-            if action.kind == "W" or self.plan.schedule != "zero_bubble":
+            if action.kind == "W" or not self.plan.cuts_backward:
                 self._run(part, "late")
                 self._complete((action.stage, number), part, action.micro_batch == self.job.micro_batches - 1)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 
@@ -87,7 +88,26 @@ class Plan:
 
     def order(self, batch: int) -> Schedule:
         """What each rank of a pipeline does one after another."""
-        return SCHEDULES[self.schedule](self.pp, self.micro_batches(batch), *[self.interleave] * (self.schedule == "interleaved"))
+        return self._order(self.micro_batches(batch))
+
+    def _order(self, micro_batches: int) -> Schedule:
+        return SCHEDULES[self.schedule](self.pp, micro_batches, *[self.interleave] * (self.schedule == "interleaved"))
+
+    @cached_property
+    def cuts_backward(self) -> bool:
+        """Whether the schedule computes the weights' gradients by themselves, when nobody waits for them."""
+        return any(action.kind == "W" for row in self._rounds for action in row)
+
+    @cached_property
+    def in_rounds(self) -> bool:
+        """Whether a full pipeline goes on in rounds that are alike, and not with all micro-batches forward at first."""
+        first = [action.kind for action in self._rounds[0]]
+        return "B" in first[: first.count("F")]
+
+    @cached_property
+    def _rounds(self) -> Schedule:
+        """A batch so short that it can be looked at, and long enough that the pipeline is full."""
+        return self._order(3 * self.pp)
 
     def check(self, model: Transformer, batch: int, ranks: int | None = None) -> None:
         """ValueError, with the numbers, unless so many ranks can train that model with batches of so many sequences."""
