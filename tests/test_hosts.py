@@ -7,9 +7,7 @@
 
 import json
 import os
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,50 +15,19 @@ from typing import NamedTuple
 import psutil
 import pytest
 from launching import environment, script, started, until
+from test_shaped_hosts import address, inside, shaped_hosts, why_not
 
 HOSTS = 3
 TIMEOUT = 2  # seconds: what the script below gives to d2lps.run
-PREFIX = f"d2lps-{os.getpid()}"
-
-
-def ip(command: str) -> None:
-    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
-
-
-def build() -> None:
-    for name in ["switch", *(f"host{i}" for i in range(HOSTS))]:
-        ip(f"netns add {PREFIX}-{name}")
-    switch = f"-n {PREFIX}-switch"
-    ip(f"{switch} link add bridge type bridge")
-    ip(f"{switch} link set bridge up")
-    for i in range(HOSTS):
-        host = f"-n {PREFIX}-host{i}"
-        ip(f"{switch} link add port{i} type veth peer name eth0 netns {PREFIX}-host{i}")
-        ip(f"{switch} link set port{i} master bridge up")
-        ip(f"{host} addr add 10.77.0.{i + 1}/24 dev eth0")
-        ip(f"{host} link set eth0 up")
-        ip(f"{host} link set lo up")
-
-
-def tear_down() -> None:
-    """Remove what was built; cables and bridge go with their namespaces."""
-    names = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
-    for name in names:
-        if name.startswith(PREFIX):
-            ip(f"netns del {name}")
+PREFIX = f"d2lps-{os.getpid()}"  # of the namespaces' names
 
 
 @pytest.fixture(scope="module")
-def cables() -> Iterator[None]:
-    if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):
-        pytest.skip("network namespaces need Linux, root and the ip command")
-    try:
-        build()
-    except subprocess.CalledProcessError as error:
-        tear_down()
-        pytest.skip(f"no network namespaces here: {' '.join(error.cmd)}: {error.stderr.strip()}")
-    yield
-    tear_down()
+def cables() -> Iterator[list[str]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with shaped_hosts(HOSTS, "pfifo limit 1000") as hosts:  # a queue, and as fast as this machine is
+        yield hosts
 
 
 SCRIPT = f"""
@@ -104,7 +71,7 @@ def start(command: list[str]) -> list[subprocess.Popen[bytes]]:
     """One rank on each host, as a launcher on that host would start it."""
     processes = []
     for rank in range(HOSTS):
-        job = environment(RANK=str(rank), WORLD_SIZE=str(HOSTS), MASTER_ADDR="10.77.0.1", MASTER_PORT="29500")
+        job = environment(RANK=str(rank), WORLD_SIZE=str(HOSTS), MASTER_ADDR=address(0), MASTER_PORT="29500")
         job |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(["ip", "netns", "exec", f"{PREFIX}-host{rank}", *command], env=job))
     return processes
@@ -121,13 +88,13 @@ class Job(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def job(cables: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(cables: list[str], tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Run the script on all hosts, and cut the cable of host 2 in the middle of its second run."""
     folder, known = tmp_path_factory.mktemp("hosts"), set(started())
     processes = start([*script(folder / "on_hosts.py", SCRIPT), str(folder)])
     try:
         assert until(lambda: all((folder / f"going.{rank}").exists() for rank in range(HOSTS)), seconds=60)
-        ip(f"-n {PREFIX}-switch link set port2 down")
+        inside(f"{PREFIX}-switch", "ip link set port2 down")
         cut = time.monotonic()
         codes = [process.wait(60) for process in processes]
     finally:

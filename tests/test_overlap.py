@@ -398,23 +398,10 @@ def test_the_best_bucket_is_neither_the_smallest_nor_the_largest() -> None:
     assert falls == sorted(falls, reverse=True)  # first less and less, then more and more
 
 
-def vgg16(examples: int, flops: float) -> list[Layer]:
-    """Its layers, in their order: a product of the operands' sizes for each pixel, forward, and twice as much backward."""
-    sizes: list[tuple[int, int, int]] = []  # inputs, outputs, pixels
-    channels, width = 3, 224
-    for block in ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)):
-        for out in block:
-            sizes.append((9 * channels, out, width * width))
-            channels = out
-        width //= 2
-    sizes += [(7 * 7 * 512, 4096, 1), (4096, 4096, 1), (4096, 1000, 1)]
-    spent = [2 * examples * inputs * outputs * pixels / flops for inputs, outputs, pixels in sizes]
-    return [Layer(time, 2 * time, 4 * (i + 1) * o) for time, (i, o, _) in zip(spent, sizes, strict=True)]
-
-
 def a_step(comm: Communicator, layers: Sequence[Layer], options: dict[str, Any]) -> float:
     """From the end of the second backward pass to that of the third."""
-    model, ends = DataParallel(comm, Described(comm, layers), 1, optimizer=Idle, **options), []
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    model, ends = DataParallel(comm, Described(comm, layers), 1, optimizer=sgd, **options), []
     for _ in range(3):
         model(torch.ones(1, device=comm.device)).sum().backward()
         ends.append(comm.now())
@@ -422,20 +409,13 @@ def a_step(comm: Communicator, layers: Sequence[Layer], options: dict[str, Any])
     return ends[2] - ends[1]
 
 
-class Idle:
-    """An optimizer that takes no time."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None: ...
-
-    def step(self) -> None: ...
-
-
-def test_what_is_needed_first_goes_first_and_vgg16_trains_faster() -> None:
-    layers = vgg16(examples=32, flops=10e12)
-    assert sum(layer.nbytes for layer in layers) == 4 * 138_357_544
+def test_what_is_needed_first_goes_first_and_a_model_with_a_heavy_end_trains_faster() -> None:
+    """As VGG-16: nearly all operations are at its beginning, and nearly all parameters at its end."""
+    layers = [Layer(0.0076, 0.0152, 4_500_000)] * 13
+    layers += [Layer(0.0, 0.0, nbytes) for nbytes in (411_000_000, 67_000_000, 16_000_000)]
     computing = sum(layer.forward + layer.backward for layer in layers)
     sending = sum(layer.nbytes for layer in layers) * 1.5 / 3e9  # by a ring of four
-    assert (round(1e3 * computing), round(1e3 * sending)) == (297, 277)
+    assert sending == pytest.approx(computing, rel=0.1)
 
     def step(**options: Any) -> float:
         return d2lps.simulate(a_step, star(4, 3e9, 5e-6), layers, options, device="meta", trace=False)[0]
