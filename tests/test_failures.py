@@ -89,19 +89,28 @@ def test_the_earliest_failure_is_raised(tmp_path: Path) -> None:
     assert caught.value.__notes__ == ["raised by rank 1 of 3"]
 
 
-def test_an_exception_that_cannot_be_carried_is_told() -> None:
-    class Odd(Exception):
-        def __init__(self, message: str) -> None:
-            super().__init__(message)
-            self.lock = threading.Lock()
+class Odd(Exception):
+    """It holds a lock, which cannot be sent."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class Speechless(Odd):
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Odd, "Odd: no further"), (Speechless, "Speechless: <exception str() failed>")])
+def test_an_exception_that_cannot_be_carried_is_told(kind: type[Odd], told: str) -> None:
     def work(comm: Communicator) -> None:
-        raise Odd("it holds a lock")
+        raise kind("no further")
 
     with pytest.raises(RankFailed) as caught:
         run(work, 1)
-    assert str(caught.value) == "rank 0 of 1 raised Odd: it holds a lock"
-    assert 'raise Odd("it holds a lock")' in traceback_of(caught.value)
+    assert str(caught.value) == f"rank 0 of 1 raised {told}"
+    assert 'raise kind("no further")' in traceback_of(caught.value)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])

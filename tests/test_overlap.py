@@ -17,6 +17,7 @@ from described import Described, Layer
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import nothing_left
+from test_strategies import Tied
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,118 +75,17 @@ def test_views_are_the_flat_tensor() -> None:
 # ---- networks ---------------------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """Its parameters are registered in another order than they are used in; one is used twice, and one module is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(6, 4)
-        self.twice = nn.Linear(6, 6)
-        self.first = nn.Linear(4, 6)
-        self.out = nn.Linear(4, 6, bias=False)
-        self.out.weight = self.first.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        x = torch.tanh(self.twice(torch.tanh(self.twice(x)))) * self.scale
-        return self.out(torch.tanh(self.last(x)))
-
-
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6))
 
 
-def net(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return make().to(dtype)
+def net(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
 
 
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-class Momentum:
-    """torch.optim's first step imports torch's compiler, which takes each process seconds."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.moved = [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter, velocity in self.moved:
-                parameter -= velocity.mul_(0.9).add_(parameter.grad).mul(0.1)
-
-
-EXAMPLES, STEPS = 60, 3  # before the order of buckets is settled, with it, and with gradients that are views already
-
-
-def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
-
-
-def alone(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> Tensor:
-    """What one process makes of all the examples."""
-    model = net(make, dtype)
-    optimizer = Momentum(model.parameters())
-    for step in range(STEPS):
-        model.zero_grad()
-        model(batch(step, dtype)).square().mean().backward()
-        optimizer.step()
-    return weights(model)
-
-
-def train(comm: Communicator, make: Callable[[], nn.Module], pieces: int, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    """The same with a part on each rank, cut into pieces for as many backward passes a step."""
-    model = DataParallel(comm, net(make, dtype, seed=comm.rank), **options)  # of which rank 0's counts
-    optimizer = Momentum(model.parameters())
-    for step in range(STEPS):
-        model.zero_grad()
-        *early, last = batch(step, dtype).chunk(comm.size)[comm.rank].chunk(pieces)
-        with model.no_sync():
-            for part in early:
-                (model(part).square().mean() / pieces).backward()
-        (model(last).square().mean() / pieces).backward()
-        if "optimizer" not in options:
-            optimizer.step()
-    model.synchronize()
-    return weights(model)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "one bucket": {},
-    "small buckets": {"bucket_cap": 1000},
-    "each alone": {"bucket_cap": 1},
-    "in pieces": {"bucket_cap": 2000, "piece": 240},
-    "priority": {"bucket_cap": 400, "piece": 240, "order": "priority"},
-    "steps as needed": {"bucket_cap": 400, "order": "priority", "optimizer": Momentum},
-}
-
-
-def train_in_ways(comm: Communicator, make: Callable[[], nn.Module], ways: list[str]) -> list[Tensor]:
-    torch.set_num_threads(1)
-    return [train(comm, make, 1, torch.float64, WAYS[way]) for way in ways]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_training_equals_that_of_one_process(world: Runner, ranks: int) -> None:
-    ways = list(WAYS)[:: 3 if world is d2lps.run and ranks == 5 else 1]  # five processes share two cores
-    for make in (plain, Tied)[ranks % 2 :]:
-        expected = alone(make)
-        for rank in world(train_in_ways, ranks, make, ways):
-            for found in rank:
-                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_so_it_does_in_single_precision_on_gloo() -> None:
-    for found in d2lps.run(train, 3, plain, 1, torch.float32, WAYS["priority"], backend="gloo"):
-        torch.testing.assert_close(found, alone(plain, torch.float32), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("way", ["small buckets", "steps as needed"])
-def test_accumulation_equals_the_larger_batch(world: Runner, way: str) -> None:
-    for found in world(train, 3, plain, 4, torch.float64, WAYS[way]):
-        torch.testing.assert_close(found, alone(plain), rtol=1e-12, atol=1e-12)
+def batch(seed: int) -> Tensor:
+    return torch.randn(60, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_accumulation_divides_the_bytes_of_an_example(world: Runner) -> None:
@@ -204,7 +104,8 @@ def test_accumulation_divides_the_bytes_of_an_example(world: Runner) -> None:
 
     traced = {"trace": True} if world is d2lps.run else {}
     sent = {case: gradients(world(work, 2, *case, **traced)) for case in ((8, 1), (8, 4), (32, 1))}
-    assert sent == dict.fromkeys(sent, weights(net(plain)).nbytes)  # n bytes by a ring of two, for 8, 32 and 32 examples
+    nbytes = sum(parameter.nbytes for parameter in net(plain).parameters())
+    assert sent == dict.fromkeys(sent, nbytes)  # by a ring of two, for 8, 32 and 32 examples
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------------
@@ -261,7 +162,7 @@ class Borrowing(nn.Module):
 
 def test_a_step_for_which_no_forward_pass_has_asked_is_refused(world: Runner) -> None:
     def work(comm: Communicator) -> str:
-        model = DataParallel(comm, Borrowing(), optimizer=Momentum)
+        model = DataParallel(comm, Borrowing(), optimizer=partial(torch.optim.SGD, lr=0.1))
         for _ in range(2):  # after the first backward pass all take their steps
             model(torch.ones(2, 3)).sum().backward()
         with pytest.raises(RuntimeError) as caught:

@@ -18,6 +18,7 @@ from d2lps.topology import star
 
 STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data parallel": (DataParallel, {}),
+    "in pieces": (DataParallel, {"order": "priority", "piece": 240}),
     "steps as needed": (DataParallel, {"order": "priority"}),
     "masters": (MixedPrecision, {}),
     "masters, main_grads": (MixedPrecision, {"main_grads": True}),
@@ -61,6 +62,24 @@ class Chain(nn.Sequential):
         return x
 
 
+class Tied(nn.Module):
+    """Its parameters are registered in another order than they are used in; one is used twice, and one module is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 4)
+        self.twice = nn.Linear(6, 6)
+        self.first = nn.Linear(4, 6)
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x)))) * self.scale
+        return self.out(torch.tanh(self.last(x)))
+
+
 class Loop:
     """The calls of a training loop, whatever shares the batch; without a name, of one process and torch alone."""
 
@@ -70,7 +89,7 @@ class Loop:
         self.way: Any = model
         if kind is DataParallel:
             lazy = {"optimizer": make} if name == "steps as needed" else {}
-            self.way = DataParallel(comm, model, 200, **options, **lazy, **more)
+            self.way = DataParallel(comm, model, **{"bucket_cap": 200, **options, **lazy, **more})
         elif kind:
             options = {"param_dtype": torch.float32, **options} if kind is MixedPrecision else options
             self.way = kind(comm, model, make, **options, **more)
@@ -145,6 +164,38 @@ def test_who_trains_is_asked_anew(ranks: int, name: str) -> None:
 def test_so_it_is_on_processes(name: str) -> None:
     expected = simulated(changing, 1, name, True)[0]
     for found in d2lps.run(changing, 2, name, False):
+        close(found, expected)
+
+
+def accumulating(comm: Communicator, name: str, alone: bool, **more: Any) -> Tensor:
+    """Three passes a step, of which only the last is heard of by others. The second step is the first of settled buckets."""
+    torch.manual_seed(comm.rank)
+    model = Tied().double()
+    loop = Loop(comm, model.float() if STRATEGIES[name][0] is MixedPrecision else model, "" if alone else name, **more)
+    for _ in range(3):
+        *early, last = X[:, :4].chunk(comm.size)[comm.rank].chunk(3)
+        with nullcontext() if alone or loop.kind is MixedPrecision else loop.way.no_sync():
+            for part in early:
+                loop.backward(part, 1 / 3)
+        loop.backward(last, 1 / 3)
+        loop.step()
+    return loop.weights()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_tied_weights_and_accumulated_gradients(ranks: int, name: str) -> None:
+    expected = simulated(accumulating, 1, name, True)[0]
+    for options in ({}, {"bucket_cap": None}) if name == "data parallel" else ({},):
+        for found in simulated(partial(accumulating, **options), ranks, name, False):
+            close(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("name", ["in pieces", "steps as needed"])
+def test_so_they_are_on_processes(name: str, backend: str) -> None:
+    expected = simulated(accumulating, 1, name, True)[0]
+    for found in d2lps.run(accumulating, 4, name, False, backend=backend):
         close(found, expected)
 
 
