@@ -103,6 +103,23 @@ def test_torch_distributed_gives_the_same(collective: str, ranks: int) -> None:
     check(wanted, d2lps.run(perform, ranks, wanted, rooms_for(wanted, ranks), torchs, backend="gloo", timeout=20))
 
 
+@pytest.mark.parametrize("world", ["simulated", "shm", "gloo"])
+def test_an_extreme_of_no_number_is_none_by_every_algorithm_and_of_every_world(world: str) -> None:
+    algorithms = [name for name in ALGORITHMS["all_reduce"] if world != "simulated" or name != "native"]
+
+    def work(comm):
+        found = []
+        for algorithm, op in itertools.product(algorithms, (ReduceOp.MAX, ReduceOp.MIN)):
+            x = torch.arange(4.0) + comm.rank
+            x[comm.rank] = torch.nan  # of each element but the last one rank has no number: the first, the middle one or the last
+            all_reduce(comm, x, op, algorithm)
+            found.append(str(x.tolist()))
+        return found
+
+    run = simulate(work, star(3, 1e9)) if world == "simulated" else d2lps.run(work, 3, backend=world)
+    assert run == [["[nan, nan, nan, 5.0]", "[nan, nan, nan, 3.0]"] * len(algorithms)] * 3
+
+
 @pytest.mark.parametrize("simulated", [False, True])
 def test_groups_of_uneven_sizes_work_side_by_side(simulated: bool) -> None:
     colors = [0, 1, 1, None, 2, 2, 2, 2, 2]

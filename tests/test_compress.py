@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import digits
 from torch import Tensor
 
 import d2lps
@@ -360,10 +361,7 @@ def test_top_k_gathered_by_all_is_beaten_by_a_ring_from_1000_ranks_on() -> None:
 
 def trained(comm: Communicator, codec: Codec | None, steps: int) -> float:
     """The loss of a small network on all of scikit-learn's digits, after a few steps on a shard of them each."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    images, labels = digits()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
     feedback = ErrorFeedback(codec) if codec else None

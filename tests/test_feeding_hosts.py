@@ -109,20 +109,13 @@ if __name__ == "__main__":
 
 # ---- the tests ----------------------------------------------------------------------------------------------------------
 
-import subprocess  # noqa: E402
-
-import pytest  # noqa: E402
-
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, float]:
     if reason := box.why_not():
         pytest.skip(reason)
     with box.shaped_hosts(2) as hosts:
-        command = [sys.executable, __file__, *hosts]
-        process = subprocess.run(command, env=os.environ | box.QUIET, stdout=subprocess.PIPE, text=True, timeout=200)
-    assert process.returncode == 0
-    return json.loads(process.stdout)
+        return box.measure(hosts, __file__)[0]
 
 
 @pytest.mark.parametrize(("nbytes", "workers"), [case[::2] for case in CASES[:3]])

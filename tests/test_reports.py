@@ -164,36 +164,6 @@ def every_dtype(comm: Any) -> None:
         assert tensor.float().tolist() == [2.0] * 3, kind
 
 
-def extremes_of_nan(comm: Any, *algorithms: str) -> None:
-    for algorithm in algorithms:
-        for who in range(comm.size):
-            tensor = torch.full((6,), float(comm.rank))
-            tensor[who] = torch.nan if comm.rank == who else tensor[who]
-            for op, right in ((ReduceOp.MAX, 2.0), (ReduceOp.MIN, 0.0)):
-                all_reduce(comm, found := tensor.clone(), op, algorithm)
-                wanted = torch.full((6,), right)
-                wanted[who] = torch.nan
-                assert_close(found, wanted, equal_nan=True, rtol=0, atol=0)
-
-
-@report("ml-explore/mlx#4072, openshmem-org/specification#467", ranks=3)
-def maximum_of_nan(comm: Any) -> None:
-    """MAX and MIN where one rank has NaN, first, in the middle or last -> NaN, as torch.maximum gives, by every algorithm."""
-    extremes_of_nan(comm, "flat", "tree", "ring", "double_tree", "two_rings", "blockwise", "halving_doubling", "auto")
-
-
-@report("ml-explore/mlx#4072", ranks=3, simulated=False, options={"backend": "gloo"})
-def maximum_of_nan_by_gloo(comm: Any) -> None:
-    """MAX and MIN of NaN by gloo's own all-reduce, which takes the number of the two -> NaN, as by all others."""
-    extremes_of_nan(comm, "native")
-
-
-@report("ml-explore/mlx#4072", ranks=3, simulated=False)
-def maximum_of_nan_in_shared_memory(comm: Any) -> None:
-    """MAX and MIN of NaN by shared memory's own all-reduce -> NaN, as by all others."""
-    extremes_of_nan(comm, "native")
-
-
 @report("pytorch/pytorch#117486", raises=(Mismatch, "1", "3"), options=SOON)
 def different_splits(comm: Any) -> None:
     """An all-to-all whose ranks mean different sizes -> an error with both lengths."""
@@ -522,6 +492,9 @@ def elsewhere() -> Iterator[Any]:
     test_collectives.test_what_one_algorithm_adds_up_or_refuses_all_do
         pytorch/pytorch#126556, pytorch/pytorch#152706: Sums of dtypes that torch cannot add, as float8 -> refused by name.
         pytorch/pytorch#191978: A sum of truth values, by our algorithms and by the world's own -> refused by all alike.
+    test_collectives.test_an_extreme_of_no_number_is_none_by_every_algorithm_and_of_every_world
+        ml-explore/mlx#4072, openshmem-org/specification#467: MAX and MIN where one rank has NaN, first, in the middle or last ->
+        NaN, as torch.maximum gives, by every algorithm, shared memory's own and gloo's, too.
     test_collectives.test_groups_of_uneven_sizes_work_side_by_side
         pytorch/pytorch#38375, pytorch/pytorch#130102: Collectives in several groups at once, of any ranks -> each its own; ranks
         count from 0 in it; who is in none gets None.

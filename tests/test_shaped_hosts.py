@@ -133,9 +133,9 @@ def on_hosts(script: str, count: int, shape: str) -> None:
         subprocess.run([sys.executable, script, "hosts", *hosts], env=os.environ | QUIET, check=True, timeout=600)
 
 
-def measure(hosts: list[str]) -> list[dict[str, float]]:
-    """Run this file as the job on the hosts: what came of it, by size."""
-    command = [sys.executable, __file__, *hosts]
+def measure(hosts: list[str], script: str = __file__) -> list[dict[str, float]]:
+    """Run a file, or this one, as the job on the hosts: what came of it, of this one by size."""
+    command = [sys.executable, script, *hosts]
     process = subprocess.Popen(command, env=os.environ | QUIET, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=250)

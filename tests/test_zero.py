@@ -72,12 +72,6 @@ def agrees(run: d2lps.Run, expected: tuple[list[float], list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_it_trains_as_one_process(ranks: int, stage: int) -> None:
-    agrees(simulated(partial(together, overlap=ranks > 2), ranks, stage), alone())
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_processes(stage: int) -> None:
     agrees(d2lps.run(partial(together, overlap=True, group=2), 4, stage, 0.5), alone(0.5))
 
