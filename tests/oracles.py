@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from d2lps import Communicator, Trace, collectives
+from d2lps import Communicator, Trace, collectives, kvstore
+from d2lps.kvstore import Reply, Request, Server
+from d2lps.kvstore.core.client import Session
+from d2lps.topology import star
 from d2lps.trace import Recorder
 
 # ---- a call of a collective, the same on all ranks --------------------------------------------------------------------
@@ -366,7 +369,30 @@ def digits(number: int = 1797) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(images, dtype=torch.float32)[:number] / 16, torch.tensor(labels)[:number]
 
 
-# ---- a worker of a parameter server that comes later than the others ------------------------------------------------------
+# ---- parameter servers ------------------------------------------------------------------------------------------------------
+
+
+def stored(real: bool, worker: Any, workers: int, servers: int, *args: Any, **options: Any) -> Any:
+    """The run of some workers and their servers, on processes or in a simulation."""
+    if real:
+        return kvstore.run(worker, workers, servers, *args, **options)
+    return kvstore.simulate(worker, star(workers + servers, 1e9, 1e-6), workers, servers, *args, **options)
+
+
+class Asking:
+    """A client on a perfect wire: what it is called with is asked, and answered, at once."""
+
+    def __init__(self, server: Server, rank: int, epoch: int = 0) -> None:
+        self.server, self.session, self.last = server, Session(rank, epoch), Request("")
+
+    def __call__(self, op: str, key: str = "", value: Any = None, **fields: Any) -> list[Reply]:
+        """The replies, to anybody, that the request has led to."""
+        value = torch.tensor(value) if isinstance(value, list) else value
+        self.last = self.session.number(Request(op, key, value, **fields), op)
+        replies = [effect for effect in self.server.step(self.last) if isinstance(effect, Reply)]
+        for reply in replies:
+            self.session.answered(reply)
+        return replies
 
 
 def joins_later(kv: Any, late: int) -> int:

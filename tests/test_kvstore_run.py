@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from launching import nothing_left, output_of, script, until
-from oracles import digits, joins_later
+from oracles import joins_later, stored
 
 from d2lps import kvstore
-from d2lps.comm import Mismatch, RankHung
+from d2lps.comm import Mismatch
 from d2lps.kvstore import Refused, Request, register_optimizer
 from d2lps.kvstore.core.events import alike
 from d2lps.kvstore.core.optimizers import OPTIMIZERS
@@ -24,6 +24,7 @@ from d2lps.kvstore.network.transport import SocketAnswer
 from d2lps.topology import star
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+BOTH = pytest.mark.parametrize("real", [False, True], ids=["simulated", "processes"])
 
 
 def add_up(kv: Any, steps: int) -> list[torch.Tensor]:
@@ -154,64 +155,19 @@ def test_no_request_waits_behind_one_that_waits_for_other_workers(consistency: s
     assert run == [wanted, wanted]
 
 
-@pytest.mark.parametrize(("workers", "servers", "placement"), [(1, 1, "hash"), (2, 3, "load"), (5, 1, "hash")])
-def test_sums_on_any_number_of_servers(workers: int, servers: int, placement: str) -> None:
-    run = kvstore.run(add_up, workers, servers, 3, split=100, placement=placement)
-    total = sum(rank + step for rank in range(workers) for step in range(3))
-    assert all(big.unique().tolist() == [total] for big, _ in run) and run.values["big"].unique().tolist() == [total]
-
-
 def in_its_own_order(kv: Any) -> None:
     for key in ("a", "b") if kv.rank == 0 else ("b", "a"):
         kv.init(key, torch.zeros(2))
         kv.push(key, torch.ones(2)).wait()
 
 
-@pytest.mark.parametrize("world", ["processes", "simulator"])
-def test_workers_that_place_keys_in_another_order_are_found_out(world: str) -> None:
+@BOTH
+def test_workers_that_place_keys_in_another_order_are_found_out(real: bool) -> None:
     """By load, each worker thinks that a key is where the other one does not: half of the pushes would be lost."""
-
-    def perform(placement: str) -> Any:
-        rules: dict[str, Any] = {"consistency": "asp", "placement": placement}
-        if world == "processes":
-            return kvstore.run(in_its_own_order, 2, 2, **rules)
-        return kvstore.simulate(in_its_own_order, star(4, 1e9), 2, 2, **rules)
-
-    assert perform("hash").values["a"].tolist() == [2.0, 2.0]
+    rules: dict[str, Any] = {"consistency": "asp"}
+    assert stored(real, in_its_own_order, 2, 2, **rules, placement="hash").values["a"].tolist() == [2.0, 2.0]
     with pytest.raises(Mismatch, match=r"'[ab]' is on servers 0 and 1: .* all workers must name the keys in the same order"):
-        perform("load")
-
-
-def classify(x: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The gradient of softmax regression."""
-    weights = weights.clone().requires_grad_()
-    torch.nn.functional.cross_entropy(x @ weights, labels).backward()
-    assert weights.grad is not None
-    return weights.grad
-
-
-def test_training_on_digits_equals_one_process() -> None:
-    """100 steps of SGD with momentum on the whole data, by 1 process or 3: to 1e-5, for float32 sums are in another order."""
-    x, labels = digits(1500)
-
-    def worker(kv: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weights, mine = torch.zeros(64, 10), slice(kv.rank, None, kv.num_workers)
-        kv.init("w", weights)
-        kv.set_optimizer("sgd", lr=0.5, momentum=0.9)
-        for _ in range(100):
-            work = kv.pushpull("w", classify(x[mine], weights, labels[mine]), weights)
-            kv.clock()
-            work.wait()
-        return weights
-
-    weights, momentum = torch.zeros(64, 10), torch.zeros(64, 10)
-    for _ in range(100):
-        momentum = 0.9 * momentum + classify(x, weights, labels)
-        weights -= 0.5 * momentum
-    run = kvstore.run(worker, 3, 2, x, labels, split=100)
-    for trained in run:
-        torch.testing.assert_close(trained, weights, rtol=0, atol=1e-5)
-    assert ((x @ weights).argmax(1) == labels).float().mean() > 0.9
+        stored(real, in_its_own_order, 2, 2, **rules, placement="load")
 
 
 def test_a_slow_worker_is_never_more_than_the_staleness_behind(tmp_path: Path) -> None:
@@ -258,18 +214,20 @@ def test_rows_priorities_strides_and_half_precision() -> None:
     assert kvstore.run(worker, 2, 2, consistency="asp", split=1000) == [[4.0, 3.0, 1.0, 2.0]] * 2
 
 
-def test_workers_talk_to_one_another_and_print_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+@BOTH
+def test_workers_talk_to_one_another_and_print_by_rank(real: bool, capsys: pytest.CaptureFixture[str]) -> None:
     def worker(kv: Any) -> float:
         value = torch.full((1,), float(kv.rank))
         if kv.rank == 0:
             kv.comm.send(value + 7, dst=1)
         else:
             kv.comm.recv(value, src=0)
+        assert kv.comm.size == kv.num_workers == 2
         print("I have", value.item())
         return value.item()
 
-    assert kvstore.run(worker, 2, 1) == [0.0, 7.0]
-    assert capsys.readouterr().out == "rank 0 | I have 0.0\nrank 1 | I have 7.0\n"
+    assert stored(real, worker, 2, 1) == [0.0, 7.0]
+    assert capsys.readouterr().out == ("rank 0 | I have 0.0\nrank 1 | I have 7.0\n" if real else "I have 0.0\nI have 7.0\n")
 
 
 def test_an_optimizer_of_ones_own_is_known_to_the_servers() -> None:
@@ -297,8 +255,9 @@ def test_an_optimizer_of_ones_own_is_known_to_the_servers() -> None:
         del OPTIMIZERS["sign of the test"]
 
 
-def test_workers_join_later() -> None:
-    assert kvstore.run(joins_later, 3, 2, 5, absent=[2]) == [2 * 5 + 3 * 5] * 3
+@BOTH
+def test_workers_join_later(real: bool) -> None:
+    assert stored(real, joins_later, 3, 2, 5, absent=[2]) == [2 * 5 + 3 * 5] * 3
 
 
 def test_a_log_kept_in_a_folder_of_ones_own(tmp_path: Path) -> None:
@@ -424,9 +383,10 @@ def test_first_values_are_those_of_one_worker() -> None:
 # ---- what they may not ------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_servers_refuse_is_raised_in_the_caller() -> None:
+@BOTH
+def test_what_the_servers_refuse_is_raised_in_the_worker(real: bool) -> None:
     with pytest.raises(Refused, match=r"kv.push\('w'\): key 'w' is unknown: init comes first"):
-        kvstore.run(lambda kv: kv.push("w", torch.ones(2)).wait(), 1, 1)
+        stored(real, lambda kv: kv.push("w", torch.ones(2)).wait(), 1, 1)
 
 
 @pytest.mark.parametrize("durability", ["memory", "log"])
@@ -541,18 +501,6 @@ def test_what_is_no_function_or_cannot_be_sent() -> None:
         kvstore.run(lambda kv, lock: None, 1, 1, threading.Lock())
     with pytest.raises(TypeError, match="rank 0 returned a lock, which cannot be sent back to the caller"):
         kvstore.run(lambda kv: threading.Lock(), 1, 1)
-
-
-def test_a_standstill_is_explained() -> None:
-    def worker(kv: Any) -> None:
-        if kv.rank == 0:
-            kv.barrier()
-        else:
-            kv.comm.recv(torch.zeros(1), src=0)
-
-    with pytest.raises(RankHung) as caught:
-        kvstore.run(worker, 2, 1, timeout=2)
-    assert "rank 0 waits for a parameter server's answer (in worker" in str(caught.value)
 
 
 def test_a_thread_that_fails_is_heard_by_whose_request_it_had_in_hand() -> None:

@@ -447,30 +447,6 @@ def test_options_that_cannot_be_here_change_nothing(tmp_path: Path) -> None:
     assert simulate(after, 1, 1, consistency="asp").values == {}
 
 
-def test_what_was_saved_is_loaded_where_servers_have_gone(tmp_path: Path) -> None:
-    def work(kv: Any) -> list[int]:
-        values = [torch.arange(100.0), torch.arange(5.0)]
-        kv.init("w", values[0])
-        kv.init("c", values[1], everywhere=True)
-        while 0 in kv.placement.servers:
-            kv.clock()
-            kv.barrier()
-        kv.save(tmp_path / "saved")
-        for _ in range(2):  # the second time, what the first one has pushed is forgotten
-            kv.push(["w", "c"], [torch.ones(100), torch.ones(5)])
-            kv.clock()
-            kv.pull(["w", "c"], values).wait()
-            assert torch.equal(values[0], torch.arange(100.0) + 2) and torch.equal(values[1], torch.arange(5.0) + 2)
-            kv.load(tmp_path / "saved")
-        return list(kv.placement.servers)
-
-    def there(cluster: kvstore.Cluster) -> None:
-        cluster.add_server()
-        cluster.remove_server(0)
-
-    assert kvstore.run(work, 2, 2, split=100, saboteur=there) == [[1, 2]] * 2
-
-
 # ---- drafts ------------------------------------------------------------------------------------------------------------
 
 

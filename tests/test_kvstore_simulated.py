@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import joins_later
 
 from d2lps import cost
 from d2lps.comm import RankHung
@@ -208,10 +207,6 @@ def test_rows_of_an_embedding_travel_alone() -> None:
     assert run.values["table"].sum() == 8 * 8
 
 
-def test_workers_join_later() -> None:
-    assert simulate(joins_later, star(5, 1e9, 1e-6), 3, 2, 5, absent=[2]) == [2 * 5 + 3 * 5] * 3
-
-
 def test_a_worker_that_hangs_is_given_up_and_the_others_go_on() -> None:
     def worker(kv: Any) -> tuple[float, float]:
         out = torch.zeros(1)
@@ -229,14 +224,6 @@ def test_a_worker_that_hangs_is_given_up_and_the_others_go_on() -> None:
 
     run = simulate(worker, star(4, 1e9, 1e-3), 3, 1, events=[(50.0, Lost(1))])
     assert run[0] == run[2] and run[0][0] == 2 * 3 + 3 * 2 and 50 < run[0][1] < 51
-
-
-def test_what_the_servers_refuse_is_raised_in_the_worker() -> None:
-    def worker(kv: Any) -> None:
-        kv.push("w", torch.ones(2)).wait()
-
-    with pytest.raises(Refused, match=r"kv.push\('w'\): key 'w' is unknown: init comes first"):
-        simulate(worker, star(2, 1e9), 1, 1)
 
 
 @pytest.mark.parametrize("op", ["push", "pushpull", "push_rows"])
@@ -259,24 +246,28 @@ def test_a_refused_push_that_nobody_waited_for_is_reported_at_the_end(op: str) -
         simulate(worker, star(2, 1e9), 1, 1, False)
 
 
-def test_a_wrong_shape_is_found_before_anything_is_sent() -> None:
-    def worker(kv: Any, shape: int) -> None:
-        kv.init("w", torch.zeros(4))
-        kv.push("w", torch.ones(shape))
+STATE = torch.nn.Linear(9, 9).state_dict()
+NONE = torch.zeros(1).grad  # of a parameter that has no gradient
 
-    with pytest.raises(ValueError, match=r"'w' is float32\[4\], not float32\[5\]"):
-        simulate(worker, star(2, 1e9), 1, 1, 5)
-    with pytest.raises(TypeError, match="a key is a string or a number"):
-        simulate(lambda kv: kv.init(1.5, torch.zeros(1)), star(2, 1e9), 1, 1)
-    with pytest.raises(TypeError, match=r"a key is a string or a number, .* not bool with Tensor"):
-        simulate(lambda kv: kv.init(True, torch.zeros(1)), star(2, 1e9), 1, 1)
-    with pytest.raises(TypeError, match="both are lists: not 'w' with NoneType"):  # a parameter that has no gradient
-        simulate(lambda kv: kv.push("w", torch.zeros(1).grad), star(2, 1e9), 1, 1)
-    state = torch.nn.Linear(9, 9).state_dict()
-    with pytest.raises(TypeError, match="both are lists: not odict_keys with odict_values"):
-        simulate(lambda kv: kv.init(state.keys(), state.values()), star(2, 1e9), 1, 1)
-    with pytest.raises(ValueError, match="must call init"):
-        simulate(lambda kv: kv.push_rows("e", torch.tensor([0]), torch.ones(1, 1)), star(2, 1e9), 1, 1)
+
+@pytest.mark.parametrize(
+    ("call", "kind", "told"),
+    [
+        (lambda kv: kv.push("w", torch.ones(5)), ValueError, r"'w' is float32\[4\], not float32\[5\]"),
+        (lambda kv: kv.init(1.5, torch.zeros(1)), TypeError, "a key is a string or a number"),
+        (lambda kv: kv.init(True, torch.zeros(1)), TypeError, r"a key is a string or a number, .* not bool with Tensor"),
+        (lambda kv: kv.push("w", NONE), TypeError, "both are lists: not 'w' with NoneType"),
+        (lambda kv: kv.init(STATE.keys(), STATE.values()), TypeError, "both are lists: not odict_keys with odict_values"),
+        (lambda kv: kv.push_rows("e", torch.tensor([0]), torch.ones(1, 1)), ValueError, "must call init"),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_is_sent(call: Any, kind: type[Exception], told: str) -> None:
+    def worker(kv: Any) -> None:
+        kv.init("w", torch.zeros(4))
+        call(kv)
+
+    with pytest.raises(kind, match=told):
+        simulate(worker, star(2, 1e9), 1, 1)
 
 
 def test_bad_settings_are_refused_at_once() -> None:
@@ -342,19 +333,6 @@ def test_workers_in_inference_mode() -> None:
     assert simulate(worker, star(4, 1e9, 1e-6), 2, 1) == [[4.0, 4.0]] * 2
 
 
-def test_workers_talk_to_one_another_beside_the_servers() -> None:
-    def worker(kv: Any) -> float:
-        value = torch.full((1,), float(kv.rank))
-        if kv.rank == 0:
-            kv.comm.send(value + 7, dst=1)
-        else:
-            kv.comm.recv(value, src=0)
-        assert kv.comm.size == kv.num_workers == 2
-        return value.item()
-
-    assert simulate(worker, star(3, 1e9), 2, 1) == [0.0, 7.0]
-
-
 def test_a_standstill_is_explained() -> None:
     def worker(kv: Any) -> None:
         if kv.rank == 0:
@@ -408,16 +386,3 @@ def test_another_thread_of_a_simulated_worker_is_not_let_in_and_does_no_harm() -
 
     [(said, value)] = simulate(worker, star(2, 1e9, latency=1e-3), 1, 1)
     assert "belongs to another of its rank's lanes" in said and value == 1.0
-
-
-def test_a_hundred_workers_are_quick() -> None:
-    def worker(kv: Any) -> None:
-        out = torch.zeros(1000, device=kv.comm.device)
-        kv.init("w", out)
-        for _ in range(3):
-            work = kv.pushpull("w", out, out)
-            kv.clock()
-            work.wait()
-
-    run = simulate(worker, star(104, 1e9, 1e-6), 100, 4, split=100, device="meta", trace=False)
-    assert sum(server.requests["pushpull"] for server in run.servers) == 100 * 4 * 3
