@@ -1,36 +1,10 @@
 """The checks of *Data parallelism*: wrong answers are refused in words."""
 
-import torch
 from solutions import refusing, tried
-
-from d2lps import ReduceOp
-from d2lps.collectives import all_gather_into_tensor, all_reduce
 
 OWN_MEAN = "total * comm.size / everybody.item() -> total / max(1, count)"
 CUT = "order[: count // ranks * ranks]"
 MARK = "[int.from_bytes(digest[:7])] -> "
-
-
-def mean_of_means(comm, x):
-    both = torch.stack([x.mean(0), x.var(0, correction=0)])
-    all_reduce(comm, both, ReduceOp.AVG)
-    return both[0], both[1]
-
-
-def without_the_means(comm, x):
-    sums = torch.cat([x.new_tensor([len(x)]), x.sum(0), len(x) * x.var(0, correction=0)])
-    all_reduce(comm, sums)
-    return sums[1:4] / sums[0], sums[4:] / sums[0]
-
-
-def sends_rows(comm, x):
-    room, mine = torch.zeros(comm.size, 300, dtype=x.dtype), torch.zeros(300, dtype=x.dtype)
-    mine[: x.numel()] = x.flatten()
-    all_gather_into_tensor(comm, room.view(-1), mine)
-    sizes = [20 + 17 * rank % 50 for rank in range(comm.size)]
-    rows = torch.cat([row[: 3 * size].view(-1, 3) for row, size in zip(room, sizes, strict=True)])
-    return rows.mean(0), rows.var(0, correction=0)
-
 
 test_refused = refusing({
     "ex-data-tokens token_loss": [
@@ -58,10 +32,12 @@ test_refused = refusing({
         ("[rank::ranks].tolist() -> [rank::ranks].sort()[0].tolist()", "nothing is shuffled"),
     ],
     "ex-data-norm statistics": [
-        (mean_of_means, "over all"),
-        (without_the_means, "the variance"),
+        (("len(x)) -> 1)", "x.sum(0, True) -> x.mean(0, True)", "x.square().sum(0, True) -> x.var(0, correction=0, keepdim=True)",
+          " - mean.square() -> "), "over all"),  # means of means
+        (("x.square().sum(0, True) -> len(x) * x.var(0, correction=0, keepdim=True)", " - mean.square() -> "), "the variance"),
         ("sums[2] / sums[0] - mean.square() -> (sums[2] - sums[0] * mean.square()) / (sums[0] - 1)", "not by 19"),
-        (sends_rows, "more than a few numbers"),
+        ("sums = torch.cat -> table = x.new_zeros(comm.size, 100, 3); table[comm.rank, :len(x)] = x; all_reduce(comm, table)\n"
+         "    sums = torch.cat", "more than a few numbers"),
         (lambda comm, x: (x.mean(0), x.var(0, correction=0)), "the mean"),
     ],
     "ex-data-odd odd_ranks": [

@@ -20,32 +20,6 @@ def by_the_formula(schedule, forward, backward):
     return (m + p - 1) * (forward[0] + backward[0])
 
 
-def without_messages(comm, schedule, work):
-    return [torch.full((4,), work(*action)) for action in schedule[comm.rank]]
-
-
-def that_reckons_what_it_should_receive(comm, schedule, work):
-    made = []
-    for kind, k in schedule[comm.rank]:
-        work(kind, k)
-        ranks = range(comm.rank + 1) if kind == "F" else range(comm.rank, comm.size)
-        made.append(torch.full((4,), sum(rank + 100.0 * k for rank in ranks)))
-    return made
-
-
-def that_sends_all_at_the_end(comm, schedule, work):
-    made = that_reckons_what_it_should_receive(comm, schedule, work)
-    messages = []
-    for (kind, _), x in zip(schedule[comm.rank], made, strict=True):
-        back = 1 if kind == "B" else -1
-        src, dst = comm.rank + back, comm.rank - back
-        messages += [comm.irecv(torch.zeros(4), src)] if 0 <= src < comm.size else []
-        messages += [comm.isend(x, dst)] if 0 <= dst < comm.size else []
-    for message in messages:
-        message.wait()
-    return made
-
-
 def equal_numbers(costs, stages):
     return [len(part) for part in torch.arange(len(costs)).tensor_split(stages)]
 
@@ -71,6 +45,7 @@ OUT_OF_ORDER = """any(row != sorted(row, key=lambda action: action[1]) for kind 
            [[action for action in row if action[0] == kind] for row in schedule])"""
 SENT, MADE = "sent.append(comm.isend(made[-1], dst)) -> ", "made.append(x + work(kind, k)) -> "
 BEGUN = "made, sent = [], [] -> made, sent, "
+RECKONED = "x += sum(r + 100.0 * k for r in (range(comm.rank) if kind == 'F' else range(comm.rank + 1, comm.size)))"
 
 test_refused = refusing({
     "ex-pipeline-schedule one_each": [
@@ -104,9 +79,11 @@ test_refused = refusing({
          "in that order"),
         ((f"{BEGUN}x = [], [], torch.zeros(4)", "        x = torch.zeros(4)\n -> ", f"{MADE}made.append(x := x + work(kind, k))",
           "comm.recv(x, src) -> comm.recv(x := torch.empty(4), src)"), "begins with zeros"),
-        (without_messages, "what is sent"),
-        (that_reckons_what_it_should_receive, "0 messages"),
-        (that_sends_all_at_the_end, "sooner than can be"),
+        (("comm.recv(x, src) -> pass", f"{SENT}pass"), "what is sent"),
+        ((f"comm.recv(x, src) -> {RECKONED}", f"{SENT}pass"), "0 messages"),
+        ((f"comm.recv(x, src) -> {RECKONED}; sent.append((comm.irecv, torch.zeros(4), src))",
+          f"{SENT}sent.append((comm.isend, made[-1], dst))",  # all at the end
+          "for message in sent: -> for message in [start(*what) for start, *what in sent]:"), "sooner than can be"),
     ],
     "ex-pipeline-count count": [
         ("(160, 48, 50, 450, 48)", "1F1B: not 160"), ("(150, 38, 50, 450, 48)", "go around together"),

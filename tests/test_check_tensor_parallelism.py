@@ -3,21 +3,8 @@
 import torch
 from solutions import refusing
 
-from d2lps.collectives import all_gather, all_gather_into_tensor, all_reduce
+from d2lps.collectives import all_gather, all_reduce
 from d2lps.parallel import vocab_cross_entropy
-
-
-def gathered(comm, x, weight, bias):
-    whole = x.new_empty(comm.size, *x.shape)
-    all_gather_into_tensor(comm, whole, x)
-    return torch.cat(list(whole), 1) @ weight + bias
-
-
-def gathering(comm, logits, targets):
-    whole = logits.new_empty(comm.size, *logits.shape)
-    all_gather_into_tensor(comm, whole, logits.detach())
-    whole[comm.rank] = logits
-    return torch.nn.functional.cross_entropy(torch.cat(list(whole), -1), targets, reduction="sum")
 
 
 def with_whole_weights_on_every_rank(mesh, x, up, down):
@@ -52,7 +39,9 @@ test_refused = refusing({
         ("all_reduce(comm, y) -> pass", "are the products added up"),
         ("[comm.rank] -> [comm.rank - 1]", "which rows"),
         ("all_reduce(comm, y) -> all_reduce(comm, y); all_reduce(comm, y.clone())", "one all-reduce of y takes"),
-        (gathered, "one all-reduce of y takes"),
+        ("y = x @ mine\n    all_reduce(comm, y) -> whole = x.new_empty(comm.size, *x.shape)\n"
+         "    d2lps.collectives.all_gather_into_tensor(comm, whole, x)\n    y = torch.cat(list(whole), 1) @ weight",
+         "one all-reduce of y takes"),
         (lambda *given: given[1].sum(), "gives no tensor of shape [4, 7]"),
         (lambda comm, x, weight, bias: torch.zeros(7, 4), "gives no tensor of shape [4, 7]"),
     ],
@@ -68,7 +57,10 @@ test_refused = refusing({
         ("count = logits.shape[-1] -> count = 4", "out of bounds"),
         (".amax(-1) -> .amax(-1).clamp(min=0)", "all of them vanish"),
         ("own)).sum() -> own)).sum().detach()", "does not require grad"),
-        (gathering, "three numbers a target take"),
+        ("count = logits.shape[-1] -> whole = logits.new_empty(comm.size, *logits.shape)\n"
+         "    d2lps.collectives.all_gather_into_tensor(comm, whole, logits.detach()); whole[comm.rank] = logits\n"
+         "    return torch.nn.functional.cross_entropy(torch.cat(list(whole), -1), targets, reduction='sum')\n"
+         "    count = logits.shape[-1]", "three numbers a target take"),
         (lambda *given: vocab_cross_entropy(*given), "vocab_cross_entropy"),
     ],
     "ex-tensor-groups gradients": [

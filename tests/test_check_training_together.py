@@ -1,15 +1,18 @@
 """The checks of *Training together*: wrong answers are refused in words."""
 
-from queue import Queue
-from threading import Thread
-
 import pytest
 import torch
-from solutions import refused, refusing, solution
+from solutions import refusing
 
 from d2lps import ReduceOp
 from d2lps.collectives import all_reduce
 from d2lps_book.check import training_together as check
+
+
+@pytest.fixture(autouse=True)
+def no_long_patience(monkeypatch):
+    """With what never comes."""
+    monkeypatch.setattr(check, "_PATIENCE", 0.1)
 
 
 def mean_of_accuracies(comm, correct, seen):
@@ -46,6 +49,15 @@ test_refused = refusing({
         (lambda speeds, batch: [batch * speed / sum(speeds) for speed in speeds], "whole"),
         (lambda speeds, batch: [batch], "whole numbers"),
     ],
+    "ex-aggregating-overlap backward": [
+        ("hook.remove() -> pass", "leaves 2 hooks"),
+        ("talker.start()\n    loss.backward() -> loss.backward()\n    talker.start()", "before the backward pass was over"),
+        ("queue.put) -> lambda parameter: aggregate(parameter.grad))", "stood still"),
+        ("talker.join() -> pass", "wait for all"),
+        ("talker.start() -> talker.start()\n    [each.register_post_accumulate_grad_hook("
+         "lambda p: Thread(target=aggregate, args=(p.grad,)).start()) for each in model.parameters()]", "aggregated"),
+        (lambda loss, model, aggregate: loss.backward(), "before the backward pass"),
+    ],
     "ex-aggregating-accuracy accuracy": [
         (mean_of_accuracies, "it is 9/11 = 0.8181818182; does every image"),
         ("[correct, seen], device=comm.device) -> [correct, seen], dtype=torch.float32)", "beyond what a float32"),
@@ -62,59 +74,3 @@ def test_torch_gives_an_empty_shard_the_gradient_0():
     weights = torch.ones(3, 4, requires_grad=True)
     loss = torch.nn.functional.cross_entropy(torch.ones(0, 3) @ weights, torch.ones(0, dtype=torch.int64))
     assert loss.isnan() and torch.equal(torch.autograd.grad(loss, weights)[0], torch.zeros(3, 4))
-
-
-# ---- backward -----------------------------------------------------------------------------------------------------------
-
-
-def after_it(loss, model, aggregate):
-    loss.backward()
-    for weight in reversed(list(model.parameters())):
-        aggregate(weight.grad)
-
-
-def in_the_hook(loss, model, aggregate):
-    hooks = [w.register_post_accumulate_grad_hook(lambda w: aggregate(w.grad)) for w in model.parameters()]
-    loss.backward()
-    for hook in hooks:
-        hook.remove()
-
-
-def does_not_wait(loss, model, aggregate):
-    waiting = Queue()
-    Thread(target=lambda: [aggregate(waiting.get().grad) for _ in model.parameters()], daemon=True).start()
-    hooks = [weight.register_post_accumulate_grad_hook(waiting.put) for weight in model.parameters()]
-    loss.backward()
-    for hook in hooks:
-        hook.remove()
-
-
-def leaves_its_hooks(loss, model, aggregate):
-    mine = solution("ex-aggregating-overlap")["backward"]
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(lambda w: Thread(target=aggregate, args=(w.grad,)).start())
-    mine(loss, model, aggregate)
-
-
-def leaves_what_does_nothing(loss, model, aggregate):
-    """Its own hooks put what is ready into a queue that nobody reads any more."""
-    waiting = Queue()
-    talker = Thread(target=lambda: [aggregate(weight.grad) for weight in iter(waiting.get, None)])
-    talker.start()
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(waiting.put)
-    loss.backward()
-    waiting.put(None)
-    talker.join()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [(leaves_what_does_nothing, "leaves 2 hooks"),
-     (after_it, "before the backward pass was over"), (in_the_hook, "stood still"), (does_not_wait, "wait for all"),
-     (leaves_its_hooks, "aggregated"),
-     (lambda loss, model, aggregate: loss.backward(), "before the backward pass")],
-)  # fmt: skip
-def test_backward_refuses(monkeypatch, wrong, word):
-    monkeypatch.setattr(check, "_PATIENCE", 0.1)
-    refused(check.backward(wrong), word)
