@@ -56,7 +56,7 @@ class Worker:
 
 
 def serve(comm: Communicator, store: MutableMapping[int, torch.Tensor]) -> None:
-    """One request of each worker in turn, until all have left. `store`: any dictionary, by the keys' numbers."""
+    """One request of each worker in turn, until all have left, on any dictionary."""
     request = torch.empty(3, dtype=torch.int64)
     at_work = list(range(comm.size - 1))
     while at_work:
