@@ -35,6 +35,19 @@ def picture(page: Any) -> str:
     return page.locator(".d2lps svg").first.evaluate("svg => svg.outerHTML")
 
 
+def there_and_back(page: Any, steps: int) -> set[str]:
+    """The pictures of so many steps from the first on, which are the same on the way back."""
+    page.locator('[data-action="first"]').click()
+    ways = []
+    for action in ("next", "previous"):
+        ways.append([picture(page)])
+        for _ in range(steps):
+            page.locator(f'[data-action="{action}"]').click()
+            ways[-1].append(picture(page))
+    assert ways[0] == ways[1][::-1]
+    return set(ways[0])
+
+
 def until(page: Any, picture: str, same: bool = False) -> None:
     """Wait until the widget's picture has become another, or this one again."""
     code = "([picture, same]) => (document.querySelector('.d2lps svg').outerHTML === picture) === same"
