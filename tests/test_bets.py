@@ -367,10 +367,6 @@ def test_lanes_step_together_and_say_who_waited(browser: Any) -> None:
         assert [text.split("\n")[-1] for text in heads.all_inner_texts()] == [
             "waited for 75 % of the time so far", "waited for 63 % of the time so far"]  # fmt: skip
         assert said.inner_text() == "1 s late ends at 2\u00a0s. 3 s late ends at 4\u00a0s."
-        page.keyboard.press("Home")
-        assert picture(page) == first
-        page.locator('[data-action="play"]').click()
-        until(page, first)
 
 
 @needs_chromium

@@ -124,15 +124,6 @@ def test_a_rank_that_exits_does_not_end_the_caller(error: BaseException) -> None
         run(work, 2)
 
 
-def test_a_failure_within_a_group_and_a_mismatch_leave_nothing_either() -> None:
-    def work(comm: Communicator) -> None:
-        half = comm.split(comm.rank % 2)
-        half.send(torch.zeros(2), 1) if half.rank == 0 else half.recv(torch.zeros(3), 0)
-
-    with pytest.raises(Mismatch):
-        run(work, 4, debug=True)
-
-
 # ---- deaths ---------------------------------------------------------------------------------------------------------
 
 

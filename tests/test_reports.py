@@ -114,29 +114,6 @@ def one_skips_a_barrier(comm: Any) -> None:
         comm.barrier()
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
-
-
-@report("pytorch/pytorch#109401", gives=[1.0, 2.0])
-def interleaved(comm: Any) -> list[float]:
-    """Isend and irecv of two directions, interleaved -> all complete."""
-    rooms, peer = [torch.zeros(1), torch.zeros(1)], 1 - comm.rank
-    work = [comm.irecv(rooms[0], peer), comm.isend(torch.ones(1), peer)]
-    work += [comm.isend(torch.full((1,), 2.0), peer), comm.irecv(rooms[1], peer)]
-    for each in reversed(work):
-        each.wait()
-    return [room.item() for room in rooms]
-
-
-@report("pytorch/PiPPy#941", by_rank=[None, [1 + 2j, 3 - 1j]])
-def complex_numbers(comm: Any) -> Any:
-    """Complex numbers are sent -> they arrive."""
-    if comm.rank == 0:
-        return comm.send(torch.tensor([1 - 2j, 3 + 1j]).conj(), 1)
-    comm.recv(room := torch.zeros(2, dtype=torch.complex64), 0)
-    return room.tolist()
-
-
 # ---- collectives: shapes, strides, dtypes ---------------------------------------------------------------------------
 
 
@@ -455,6 +432,10 @@ def elsewhere() -> Iterator[Any]:
         sgl-project/sglang#20287: The kernel kills a rank that is out of memory -> which rank, and by what signal.
     test_deadlocks.test_a_program_that_hangs_is_explained_in_every_world
         NVIDIA/nccl#479: Both ranks send first, and then receive -> a deadlock, told with its circle of ranks.
+    test_run.test_messages_of_one_tag_arrive_in_order_both_ways
+        pytorch/pytorch#109401: Isend and irecv of two directions, interleaved -> all complete.
+    test_run.test_every_dtype
+        pytorch/PiPPy#941: Complex numbers are sent, conjugated ones, too -> they arrive.
     test_run.test_strided_tensors_at_both_ends
         pytorch/pytorch#62283, pytorch/pytorch#77554: A transposed tensor is sent, a matrix of torch.linalg.qr -> elements in
         their places.

@@ -642,19 +642,16 @@ def test_fifty_runs_in_a_row_leave_nothing(run: Runner, nothing_left: None) -> N
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-def test_messages_of_one_tag_arrive_in_order(world: Runner) -> None:
+def test_messages_of_one_tag_arrive_in_order_both_ways(world: Runner) -> None:
     def work(comm: Communicator) -> list[float]:
-        tensors = [torch.tensor([float(i)]) for i in range(5)]
-        if comm.rank == 0:
-            works = [comm.isend(tensor, 1, tag=3) for tensor in tensors]
-        else:
-            tensors = [torch.zeros(1) for _ in tensors]
-            works = [comm.irecv(tensor, 0, tag=3) for tensor in tensors]
+        rooms, other, works = [torch.zeros(1) for _ in range(5)], 1 - comm.rank, []
+        for number, room in enumerate(rooms):
+            works += [comm.irecv(room, other, tag=3), comm.isend(torch.tensor([float(number)]), other, tag=3)]
         for transfer in reversed(works):  # the order of waiting does not matter
             transfer.wait()
-        return [tensor.item() for tensor in tensors]
+        return [room.item() for room in rooms]
 
-    assert world(work, 2)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert world(work, 2) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
 
 
 def test_tags_and_sources_are_received_in_any_order(world: Runner) -> None:
@@ -708,11 +705,16 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 DTYPES += [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Of complex ones torch only notes that they are to be conjugated."""
+    return (torch.tensor([0, 1, 3]) * (1 + 2j if dtype.is_complex else 1)).to(dtype).conj()
+
+
 def test_every_dtype(world: Runner) -> None:
     def work(comm: Communicator) -> list[torch.Tensor]:
         received = []
         for dtype in DTYPES:
-            tensor = torch.tensor([0, 1, 3]).to(dtype)
+            tensor = numbers(dtype)
             if comm.rank == 0:
                 comm.send(tensor, 1)
             else:
@@ -721,7 +723,7 @@ def test_every_dtype(world: Runner) -> None:
         return received
 
     for dtype, tensor in zip(DTYPES, world(work, 2)[1], strict=True):
-        assert tensor.dtype == dtype and torch.equal(tensor, torch.tensor([0, 1, 3]).to(dtype))
+        assert tensor.dtype == dtype and torch.equal(tensor, numbers(dtype))
 
 
 def test_the_worlds_own_sum_takes_tensors_of_any_shape(run: Runner) -> None:
