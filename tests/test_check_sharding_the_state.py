@@ -1,12 +1,9 @@
-"""The checks of *Sharding the state*: wrong answers are refused in words, and so is what forgets a part of a run."""
-
-from itertools import islice
+"""The checks of *Sharding the state*: wrong answers are refused in words."""
 
 import torch
 from solutions import refusing
 
 from d2lps.collectives import broadcast, gather, reduce, scatter
-from d2lps_book.check import sharding_the_state as check
 
 
 def all_by_the_last_rank(comm, weights, gradient, velocity, rate, momentum):
@@ -26,7 +23,6 @@ def quarter_only(comm, layer):
     layer.weight.data = layer.weight.data * (comm.rank == 0)
 
 
-SAVED = "zero.pieces()) -> {name: piece for "
 GATHER = "all_gather_into_tensor(comm, flat, mine) -> "
 VELOCITY = "velocity.mul_(momentum).add_(mean) -> "
 
@@ -79,41 +75,4 @@ test_refused = refusing({
          "keep more than its shard"),
         (quarter_only, "holds the weights of 3 layers"),
     ],
-    "ex-sharding-moments moments": [
-        (f"{SAVED}unit in zero.units for name, piece in unit.pieces().items()}})", "what of Adam"),
-        (f"{SAVED}name, piece in zero.pieces().items() if not name.endswith('/step')}})", "KeyError: 'step'"),
-        ("zero.refresh() -> pass", "do all ranks have"),
-        ("folder, zero.pieces) -> folder, zero.pieces())", "gets the function that tells the pieces"),  # before the first step
-        ("return loaded.step -> return 0", "begins at 0"),
-        ("return loaded.step -> return 3", "begins at 3; 4 steps"),
-        ("save_run, lambda comm, folder, zero: ...", "begins at"),
-        ("save_run, lambda comm, folder, zero: None", "resumes is still empty"),
-        ("lambda comm, folder, step, zero: zero.pieces(), resume_run", "no checkpoint"),
-    ],
-    "ex-sharding-place batches": [
-        ("divmod(begin, size // batch) -> 0, 0", "reads those of step 0"),
-        ("divmod(begin, size // batch) -> 0, begin % (size // batch)", "reads those of step"),
-        ("divmod(begin, -> divmod(begin + 1,", "those of step 1"),
-        ("yield own[comm.rank] -> yield own[-1 - comm.rank]", "exchanged"),
-        ("manual_seed(seed) -> manual_seed(seed + begin)", "examples of no step"),
-    ],
-    "ex-sharding-dice dice": [
-        ("dice/{comm.rank} -> dice", "dice: rank 0 and rank 1 have different ones"),
-        ("dice.set_state(state) -> pass", "anew"),
-        ("save_dice, lambda comm, folder, dice: dice.manual_seed(comm.rank)", "anew"),
-        ("checkpoint.load(comm, folder, piece_of(comm, state)) -> "
-         "checkpoint.load(comm, folder, {'dice/0': Piece(state, tuple(state.shape))})", "numbers of rank 0"),
-    ],
 })  # fmt: skip
-
-
-def everything(comm, size, batch, seed):
-    dice = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(size, generator=dice)
-        for first in range(0, size - batch + 1, batch):
-            yield order[first : first + batch].chunk(comm.size)[comm.rank]
-
-
-def test_batches_may_count_in_any_way():
-    assert check.batches(lambda comm, size, batch, seed, begin: islice(everything(comm, size, batch, seed), begin, None))
