@@ -5,6 +5,7 @@ The ranks of a run import this file too, so it needs nothing that they have not 
 
 import functools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +20,7 @@ from d2lps import Communicator, Trace, collectives, kvstore
 from d2lps.kvstore import Reply, Request, Server
 from d2lps.kvstore.core.client import Session
 from d2lps.topology import star
-from d2lps.trace import Recorder
+from d2lps.trace import Origins, Recorder
 
 # ---- a call of a collective, the same on all ranks --------------------------------------------------------------------
 
@@ -219,8 +220,12 @@ def ours(comm: Communicator, call: Call, mine: list[torch.Tensor], out: list[tor
 
 
 def torchs(
-    comm: Communicator, call: Call, mine: list[torch.Tensor], out: list[torch.Tensor],
-    group: Any = None, wait: Callable[[Any], Any] = dist.Work.wait,
+    comm: Communicator,
+    call: Call,
+    mine: list[torch.Tensor],
+    out: list[torch.Tensor],
+    group: Any = None,
+    wait: Callable[[Any], Any] = dist.Work.wait,
 ) -> None:
     """The same by torch.distributed, over a process group of these ranks: by default that which the run has joined."""
     op, how = getattr(ReduceOp, call.op), {"group": group, "async_op": True}
@@ -411,3 +416,18 @@ def joins_later(kv: Any, late: int) -> int:
         kv.clock()
         kv.pull("w", out).wait()
     return int(out.item())
+
+
+def sources(trace: Trace, name: str) -> list[Counter[tuple[int, str]]]:
+    """What is in the buffers of this name at the end, piece by piece: how often whose, `{(0, "gradient"): 2}`."""
+    origins = Origins(trace)
+    held = [piece for index, buffer in enumerate(trace.buffers) if buffer.name == name for piece in origins.held(index)]
+    return [
+        Counter({(trace.buffers[at].rank, trace.buffers[at].name): count for (at, _), count in piece.sources.items()})
+        for piece in held
+    ]
+
+
+def gradients(found: Counter[tuple[int, str]]) -> dict[int, int]:
+    """How often each rank's gradient is among them."""
+    return {rank: count for (rank, name), count in found.items() if name == "gradient"}

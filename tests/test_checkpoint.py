@@ -203,7 +203,7 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def whole_state(folder, step):
+def whole_state(folder, step=None):
     """All of a checkpoint, by one rank."""
     wholes = {name: torch.zeros(about["shape"], dtype=getattr(torch, about["dtype"]))
               for name, about in look(folder, step).tensors.items()}  # fmt: skip

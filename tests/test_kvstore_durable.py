@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT, environment
+from launching import ROOT, running, script, until
 
 from d2lps import kvstore
 from d2lps.kvstore.core.events import Append, Request, alike
@@ -84,9 +82,9 @@ def names(folder: Path) -> list[str]:
 # ---- coming back ----------------------------------------------------------------------------------------------------------
 
 
-@LEVELS
-def test_a_server_goes_on_from_its_checkpoint_and_its_log(tmp_path: Path, level: str) -> None:
-    """Between two rounds of Adam, with a push put aside and a pull that waits: nothing is lost, to the bit."""
+@pytest.mark.parametrize(("level", "later", "log_bytes"), [("log", "fsync", 1), ("fsync", "log", 1000), ("log", "log", 1 << 20)])
+def test_a_server_goes_on_from_its_checkpoint_and_its_log(tmp_path: Path, level: str, later: str, log_bytes: int) -> None:
+    """Between two rounds of Adam, with a push put aside and a pull that waits: nothing is lost, to the bit, at another level."""
     requests = story()
     for stop in range(len(requests) + 1):
         durable = made(tmp_path / str(stop), level)
@@ -94,7 +92,7 @@ def test_a_server_goes_on_from_its_checkpoint_and_its_log(tmp_path: Path, level:
         durable.checkpoint()
         told(durable, requests[stop:])
         durable.close()
-        again = made(tmp_path / str(stop), level)
+        again = made(tmp_path / str(stop), later, log_bytes=log_bytes)
         assert alike(again.server.state(), after(requests).state()) and again.number == len(requests) and again.cut == 0
         again.close()
 
@@ -126,14 +124,6 @@ def test_logs_are_as_long_as_the_state_asks_and_no_longer_than_was_said(
         told(durable, [Request("push", "w", torch.ones(floats), sequence=durable.number + 1)])
     durable.close()
     assert lengths[-1] <= longest < lengths[-1] + 4 * floats + 300  # bytes of a push
-
-
-def test_another_level_and_another_size_read_the_same(tmp_path: Path) -> None:
-    durable = made(tmp_path, "log")
-    told(durable, story())
-    durable.close()
-    for level, log_bytes in (("fsync", 1), ("log", 1000)):
-        assert alike(reopened(tmp_path, level, log_bytes=log_bytes).state(), after(story()).state())
 
 
 # ---- stopped anywhere -----------------------------------------------------------------------------------------------------
@@ -414,16 +404,8 @@ if __name__ == "__main__":
     folder = Path({str(tmp_path)!r})
     kvstore.run(count_up, 1, 2, folder, 10**6, durability="log", folder=folder / "store", split=100, consistency="asp")
 """
-    (tmp_path / "job.py").write_text(code)
-    job = subprocess.Popen([sys.executable, str(tmp_path / "job.py")], env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"))
-    try:
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "0 pushed 20").exists():
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        job.kill()
-        job.wait()
+    with running(script(tmp_path / "job.py", code), PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}") as job:
+        assert until(lambda: job.poll() is not None or (tmp_path / "0 pushed 20").exists(), 100) and job.poll() is None
     options = {"durability": "log", "folder": tmp_path / "store", "split": 100, "consistency": "asp"}
     deadline = time.monotonic() + 60
     while True:  # the servers of the killed job end by themselves, and hold their logs until then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from d2lps import disk, kvstore
+from d2lps.comm.rank import describe
 from d2lps.kvstore import Lost, Refused
 from d2lps.kvstore.core import saving
 from d2lps.kvstore.core.events import alike
@@ -111,19 +113,6 @@ def test_what_other_programs_saved_is_taken_in(tmp_path: Path) -> None:
     assert values["w"].unique().tolist() == pytest.approx([6.9]) and values["new.momentum_buffer"].tolist() == [1.0, 1.0]
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    file = str(tmp_path / "other.safetensors")
-    for wrong in (torch.zeros(41, 3), torch.zeros(40, 3, dtype=torch.float64)):
-        save_file({"a": torch.zeros(2), "w": wrong}, file)
-
-        def worker(kv: Any) -> None:
-            train(kv, {}, range(1))
-            with pytest.raises(Refused, match=r"'w' is float(32\[41|64\[40), 3\] in the file, and float32\[40, 3\] on the"):
-                kv.load(file)
-
-        assert alike(simulate(worker, 2, 2).values, simulate(train, 2, 2, {}, range(1)).values)
-
-
 def touch(kv: Any, rows: list[int], load: str = "", save: str = "") -> None:
     """A training of some rows, from a file or into one."""
     kv.init("table", torch.ones(40, 3))
@@ -149,20 +138,27 @@ def test_parts_that_were_never_pushed_to_are_saved_too(tmp_path: Path, rows: lis
     assert alike(simulate(touch, 2, after, [*rows, 12], file).values, whole.values)
 
 
-def test_a_state_that_does_not_fit_its_value_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("table", torch.zeros(41, 3)),
+        ("table", torch.zeros(40, 3).double()),
+        ("table.momentum_buffer", torch.zeros(20, 3)),
+        ("table.momentum_buffer", torch.zeros(40, 3).double()),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(tmp_path: Path, name: str, wrong: torch.Tensor) -> None:
     file = str(tmp_path / "table.safetensors")
     simulate(touch, 1, 2, [1, 39], "", file)
     with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    for wrong, told in [(torch.zeros(20, 3), r"float32\[20, 3\]"), (torch.zeros(40, 3).double(), r"float64\[40, 3\]")]:
-        save_file({"a": torch.ones(1), "table": torch.zeros(40, 3), "table.momentum_buffer": wrong}, file, metadata)
+        save_file({"a": torch.ones(1), "table": torch.zeros(40, 3)} | {name: wrong}, file, opened.metadata())
 
-        def worker(kv: Any, told: str = told) -> None:
-            touch(kv, [5])
-            with pytest.raises(Refused, match=f"'table.momentum_buffer' is {told} in the file, and 'table' float32"):
-                kv.load(file)
+    def worker(kv: Any) -> None:
+        touch(kv, [5])
+        with pytest.raises(Refused, match=re.escape(f"'{name}' is {describe(wrong)} in the file, and ")):
+            kv.load(file)
 
-        assert alike(simulate(worker, 1, 2).values, simulate(touch, 1, 2, [5]).values)
+    assert alike(simulate(worker, 1, 2).values, simulate(touch, 1, 2, [5]).values)
 
 
 def test_a_round_that_has_begun_is_not_saved(tmp_path: Path) -> None:

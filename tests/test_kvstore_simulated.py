@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import gradients, sources
 
 from d2lps import cost
 from d2lps.comm import RankHung
@@ -15,7 +16,6 @@ from d2lps.kvstore.core.events import alike
 from d2lps.kvstore.core.placement import join_parts
 from d2lps.simulator import Model
 from d2lps.topology import pcie_tree, star
-from d2lps.trace import Origins
 
 ALPHA, BETA = 2e-6, 1e-9  # of a path over the two links of a star
 
@@ -117,12 +117,8 @@ def test_the_trace_shows_whose_pushes_are_in_whose_values(consistency: str) -> N
     trace = simulate(worker, star(5, 1e9, 1e-6), 3, 2, split=16, consistency=consistency).trace
     assert [trace.ops[op] for op in trace.locals["op"]].count("SUM") == 3 * 2
     assert "leave" not in trace.steps and trace.unmatched == 0
-    origins = Origins(trace)
-    for index, buffer in enumerate(trace.buffers):
-        if buffer.name == "weights":
-            for piece in origins.held(index):
-                names = [(trace.buffers[source].rank, trace.buffers[source].name) for source, _ in piece.sources]
-                assert {name for name in names if name[1] == "gradient"} == {(rank, "gradient") for rank in range(3)}
+    held = sources(trace, "weights")
+    assert len(held) == 3 * 2 and all(gradients(found) == {rank: 1 for rank in range(3)} for found in held)
 
 
 def test_the_log_of_a_run_gives_its_servers_again() -> None:

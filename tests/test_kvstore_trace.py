@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launching import ROOT, environment, script
+from oracles import gradients, sources
 
 from d2lps import kvstore
 from d2lps.kvstore.core.events import Membership, Request, replace
@@ -18,7 +19,7 @@ from d2lps.kvstore.core.recorder import ServerNotes, StoreRecorder
 from d2lps.kvstore.core.server import Server
 from d2lps.kvstore.launch.chaos import Cluster
 from d2lps.topology import star
-from d2lps.trace import Origins, Recorder, Trace
+from d2lps.trace import Recorder, Trace
 from d2lps.trace.recorder import COLUMNS
 from d2lps.widgets import Player
 
@@ -60,13 +61,8 @@ def test_a_real_run_has_the_messages_of_the_simulated_one(n: int, split: int) ->
 
 def test_its_pictures_show_whose_gradients_are_in_whose_values() -> None:
     trace = kvstore.run(rounds, 3, 2, 8, split=16, trace=True).trace
-    origins, seen = Origins(trace), 0
-    for index, buffer in enumerate(trace.buffers):
-        for piece in origins.held(index) if buffer.name == "weights" else ():
-            sources = {(trace.buffers[source].rank, trace.buffers[source].name) for source, _ in piece.sources}
-            assert {source for source in sources if source[1] == "gradient"} == {(rank, "gradient") for rank in range(3)}
-            seen += 1
-    assert seen == 3 * 2
+    held = sources(trace, "weights")
+    assert len(held) == 3 * 2 and all(gradients(found) == {rank: 2 + 1 for rank in range(3)} for found in held)
     scene = Player(trace, clock="time").scene
     assert sum(message.get("n", 1) for message in scene["messages"]) == len(trace) and len(scene["ranks"]) == 5
     assert trace.timeline().get_figure() is not None and trace.perfetto()["traceEvents"]
@@ -99,17 +95,6 @@ def test_priorities_and_steps_of_the_worker_are_in_it() -> None:
     for row in [row for row in range(len(trace)) if trace.steps[m["step"][row]] == "backward"]:
         one, other = (trace.buffers[m[f"{end}_buffer"][row]] for end in ("src", "dst"))
         assert one.rank == 0 and other.rank == 1 and one.nbytes == 4000
-
-
-def sources(trace: Trace, name: str) -> list[Counter[tuple[int, str]]]:
-    """What is in the buffers of this name at the end: how often whose."""
-    origins = Origins(trace)
-    held = [origins.held(index) for index, buffer in enumerate(trace.buffers) if buffer.name == name]
-    return [
-        Counter({(trace.buffers[source].rank, trace.buffers[source].name): count for (source, _), count in piece.sources.items()})
-        for pieces in held
-        for piece in pieces
-    ]
 
 
 def pushes_after_a_pull(kv: Any) -> None:

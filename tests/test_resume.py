@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 from launching import start_fork_server, started, until
+from test_checkpoint import whole_state
 
 import d2lps
 from d2lps.disk import CheckpointMissing
-from d2lps.parallel import Checkpoints, Piece, Plan, Trainer, Transformer, keep_going, text
+from d2lps.parallel import Checkpoints, Plan, Trainer, Transformer, keep_going, text
 from d2lps.parallel.saving.checkpoint import save
-from d2lps.parallel.saving.saved import fill, look
+from d2lps.parallel.saving.saved import look
 from d2lps.parallel.training.resume import resume, save_run
 from d2lps.topology import star
 
@@ -49,13 +50,6 @@ def resumed(comm, sizes, plan, folder, again):
     return trainer.losses, trainer.norms
 
 
-def state(folder):
-    wholes = {name: torch.zeros(about["shape"], dtype=getattr(torch, about["dtype"]))
-              for name, about in look(folder).tensors.items()}  # fmt: skip
-    fill(look(folder), {name: Piece(whole, tuple(whole.shape)) for name, whole in wholes.items()})
-    return wholes
-
-
 def simulated(fn, plan, *args):
     return d2lps.simulate(fn, star(plan.ranks, 1e9, 1e-6), *args, trace=False)
 
@@ -76,7 +70,7 @@ def test_resumed_is_uninterrupted(sizes, k, plans, tmp_path):
     assert simulated(resumed, plan, sizes, plan, tmp_path, tmp_path / "same")[:] == whole[:], "to the bit"
     for losses, norms in simulated(resumed, other, sizes, other, tmp_path, tmp_path / "other"):
         assert losses == pytest.approx(whole[0][0], rel=1e-11) and norms == pytest.approx(whole[0][1], rel=1e-11)
-    saved, same, again = (state(folder) for folder in (tmp_path, tmp_path / "same", tmp_path / "other"))
+    saved, same, again = (whole_state(folder) for folder in (tmp_path, tmp_path / "same", tmp_path / "other"))
     assert len(saved) == 4 * len(dict(sizes.module().named_parameters())), "weights, two moments, a count of steps"
     assert saved.keys() == same.keys() == again.keys()
     assert all(torch.equal(whole, same[name]) and torch.equal(whole, again[name]) for name, whole in saved.items())
@@ -88,7 +82,7 @@ def test_bf16_goes_on_from_its_fp32_masters(tmp_path):
     plan = Plan(dp=2, tp=2, micro_batch=2, zero=2)
     whole = d2lps.run(uninterrupted, 4, FLAT, plan, tmp_path)
     assert d2lps.run(resumed, 4, FLAT, plan, tmp_path, tmp_path / "again")[:] == whole[:]
-    assert {tensor.dtype for tensor in state(tmp_path).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in whole_state(tmp_path).values()} == {torch.float32}
 
 
 def test_another_run_is_refused_before_anything_changes(tmp_path):
