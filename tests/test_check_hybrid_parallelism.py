@@ -37,8 +37,8 @@ test_refused = refusing({
         (lambda *given: torch.ones(8).numpy(), "came back"),
     ],
     "ex-hybrid-memory memory": [
-        ("(43.75, 2.73, 64)", "ZeRO 1 share out"), ("(49.2, 12.99, 64)", "16 bytes"), ("(43.75, 12.99, 35)", "power of two"),
-        ("(43.75, 12.99, 32)", "power of two"), ("43.75", "3 numbers are wanted"),
+        ("(30.29, 3.37, 128)", "ZeRO 1 share out"), ("(34.07, 10.1, 128)", "16 bytes"), ("(30.29, 10.1, 106)", "power of two"),
+        ("(30.29, 10.1, 64)", "power of two"), ("30.29", "3 numbers are wanted"),
     ],
     "ex-hybrid-bubble micro_batches": [
         ("(1536, 7 / 96, 0.25, 6)", "shared out along dp"), ("(96, 8 / 96, 0.25, 6)", "what (a) gives"),

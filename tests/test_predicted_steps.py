@@ -74,17 +74,6 @@ def test_the_calibration_is_the_fit_of_its_two_rows():
     assert (fitted.efficiency, fitted.overhead) == pytest.approx((stored.efficiency, stored.overhead), rel=2e-3)
 
 
-@pytest.mark.parametrize("number", range(14))
-def test_a_pair_of_degrees_takes_what_the_code_predicts(number):
-    tp, pp, micro, v, zero, again, sequence, seconds, _ = literal("BEST")[number].split()
-    plan = predicted_steps.Plan(
-        1024 // (int(tp) * int(pp)), int(tp), int(pp), micro_batch=int(micro), zero=int(zero), recompute=again,
-        sequence_parallel=sequence == "1", interleave=int(v), schedule="interleaved" if int(v) > 1 else "one_f_one_b",
-    )  # fmt: skip
-    found = predict(predicted_steps.GPT3, plan, predicted_steps.dgx_a100_pod(128), 1536, stored_calibration())
-    assert found.time == pytest.approx(float(seconds), rel=2e-3)
-
-
 RULES = {  # job, who: what the table of rules has
     ("7.5B", "search"): Plan(dp=128, micro_batch=2, zero=3),
     ("7.5B", "megatron"): Plan(dp=64, tp=2, micro_batch=8, recompute="full"),

@@ -71,10 +71,10 @@ def _piece(comm: Any, function: Function, dp: int, tp: int, x: Any, w: Any, y: A
 @answered
 def memory(answer: Any) -> str:
     """Check three numbers: GB a device without and with ZeRO 1, and the smallest power of two for tp x pp."""
-    parts("memory", answer, ("without ZeRO", 43.75, "16 bytes for each of 175 / 64 billion parameters, in GB."),
-          ("ZeRO 1", 12.988, "Which of 2 + 2 + 12 bytes does ZeRO 1 share out, and among how many ranks?"),
-          ("tp x pp", 64, "175 billion times 16 bytes, and 80 GB each; then the next power of two."))  # fmt: skip
-    return "43.75 GB, 13 GB, and 64 ranks for one copy of the model"
+    parts("memory", answer, ("without ZeRO", 30.286, "16 bytes for each of 530 / 280 billion parameters, in GB."),
+          ("ZeRO 1", 10.095, "Which of 2 + 2 + 12 bytes does ZeRO 1 share out, and among how many ranks?"),
+          ("tp x pp", 128, "530 billion times 16 bytes, and 80 GB each; then the next power of two."))  # fmt: skip
+    return "30.3 GB, 10.1 GB, and 128 ranks for one copy of the model"
 
 
 @answered
