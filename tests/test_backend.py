@@ -26,7 +26,7 @@ from oracles import ALGORITHMS, ALL_REDUCE, REDUCING, TORCH, Call, complaints, p
 
 import d2lps
 import d2lps.backend
-from d2lps import Communicator, RankDied, RankFailed, RankHung, ReduceOp
+from d2lps import Communicator, RankHung, ReduceOp
 from d2lps.backend import choice, transports
 from d2lps.backend.tasks import TaskQueue
 from d2lps.sharedmemory.space import Space

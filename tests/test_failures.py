@@ -26,8 +26,7 @@ import torch
 from launching import Kernel, fork_server_of, kernel, nothing_left, orphans, running, script, until
 
 import d2lps
-from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankFailed, RankHung
-from d2lps.collectives import all_reduce, broadcast
+from d2lps import Communicator, RankDied, RankFailed, RankHung
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Gone = Callable[[float], bool]

@@ -2,9 +2,8 @@
 
 # ruff: noqa: F401, F811 - fixtures are imported, and named again as parameters
 
-import copy
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import d2lps
 import d2lps.backend
-from d2lps import Communicator, compress
+from d2lps import Communicator
 from d2lps.collectives import all_reduce
 from d2lps.comm import Event
 from d2lps.parallel import DataParallel, Scheduler, buckets, flatten

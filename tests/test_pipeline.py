@@ -400,11 +400,6 @@ def test_a_first_stage_that_is_frozen(schedule: Any) -> None:
     assert d2lps.simulate(work, star(2, 1e9)) == [[False] * 2, [True] * 2]
 
 
-def test_a_rank_that_dies_is_named() -> None:
-    with pytest.raises(d2lps.RankDied, match="rank 2 has died"):
-        d2lps.simulate(timed, star(4, 1e9), one_f_one_b(4, 8), faults=[d2lps.Kill("gpu2", at=7.0)])
-
-
 # ---- balanced -----------------------------------------------------------------------------------------------------
 
 

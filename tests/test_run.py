@@ -25,8 +25,8 @@ from launching import Kernel, fork_server_of, kernel, kill_fork_server, nothing_
 from oracles import TORCH
 
 import d2lps
-from d2lps import Communicator, Deadlock, Mismatch, RankFailed, RankHung, ReduceOp
-from d2lps.collectives import all_gather, all_reduce, broadcast
+from d2lps import Communicator, Mismatch, RankHung, ReduceOp
+from d2lps.collectives import all_reduce, broadcast
 from d2lps.launch.group import Output, lines_of
 from d2lps.topology import star
 

@@ -28,7 +28,7 @@ from launching import environment, nothing_left, script
 from oracles import ALGORITHMS, Call, complaints, ours, perform, rooms_for
 
 import d2lps
-from d2lps import Communicator, Deadlock, Mismatch, RankDied, RankHung, ReduceOp, sharedmemory
+from d2lps import Communicator, Mismatch, RankDied, RankHung, ReduceOp, sharedmemory
 from d2lps.collectives import all_reduce, broadcast
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
