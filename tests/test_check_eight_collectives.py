@@ -77,15 +77,6 @@ def chain_of_all_at_once(comm: Communicator, tensor: torch.Tensor, src: int, chu
         work.wait()
 
 
-def star_in_chunks(comm: Communicator, tensor: torch.Tensor, src: int, chunks: int) -> None:
-    for part in tensor.tensor_split(chunks):
-        for dst in set(range(comm.size)) - {src}:
-            if comm.rank == src:
-                comm.send(part, dst)
-            elif comm.rank == dst:
-                comm.recv(part, src)
-
-
 def whole_tensors_round_a_ring(comm: Communicator, tensor: torch.Tensor) -> None:
     passing, incoming = tensor.clone(), torch.empty_like(tensor)
     for _ in range(comm.size - 1):
@@ -149,7 +140,10 @@ test_functions_refused = refusing({
         (f"{CHUNKS} -> chunks = 4; {CHUNKS}", "and 1 chunk: 4 steps"),
         (f"{CHUNKS} -> src = 0; {CHUNKS}", "with 2 ranks, rank 1 the root"),
         ("comm.send(parts[-1], after) -> comm.isend(parts[-1], after)", "1 send nobody waits for"),
-        (star_in_chunks, "in a ring it talks to its right neighbor only"),
+        (f"{CHUNKS} -> for part, dst in [(part, dst) for part in tensor.tensor_split(chunks) for dst in range(comm.size)]:\n"
+         "        if comm.rank == src != dst:\n            comm.send(part, dst)\n"
+         f"        elif comm.rank == dst != src:\n            comm.recv(part, src)\n    return\n    {CHUNKS}",
+         "in a ring it talks to its right neighbor only"),
         ("comm.sendrecv(parts[k - 1], after, parts[k], before) -> comm.send(parts[k - 1], after); comm.recv(parts[k], before)",
          "does a rank wait"),
         (chain_of_all_at_once, "4 chunks: 1 step, and a chain needs 4; a link carries one chunk at a time"),

@@ -1,12 +1,11 @@
 """The exercises of *From ring to server*: what is wrong is refused, in words."""
 
-from typing import Any
 
 import torch
 from solutions import refusing, solution
 
 from d2lps import Communicator
-from d2lps.collectives import all_gather, all_reduce
+from d2lps.collectives import all_reduce
 from d2lps_book.check import from_ring_to_server as check
 
 Tensor = torch.Tensor
@@ -14,40 +13,6 @@ Tensor = torch.Tensor
 
 def test_pieces_that_pass_have_their_own_time() -> None:
     assert check.in_pieces(solution("ex-server-pieces")["in_pieces"]).text.endswith("32 pieces take 33 ms, where one takes 64")
-
-
-def past_the_servers(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
-    all_reduce(kv.comm, gradient)
-    weights += gradient
-    kv.clock()
-
-
-def no_servers_and_no_clock(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
-    all_reduce(kv.comm, gradient)
-    weights += gradient
-
-
-def knows_the_workers(kv: Any, gradient: Tensor, weights: Tensor, pieces: int) -> None:
-    weights += gradient / 10**kv.rank * (1111 if kv.num_workers == 4 else 1)
-    kv.clock()
-
-
-def everything_to_everyone(comm: Communicator, tensor: Tensor) -> None:
-    room = [torch.empty_like(tensor) for _ in range(comm.size)]
-    all_gather(comm, room, tensor.clone())
-    tensor.copy_(torch.stack(room).median(0).values)
-
-
-def everything_to_one(comm: Communicator, tensor: Tensor) -> None:
-    if comm.rank:
-        comm.send(tensor, 0)
-        return comm.recv(tensor, 0)
-    room = [tensor.clone(), *(torch.empty_like(tensor) for _ in range(1, comm.size))]
-    for rank in range(1, comm.size):
-        comm.recv(room[rank], rank)
-    tensor.copy_(torch.stack(room).median(0).values)
-    for rank in range(1, comm.size):
-        comm.send(tensor, rank)
 
 
 def of_neighbors(comm: Communicator, tensor: Tensor) -> None:
@@ -58,16 +23,12 @@ def of_neighbors(comm: Communicator, tensor: Tensor) -> None:
         tensor.copy_(torch.stack([tensor, other, tensor]).median(0).values)
 
 
-def mean(comm: Communicator, tensor: Tensor) -> None:
-    all_reduce(comm, tensor)
-    tensor /= comm.size
-
-
 WITHOUT_CLOCK = "enumerate(pairs)]\n    kv.clock() -> enumerate(pairs)]"
 PUSHPULL, WAIT = "kv.pushpull(key, g, w) for -> ", "for pull in pulls:\n        pull.wait() -> pass"
 SCATTER = "reduce_scatter(machine, mine, list(gradient.tensor_split(devices))) -> "
 STORED = "kv.push(key, mine)\n    kv.clock()\n    kv.pull(key, mine).wait() -> "
 MY_PART = "mine.copy_(gradient.tensor_split(devices)[machine.rank])"
+ROOM = "blocks = -> room = [torch.empty_like(tensor) for _ in range(comm.size)]\n    "
 MEDIAN = "torch.stack(mine).median(0).values -> "
 
 test_refused = refusing({
@@ -94,9 +55,11 @@ test_refused = refusing({
         ("for pull in pulls: -> for pull in pulls[:1]:", "rank 0 has"),
         ("pairs = zip -> for key, part in enumerate(weights.tensor_split(pieces)): kv.init(key, part)\n    pairs = zip",
          "in every iteration"),
-        (past_the_servers, "pushes 0 times"),
-        (no_servers_and_no_clock, "clock"),
-        (knows_the_workers, "pushes 0 times"),
+        (lambda kv, gradient, weights, pieces: (all_reduce(kv.comm, gradient), weights.add_(gradient), kv.clock()),
+         "pushes 0 times"),
+        (lambda kv, gradient, weights, pieces: (all_reduce(kv.comm, gradient), weights.add_(gradient)), "clock"),
+        (lambda kv, gradient, weights, pieces:
+         (weights.add_(gradient / 10**kv.rank * (1111 if kv.num_workers == 4 else 1)), kv.clock()), "pushes 0 times"),
     ],
     "ex-server-blocks blocks": [
         (('mine, key = parts[machine.rank].clone(), f"part {machine.rank}" -> mine, key = weights.clone(), "all"',
@@ -121,10 +84,15 @@ test_refused = refusing({
         (lambda speeds: {0: 1}, "no list of servers"),
     ],
     "ex-server-median median": [
-        (mean, "3 ranks, 6 elements: rank 0, element 0 is ", " the median of"),
+        (lambda comm, tensor: (all_reduce(comm, tensor), tensor.div_(comm.size)),
+         "3 ranks, 6 elements: rank 0, element 0 is ", " the median of"),
         (of_neighbors, "the median of"),
-        (everything_to_everyone, "4.00 gradients go through some rank's port, and the ring needs 1.60"),
-        (everything_to_one, "4.00 gradients"),
+        (f"{ROOM}all_gather(comm, room, tensor.clone())\n"
+         "    return tensor.copy_(torch.stack(room).median(0).values)\n    blocks =",
+         "4.00 gradients go through some rank's port, and the ring needs 1.60"),
+        (f"{ROOM}d2lps.collectives.gather(comm, tensor, room if comm.rank == 0 else None, 0, algorithm='linear')\n"
+         "    if comm.rank == 0:\n        tensor.copy_(torch.stack(room).median(0).values)\n"
+         "    return d2lps.collectives.broadcast(comm, tensor, 0, algorithm='flat')\n    blocks =", "4.00 gradients"),
         (lambda comm, tensor: tensor.clone(), "the median of", "the result belongs in it"),
         (f"{MEDIAN}torch.stack(mine).mean(0)", "the median of"),
         (f"{MEDIAN}torch.stack(mine).sort(0).values[int(len(mine) > 1)]", "5 ranks"),
