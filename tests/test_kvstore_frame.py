@@ -85,13 +85,6 @@ def test_every_record_comes_back_as_it_was(record: Event | Reply) -> None:
         assert parse(arrived, LIMIT) == record
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_op_comes_back_in_one_buffer_and_in_many(op: str) -> None:
-    request = Request(op, "layer/0", torch.ones(2, 3), torch.tensor([4, 5]), {"name": "sgd", "lr": 0.1}, client=1, sequence=7)
-    assert parse(frame(request), LIMIT) == request
-    assert parse([b"".join(frame(request))], LIMIT) == request
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_comes_back_to_the_bit(dtype: torch.dtype) -> None:
     value = torch.tensor([0.1, -1.5, 3e4]).to(dtype)

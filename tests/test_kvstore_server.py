@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import subprocess
 import sys
 from copy import deepcopy
@@ -11,35 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from oracles import Asking
 
 from d2lps.kvstore import Lost, Membership, Reply, Request, Server, register_optimizer
-from d2lps.kvstore.core import server as server_module
 from d2lps.kvstore.core.client import Session
-from d2lps.kvstore.core.events import Append, Event, Send, alike, replace
-from d2lps.kvstore.core.exactly_once import WINDOW, ClientRecord
+from d2lps.kvstore.core.events import Event, Send, alike
+from d2lps.kvstore.core.exactly_once import WINDOW
 from d2lps.kvstore.core.optimizers import make_optimizer
-from d2lps.kvstore.storage.frame import pack, unpack
-
-STORMS = 1_700 if os.environ.get("D2LPS_SOAK") else 50  # of some 60 pushes each
-
-
-class Asking:
-    """A client on a perfect wire: every request is delivered at once."""
-
-    def __init__(self, server: Server, rank: int, epoch: int = 0) -> None:
-        self.server, self.session, self.answers = server, Session(rank, epoch), {}
-        self.last: Request = Request("")
-
-    def __call__(self, op: str, key: str = "", value: Any = None, **fields: Any) -> list[Reply]:
-        """The replies, to anybody, that the request has led to."""
-        value = torch.tensor(value) if isinstance(value, list) else value
-        self.last = self.session.number(Request(op, key, value, **fields), op)
-        replies = [effect for effect in self.server.step(self.last) if isinstance(effect, Reply)]
-        for reply in replies:
-            self.session.answered(reply)
-        return replies
 
 
 def read(server: Server, key: str = "w") -> list[float]:
@@ -54,37 +30,6 @@ def replayed(log: list[Event], **kwargs: Any) -> Server:
 
 
 # ---- one worker ---------------------------------------------------------------------------------------------------------
-
-
-def test_push_adds_and_pull_returns_a_copy() -> None:
-    server = Server([0], "asp")
-    ask = Asking(server, 0)
-    ask("init", "w", [0.0, 0.0])
-    ask("push", "w", [1.0, 2.0])
-    ask("push", "w", [1.0, 2.0])
-    [reply] = ask("pull", "w")
-    assert reply.value is not None and reply.value.tolist() == [2.0, 4.0]
-    reply.value.zero_()
-    assert read(server) == [2.0, 4.0]
-    [reply] = ask("pushpull", "w", [1.0, 1.0])
-    assert reply.value is not None and reply.value.tolist() == [3.0, 5.0]
-
-
-def test_nothing_is_written_into_a_request() -> None:
-    server, kept = Server([0], "asp"), torch.ones(2)
-    ask = Asking(server, 0)
-    ask("init", "w", kept)
-    ask("set_optimizer", options={"name": "sgd", "lr": 1.0, "momentum": 0.9, "weight_decay": 0.1})
-    pushed = torch.ones(2)
-    ask("push", "w", pushed)
-    assert kept.tolist() == pushed.tolist() == [1.0, 1.0]
-
-
-def test_the_first_init_wins() -> None:
-    server = Server([0, 1], "asp")
-    Asking(server, 0)("init", "w", [1.0])
-    [reply] = Asking(server, 1)("init", "w", [2.0])
-    assert not reply.error and read(server) == [1.0]
 
 
 def test_a_key_in_parts_begins_with_one_life_of_one_worker_whoever_dies() -> None:
@@ -124,33 +69,6 @@ def test_offers_and_what_is_declared_are_compared() -> None:
     assert replayed([Request("declare", "w", options={"whole": "x"}, sequence=1)], workers=[0]).state()["wholes"] == {"w": "x"}
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (Request("restore", "w", torch.ones(3)), "'w' is float32[2], not float32[3]"),
-        (Request("restore", "w", torch.ones(2).double()), "'w' is float32[2], not float64[2]"),
-        (Request("restore", "w", torch.ones(3), options={"moment": "exp_avg"}), "'w' is float32[2], not float32[3]"),
-        (Request("restore", "w"), "not nothing"),
-        (Request("restore", "v", torch.ones(2)), "'v' is unknown"),
-        (Request("restore", options={"name": "lion"}), "'lion' is unknown"),
-        (Request("state", "w", options={"moment": ["exp"]}), "'w' has no ['exp'], only ['step', 'exp_avg', 'exp_avg_sq']"),
-        (Request("state", "v"), "'v' is unknown"),
-    ],
-)
-def test_what_cannot_be_saved_or_loaded_is_refused(given: Request, says: str) -> None:
-    server = Server([0])
-    ask = Asking(server, 0)
-    ask("init", "w", [1.0, 2.0])
-    ask("set_optimizer", options={"name": "adam"})
-    ask("pushpull", "w", [1.0, 1.0])
-    ask("clock", clock=1)
-    before = deepcopy(server.state() | {"number": 0, "clients": 0})
-    assert says in ask(given.op, given.key, given.value, options=given.options)[0].error
-    assert alike(server.state() | {"number": 0, "clients": 0}, before)
-    ask("push", "w", [1.0, 1.0])
-    assert "pushes of a round that is not over" in ask("restore", "w", [1.0, 2.0])[0].error
-
-
 def test_a_state_that_lacks_something_begins_with_zeros_for_it() -> None:
     server = Server([0], "asp")
     ask = Asking(server, 0)
@@ -159,12 +77,6 @@ def test_a_state_that_lacks_something_begins_with_zeros_for_it() -> None:
     ask("restore", "w", [3.0, 4.0])
     ask("restore", "w", [0.5, 0.5], options={"moment": "exp_avg"})
     assert not ask("push", "w", [1.0, 1.0])[0].error and server.entries["w"].moments["step"] == 1
-
-
-def test_the_log_comes_before_the_answer() -> None:
-    server = Server([0], "asp", replicate=True)
-    effects = server.step(Request("init", "w", torch.zeros(1), sequence=1))
-    assert [type(effect) for effect in effects] == [Append, Send, Reply]
 
 
 @pytest.mark.parametrize(
@@ -188,53 +100,33 @@ def test_the_log_comes_before_the_answer() -> None:
         (Request("set_optimizer", options={"name": "adam", "lr": "fast"}), "'lr': 'fast'"),
         (Request("set_optimizer", options={"name": "sgd", "reduction": "max"}), "reduction='max'"),
         (Request("set_optimizer"), "names no optimizer"),
+        (Request("restore", "w", torch.ones(3)), "'w' is float32[2], not float32[3]"),
+        (Request("restore", "w", torch.ones(2).double()), "'w' is float32[2], not float64[2]"),
+        (Request("restore", "w", torch.ones(3), options={"moment": "exp_avg"}), "'w' is float32[2], not float32[3]"),
+        (Request("restore", "w"), "not nothing"),
+        (Request("restore", "v", torch.ones(2)), "'v' is unknown"),
+        (Request("restore", options={"name": "lion"}), "'lion' is unknown"),
+        (Request("state", "w", options={"moment": ["exp"]}), "'w' has no ['exp'], only ['step', 'exp_avg', 'exp_avg_sq']"),
+        (Request("state", "v"), "'v' is unknown"),
     ],
 )
 def test_what_is_wrong_is_refused_and_changes_nothing(request_: Request, says: str) -> None:
-    server = Server([0], "asp")
+    server = Server([0])
     ask = Asking(server, 0)
     ask("init", "w", [1.0, 2.0])
     ask("init", "scalar", torch.tensor(1.0))
+    ask("set_optimizer", options={"name": "adam"})
+    ask("pushpull", "w", [1.0, 1.0])
+    ask("clock", clock=1)
     before = deepcopy(server.state() | {"number": 0, "clients": 0})
     [reply] = ask(**{name: getattr(request_, name) for name in ("op", "key", "value", "rows", "options", "clock")})
     assert says in reply.error
     assert alike(server.state() | {"number": 0, "clients": 0}, before)
     assert not ask("push", "w", [1.0, 1.0])[0].error
-
-
-def test_integers_are_added_but_not_optimized() -> None:
-    server = Server([0], "asp")
-    ask = Asking(server, 0)
-    ask("init", "n", torch.tensor([1]))
-    ask("push", "n", torch.tensor([2]))
-    ask("set_optimizer", options={"name": "sgd"})
-    assert "floating-point" in ask("push", "n", torch.tensor([2]))[0].error
-    assert read(server, "n") == [3]
+    assert "pushes of a round that is not over" in ask("restore", "w", [1.0, 2.0])[0].error
 
 
 # ---- exactly once ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_that_comes_again_is_answered_again_and_not_applied() -> None:
-    server = Server([0], "asp")
-    ask = Asking(server, 0)
-    ask("init", "w", [0.0])
-    ask("pushpull", "w", [1.0])
-    again = server.step(ask.last)
-    assert [type(effect) for effect in again] == [Reply] and again[0].value.tolist() == [1.0]  # type: ignore[union-attr]
-    assert ask("push", "v", [1.0])[0].error == server.step(ask.last)[0].error != ""  # type: ignore[union-attr]
-    assert read(server) == [1.0]
-
-
-def test_requests_are_executed_in_the_order_of_their_numbers() -> None:
-    server = Server([0], "asp")
-    init = Request("init", "w", torch.zeros(1), sequence=1)
-    push = Request("push", "w", torch.ones(1), sequence=2)
-    pull = Request("pull", "w", sequence=3)
-    assert server.step(pull) == server.step(push) == []
-    effects = [effect for effect in server.step(init) if isinstance(effect, Reply)]
-    assert [effect.op for effect in effects] == ["init", "push", "pull"]
-    assert effects[-1].value is not None and effects[-1].value.tolist() == [1.0]
 
 
 def test_the_filter_remembers_little() -> None:
@@ -274,29 +166,6 @@ def test_who_was_refused_before_it_joined_has_lost_nothing() -> None:
     assert not ask("join")[0].error and not ask("push", "w", [1.0])[0].error and read(server) == [1.0]
 
 
-def test_a_stray_duplicate_of_what_is_long_acknowledged_gets_no_answer() -> None:
-    server = Server([0], "asp")
-    ask = Asking(server, 0)
-    ask("pull", "v")
-    stray = ask.last
-    ask("init", "w", [0.0])
-    assert server.step(stray) == []
-
-
-def test_an_older_life_is_refused() -> None:
-    server = Server([0, 1], "asp")
-    old = Asking(server, 1)
-    old("init", "w", [0.0])
-    server.step(Lost(1))
-    assert "stale epoch" in old("push", "w", [1.0])[0].error
-    new = Asking(server, 1, epoch=1)
-    assert "must join first" in new("push", "w", [1.0])[0].error
-    new = Asking(server, 1, epoch=1)
-    assert not new("join")[0].error and not new("push", "w", [1.0])[0].error
-    assert "stale epoch" in old("push", "w", [1.0])[0].error
-    assert read(server) == [1.0]
-
-
 def test_members_may_begin_with_epochs() -> None:
     server = Server({0: 3}, "asp")
     assert "stale epoch" in Asking(server, 0)("barrier")[0].error
@@ -304,237 +173,11 @@ def test_members_may_begin_with_epochs() -> None:
     assert "numbered from 1" in server.step(Request("barrier", epoch=3))[0].error  # type: ignore[union-attr]
 
 
-def test_a_request_of_another_view_is_refused() -> None:
-    server = Server([0], "asp")
-    ask = Asking(server, 0)
-    ask("init", "w", [0.0])
-    assert [type(effect) for effect in server.step(Membership(view=3, servers=(0,)))] == [Append]
-    assert server.step(Membership(view=3, servers=())) == [] == server.step(Membership(view=2, servers=()))
-    reply = ask("push", "w", [1.0])[0]
-    assert "stale view" in reply.error and reply.view == 3 and read(server) == [0.0]
-    again = replace(ask.last, view=3)
-    server.step(again)
-    server.step(again)
-    assert read(server) == [1.0]
-
-
-def unanswered(session: Session) -> list[Request]:
-    session.repeat(now=0.0)
-    return list(iter(session.next, None))
-
-
-class Lossy:
-    """Workers, a server, and a network between them that may lose, repeat and reorder; the server may crash, and replay."""
-
-    def __init__(self, consistency: str, workers: int = 3, staleness: int = 0) -> None:
-        self.made = {"workers": range(workers), "consistency": consistency, "staleness": staleness}
-        self.server = Server(**self.made)
-        self.sessions = [Session(worker) for worker in range(workers)]
-        self.clocks = [0] * workers
-        self.log: list[Event] = []
-        self.wire: list[Request | Reply] = []
-        self.sums: dict[str, int] = {"a": 0, "b": 0}
-        for worker in range(workers):
-            for key in self.sums:
-                self.ask(worker, Request("init", key, torch.zeros(1, dtype=torch.int64)))
-
-    def ask(self, worker: int, request: Request) -> None:
-        self.wire.append(self.sessions[worker].number(request))
-
-    def act(self, kind: int, worker: int, which: int) -> None:
-        key = "ab"[which % 2]
-        if kind == 0:
-            self.sums[key] += which
-            self.ask(worker, Request("push", key, torch.tensor([which])))
-        elif kind == 1:
-            self.ask(worker, Request("pull", key))
-        elif kind == 2:
-            self.clocks[worker] += 1
-            self.ask(worker, Request("clock", clock=self.clocks[worker]))
-        elif kind == 3:
-            self.wire += unanswered(self.sessions[worker])[: which + 1]
-        elif kind == 4 and which % 2 and self.made["consistency"] != "bsp":
-            self.sums[key] += 1
-            self.ask(worker, Request("pushpull", key, torch.tensor([1])))
-        elif kind == 4:
-            self.server = replayed(self.log, **self.made)
-        elif self.wire:
-            self.deliver(which % len(self.wire), again=kind == 5, lose=kind == 6)
-
-    def deliver(self, place: int, again: bool = False, lose: bool = False) -> None:
-        message = self.wire[place] if again else self.wire.pop(place)
-        if lose:
-            return
-        if isinstance(message, Reply):
-            self.sessions[message.client].answered(message)
-            return
-        for effect in self.server.step(message):
-            if isinstance(effect, Append):
-                self.log.append(effect.event)
-            elif isinstance(effect, Reply):
-                assert not effect.error
-                self.wire.append(effect)
-
-    def settle(self) -> None:
-        """All say goodbye, and everything is sent until it has been answered."""
-        for worker in range(len(self.sessions)):
-            self.ask(worker, Request("leave"))
-        for _ in range(100):
-            for session in self.sessions:
-                self.wire += unanswered(session)
-            while self.wire:
-                self.deliver(0)
-            if not any(session.open for session in self.sessions):
-                return
-        raise AssertionError("some requests are never answered")
-
-    def check(self) -> None:
-        assert {key: entry.value.item() for key, entry in self.server.entries.items()} == self.sums
-        assert alike(replayed(self.log, **self.made).state(), self.server.state())
-
-
-ACTIONS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2), st.integers(0, 7)), max_size=60)
-
-
-@pytest.mark.parametrize(("consistency", "staleness"), [("bsp", 0), ("ssp", 1), ("asp", 0), ("adaptive", 2)])
-@settings(max_examples=40, deadline=None)
-@given(actions=ACTIONS)
-def test_whatever_the_network_does_each_push_counts_once(consistency: str, staleness: int, actions: list[Any]) -> None:
-    run = Lossy(consistency, staleness=staleness)
-    for action in actions:
-        run.act(*action)
-    run.settle()
-    run.check()
-
-
-def stormy(seed: int) -> None:
-    """A long run in bad weather."""
-    run, weather = Lossy("asp"), random.Random(seed)
-    for _ in range(400):
-        run.act(weather.choice([0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 7, 7]), weather.randrange(3), weather.randrange(8))
-    run.settle()
-    run.check()
-
-
-@pytest.mark.timeout(600)
-def test_many_pushes_in_bad_weather() -> None:
-    for seed in range(STORMS):
-        stormy(seed)
-
-
-def test_without_the_filter_pushes_are_lost_or_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    stormy(1)
-
-    def pop(self: ClientRecord) -> Request | None:  # whatever comes is executed
-        return self.held.pop(next(iter(self.held)), None) if self.held else None
-
-    monkeypatch.setattr(ClientRecord, "pop", pop)
-    with pytest.raises(AssertionError):
-        stormy(1)
-
-
-def test_without_the_log_acknowledged_pushes_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Server, "_logged", lambda self, event: [])
-    with pytest.raises(AssertionError):
-        stormy(1)
-
-
-# ---- replay, snapshots, backups -------------------------------------------------------------------------------------------
-
-
-def eventful() -> tuple[Server, list[Event]]:
-    """A server in the middle of everything: open rounds, waiting reads, a barrier, momentum, an error, someone lost."""
-    server, log = Server([0, 1, 2]), []
-    workers = [Asking(server, rank) for rank in range(3)]
-
-    def do(rank: int, *args: Any, **fields: Any) -> None:
-        workers[rank](*args, **fields)
-        log.append(workers[rank].last)
-
-    for rank in range(3):
-        do(rank, "init", "w", [1.0, 1.0])
-        do(rank, "init", "e", torch.ones(4, 2))
-        do(rank, "set_optimizer", options={"name": "adam", "lr": 0.1, "betas": [0.5, 0.9]})
-    for rank in range(3):
-        do(rank, "push", "w", [1.0, float(rank)])
-        do(rank, "push", "e", torch.ones(2, 2), rows=torch.tensor([rank, 3]))
-        do(rank, "clock", clock=1)
-    do(0, "push", "w", [1.0, 1.0])
-    do(0, "push", "v", [1.0, 1.0])
-    do(0, "pushpull", "e", torch.ones(4, 2))
-    do(0, "clock", clock=2)
-    do(0, "pull", "w", priority=3)
-    do(1, "push", "w", [2.0, 2.0])
-    do(0, "offer", "split[0:1]", [5.0])
-    do(1, "offer", "split[0:1]", [6.0])
-    do(1, "barrier")
-    server.step(Lost(2))
-    log.append(Lost(2))
-    server.step(Request("join", client=5, epoch=1, sequence=1))
-    log.append(Request("join", client=5, epoch=1, sequence=1))
-    return server, log
-
-
-def test_replaying_the_log_gives_an_equal_server() -> None:
-    server, log = eventful()
-    assert any(server.waiting.values()) and server.entries["w"].open and server.entries["w"].moments["step"].item() == 1
-    assert alike(replayed(log, workers=[0, 1, 2]).state(), server.state())
-
-
-def test_a_snapshot_restores_an_equal_server_that_goes_on_alike() -> None:
-    server, _ = eventful()
-    other = Server([])
-    other.restore(unpack(bytearray(b"".join(pack(server.state())))))  # as a log has it
-    assert alike(other.state(), server.state())
-    for event in (Lost(5), Request("clock", clock=2, client=1, sequence=10), Request("leave", client=0, sequence=13)):
-        assert [e for e in server.step(event) if isinstance(e, Reply)] == [e for e in other.step(event) if isinstance(e, Reply)]
-    assert alike(other.state(), server.state())
-
-
-def test_a_backup_follows_its_primary() -> None:
-    primary, backup = Server([0], "asp", replicate=True), Server([0], "asp")
-    ask, sent = Asking(primary, 0), []
-    step = primary.step
-    primary.step = lambda event: [sent.append(e) if isinstance(e, Send) else e for e in step(event)]  # type: ignore
-    ask("init", "w", [0.0])
-    ask("push", "w", [1.0])
-    ask("pull", "w")
-    assert "some are missing" in backup.step(sent[1])[-1].error  # type: ignore[union-attr]
-    for send in sent:
-        effects = backup.step(send)
-        assert [type(effect) for effect in effects] == [Append, Reply] and not effects[-1].error  # type: ignore[union-attr]
-    assert alike(backup.state(), primary.state())
-    assert not backup.step(sent[0])[-1].error  # type: ignore[union-attr]  # once more: nothing happens
-    assert alike(backup.state(), primary.state())
-
-
 def test_a_backup_refuses_a_primary_of_an_older_view() -> None:
     backup = Server([0], "asp")
     backup.step(Membership(view=2, servers=(1,)))
     reply = backup.step(Send(2, Request("init", "w", torch.zeros(1), sequence=1), view=1))[-1]
     assert isinstance(reply, Reply) and "stale view" in reply.error and not backup.entries
-
-
-def an_old_primary_wakes_up() -> tuple[bool, float]:
-    """Whether it can still acknowledge a push of 10, and what the new one has, to which 1 was pushed meanwhile."""
-    primary, backup = Server([0, 1], "asp", replicate=True), Server([0, 1], "asp")
-
-    def ask(request: Request) -> bool:
-        effects = primary.step(request)
-        confirmed = [backup.step(effect)[-1] for effect in effects if isinstance(effect, Send)]
-        return not any(reply.error for reply in [*confirmed, effects[-1]])  # type: ignore[union-attr]
-
-    assert ask(Request("init", "w", torch.zeros(1), client=0, sequence=1))
-    backup.step(Membership(view=1, servers=(1,)))
-    backup.step(Request("push", "w", torch.ones(1), client=0, sequence=2, view=backup.view))
-    acknowledged = ask(Request("push", "w", torch.full((1,), 10.0), client=1, sequence=1))
-    return acknowledged, backup.entries["w"].value.item()
-
-
-def test_without_views_an_old_primary_acknowledges_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert an_old_primary_wakes_up() == (False, 1.0)
-    monkeypatch.setitem(server_module._STEPS, Membership, lambda self, event: [])
-    assert an_old_primary_wakes_up() == (True, 1.0)
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------------
@@ -651,56 +294,7 @@ def test_rows_under_adam_agree_with_torchs_sparse_adam() -> None:
     torch.testing.assert_close(server.entries["e"].value, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_rows_touch_nothing_else() -> None:
-    server = Server([0, 1])
-    workers = [Asking(server, rank) for rank in range(2)]
-    for ask in workers:
-        ask("init", "e", torch.ones(5, 1))
-        ask("set_optimizer", options={"name": "sgd", "lr": 1.0, "momentum": 0.5, "weight_decay": 0.5, "reduction": "sum"})
-    workers[0]("push", "e", torch.tensor([[1.0], [2.0]]), rows=torch.tensor([1, 1]))
-    workers[1]("push", "e", torch.tensor([[4.0]]), rows=torch.tensor([3]))
-    for ask in workers:
-        ask("clock", clock=1)
-    entry = server.entries["e"]
-    assert entry.value.flatten().tolist() == [1.0, 1 - 3.5, 1.0, 1 - 4.5, 1.0]
-    assert entry.moments["momentum_buffer"].flatten().tolist() == [0.0, 3.5, 0.0, 4.5, 0.0]
-    [reply] = workers[0]("pull", "e", rows=torch.tensor([3, 0]))
-    assert reply.value is not None and reply.value.tolist() == [[-3.5], [1.0]]
-
-
-def test_a_new_learning_rate_keeps_the_momentum_and_another_optimizer_does_not() -> None:
-    server = Server([0], "asp")
-    ask = Asking(server, 0)
-    ask("init", "w", [0.0])
-    ask("set_optimizer", options={"name": "sgd", "lr": 1.0, "momentum": 0.5})
-    ask("push", "w", [1.0])
-    ask("set_optimizer", options={"name": "sgd", "lr": 0.1, "momentum": 0.5})
-    ask("push", "w", [0.0])
-    assert read(server) == pytest.approx([-1.05])
-    ask("set_optimizer", options={"name": "adam"})
-    assert not server.entries["w"].moments
-    ask("push", "w", [1.0])
-    assert set(server.entries["w"].moments) == {"step", "exp_avg", "exp_avg_sq"}
-
-
-def test_a_readers_own_optimizer() -> None:
-    class Sign:
-        def __init__(self, lr: float) -> None:
-            self.lr = lr
-
-        def state(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {}
-
-        def step(self, value: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-            value.sub_(gradient.sign(), alpha=self.lr)
-
-    register_optimizer("test sign", Sign)
-    server = Server([0], "asp")
-    ask = Asking(server, 0)
-    ask("init", "w", [0.0, 0.0])
-    ask("set_optimizer", options={"name": "test sign", "lr": 0.5})
-    ask("push", "w", [-9.0, 2.0])
-    assert read(server) == [0.5, -0.5]
+def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="'state'"):
         register_optimizer("no", int)
     with pytest.raises(ValueError, match="'none' is unknown"):
@@ -719,17 +313,6 @@ def test_answers_go_out_by_priority() -> None:
     for key, priority in (("a", 0), ("b", 7), ("c", 3)):
         assert ask("pull", key, priority=priority) == []
     assert [reply.key for reply in other("clock", clock=1)] == ["b", "c", "a", ""]
-
-
-def test_a_barrier_waits_for_all_who_live() -> None:
-    server = Server([0, 1, 2])
-    workers = [Asking(server, rank) for rank in range(3)]
-    assert workers[0]("barrier") == workers[1]("barrier") == []
-    assert server.step(workers[0].last) == []  # asked again: still waiting
-    replies = [effect for effect in server.step(Lost(2)) if isinstance(effect, Reply)]
-    assert [(reply.client, reply.op) for reply in replies] == [(0, "barrier"), (1, "barrier")]
-    assert workers[1]("barrier") == []
-    assert len(workers[0]("barrier")) == 2
 
 
 # ---- how much work it is --------------------------------------------------------------------------------------------------

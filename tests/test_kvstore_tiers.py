@@ -122,17 +122,6 @@ def test_against_a_dictionary(tmp_path: Path) -> None:
 # ---- one thing at a time --------------------------------------------------------------------------------------------------
 
 
-def test_a_clean_page_is_not_written_again(tmp_path: Path) -> None:
-    tiers = Tiers(tmp_path, budget=8)
-    tiers["a"], tiers["b"] = torch.ones(2), torch.ones(2)
-    for _ in range(5):
-        tiers["a"], tiers["b"]
-    counts = tiers.counts
-    assert (counts.hits, counts.misses, counts.evictions) == (0, 10, 11)
-    assert (counts.bytes_written, counts.bytes_read) == (16, 80), "each was written once, when it first left"
-    tiers.close()
-
-
 def test_a_change_counts_when_it_is_set_and_however_long_that_takes(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, budget=8)
     tiers["a"], tiers["b"] = torch.ones(2), torch.ones(2)
