@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test test-all style types test-library test-slow slow test-lab test-hosts test-notebooks test-site soak versions bench cluster size lab colab handout slides execute serve clean
+.PHONY: help setup book test test-all style types test-library test-slow slow test-lab test-hosts test-notebooks test-site soak versions bench cluster size lab colab handout slides execute seeds serve clean
 
 help:            ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -82,6 +82,9 @@ lab: .venv/.done  ## open the book in JupyterLab at its contents; LAB=... for op
 
 execute: .venv/.done  ## run the notebooks anew and store their outputs; NOTEBOOKS=... for some, FRESH=--fresh for timings too
 	$(BIN)/python book/_tools/execute.py $(FRESH) $(NOTEBOOKS)
+
+seeds: .venv/.done  ## ask whether what chapters say holds under other random numbers too; NOTEBOOKS=... for some
+	$(BIN)/python book/_tools/seeds.py $(NOTEBOOKS)
 
 colab: .venv/.done  ## write copies of the notebooks for Colab into _build/colab
 	$(BIN)/python book/_tools/colab.py

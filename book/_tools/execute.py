@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import yaml
@@ -38,9 +39,16 @@ def notebooks() -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def run(path: Path, timeout: int = 600) -> NotebookNode:
-    """A copy of the notebook, run from its first cell in a new kernel; the failing cell is named in what it raises."""
-    notebook = nbformat.read(path, as_version=4)
+def run(path: Path) -> NotebookNode:
+    """A copy of the notebook at this path, run, in normal form."""
+    return normalize(execute_in_place(nbformat.read(path, as_version=4), path), path.stem)
+
+
+def execute_in_place(notebook: NotebookNode, path: Path, timeout: int = 600, **start: Any) -> NotebookNode:
+    """Run a notebook from its first cell in a new kernel, as if it lay at this path; what is raised names the failing cell.
+
+    start: how the kernel's process is started, as in subprocess.Popen.
+    """
     client = NotebookClient(notebook, timeout=timeout, kernel_name="python3", coalesce_streams=True,
                             extra_arguments=["--log-level=40"],  # errors of the kernel, no remarks
                             resources={"metadata": {"path": str(path.parent)}})
@@ -52,10 +60,10 @@ def run(path: Path, timeout: int = 600) -> NotebookNode:
 
     client.on_cell_start = note
     try:
-        client.execute()
+        client.execute(**start)
     except CellControlSignal as error:
         raise RuntimeError(f"{path}: cell {current + 1} of {len(notebook.cells)} failed\n{error}") from error
-    return normalize(notebook, path.stem)
+    return notebook
 
 
 def store(path: Path, new: NotebookNode, fresh: bool) -> bool:
