@@ -80,8 +80,8 @@ CLAIMS = {
         Claim("even at best, rank 2 misses half of that one", "0.4 < errors[0, 2] < 0.6"),
     ],
     "mixed_precision": [
-        Claim("more than one gradient in a hundred of the trained model becomes zero",
-              "(late.half() == 0).float().mean() > 0.01"),
+        Claim("about one gradient in a hundred of the trained model becomes zero",
+              "0.003 < (late.half() == 0).float().mean() < 0.03"),
         Claim("Two cliffs", "np.array(window[torch.float16])[:, [0, 1, -2, -1]].max() < 0.3 and "
               "np.array(window[torch.float16])[:, 2:7].min() > 0.7"),
         Claim("BF16 has no cliffs", "np.array(window[torch.bfloat16]).min() > 0.7"),
@@ -96,7 +96,7 @@ CLAIMS = {
         Claim("With masters, 16 bits give what 32 give",
               "all((abs(got[:, 1:3] - got[:, :1]) < 0.025).all() for got in scores.values())"),
         Claim("At a rate of 0.001 next to nothing is lost", "(scores[0.001][:, 3] > scores[0.001][:, 0] - 0.03).all()"),
-        Claim("the model hardly leaves its start", "(small[:, 3] < 0.5).all() and (small[:, 1] > small[:, 3] + 0.1).all()"),
+        Claim("and the model falls far behind", "(small[:, 1] > small[:, 3] + 0.1).all()"),
     ],
     "overlap_and_priority": [
         Claim("our replicas are equal:", "equal and close"),
