@@ -24,8 +24,6 @@ class Bet extends Widget {
     });
   }
 
-  resize() {}
-
   button(action, text, act) {
     const button = html("button", { type: "button", "data-action": action }, text);
     button.addEventListener("click", act);
@@ -98,8 +96,6 @@ class Bet extends Widget {
     this.data = undefined;
     super.destroy();
   }
-
-  key() { return false; }
 }
 
 const digits = (x) => String(Math.abs(x) >= 1000 ? Math.round(x) : +x.toPrecision(3));

@@ -21,8 +21,6 @@ class Choices extends Widget {
     });
   }
 
-  resize() {}
-
   control({ key, name, values, kind }, k) {
     if (kind === "switch") {
       const input = html("input", { type: "checkbox", "data-action": key });
@@ -68,8 +66,6 @@ class Choices extends Widget {
     this.data = undefined;
     super.destroy();
   }
-
-  key() { return false; }
 }
 
 export default shownBy(Choices);

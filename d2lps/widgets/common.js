@@ -55,8 +55,8 @@ function timeAxis(x, end, y) {
 
 // ---- a widget in the page -------------------------------------------------------------------------------------------
 
-// A subclass has a `drawing`, an SVG, and `resize()`, which draws it for a new `width`; `key(event)` says whether it used a
-// key; `changes` names the method to call when a trait of the model has changed.
+// A subclass has a `drawing`. It may have `resize()`, which draws it for a new `width`, and `key(event)`, which says whether it
+// used a key; `changes` names the method to call when a trait of the model has changed.
 class Widget {
   constructor(model, el, changes) {
     Object.assign(this, { model, el });
@@ -91,7 +91,7 @@ class Widget {
     const width = clamp(Math.floor(this.drawing.getBoundingClientRect().width) || 696, 260, 720);
     if (width === this.width) return;
     this.width = width;
-    this.resize();
+    this.resize?.();
   }
 
   // Keys work wherever the focus is in the widget. What a list or a button does with a key by itself stays.
@@ -99,7 +99,7 @@ class Widget {
     event.stopPropagation();
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
     if ([" ", "Enter"].includes(event.key) && ["BUTTON", "SUMMARY"].includes(event.target.tagName)) return;
-    if (this.key(event)) event.preventDefault();
+    if (this.key?.(event)) event.preventDefault();
   }
 }
 

@@ -72,13 +72,6 @@ class Story {
     }).filter((c) => c !== undefined);
   }
 
-  // The cells that a message ends in: those that change first once it has arrived.
-  targets(message) {
-    const changed = (c, label) => this.history[c].find((s) => s.t >= (message.first ?? message.end) - this.eps && s.label === label && s.how !== "copy");
-    return message.parts.map(({ label }) => this.cellsOf[message.dst].map((c) => ({ c, change: changed(c, label) }))
-      .filter(({ change }) => change).sort((a, b) => a.change.t - b.change.t)[0]?.c).filter((c) => c !== undefined);
-  }
-
   // The stop that the playhead has reached or is on its way to: its caption tells what is in flight now.
   stopIndex(t) {
     const i = this.stops.findIndex((stop) => stop.t >= t - this.eps);
