@@ -23,7 +23,6 @@ from shifting import shifted
 DRAWS, APART = 5, 1000  # how far the seeds of two draws are apart: further than a chapter's own, 0, 1, 2 and so on
 
 
-
 def stands(cell: NotebookNode) -> str:
     """All text of a cell: its source, and what its picture's caption and description say."""
     return cell.source + json.dumps(cell.metadata.get("mystnb", {}), ensure_ascii=False)
