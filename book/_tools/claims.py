@@ -23,8 +23,9 @@ CLAIMS = {
     ],
     "training_together": [
         Claim("With unequal ones the plain mean is far off", "(plain - whole).norm() > 0.2 * whole.norm()"),
-        Claim("by some eight or nine powers of ten",
-              "7 < torch.log10(torch.div(*[(one - many).abs().max() for one, many in curves.values()])) < 10"),
+        Claim("in this run by eight or nine powers of ten",
+              "8 < torch.log10(torch.div(*[(one - many).abs().max() for one, many in curves.values()])) < 9.5",
+              said="in this run"),
         Claim("at the full rate it learns next to nothing", "fast[0].accuracy < 0.5"),
         Claim("the largest is the same, to three digits", "f'{apart[0]:.3f}' == f'{apart[110]:.3f}'"),
         Claim("each of them scores about nine in ten", "all(0.83 < rank.accuracy < 0.97 for rank in runs[110])"),
@@ -80,8 +81,8 @@ CLAIMS = {
         Claim("even at best, rank 2 misses half of that one", "0.4 < errors[0, 2] < 0.6"),
     ],
     "mixed_precision": [
-        Claim("about one gradient in a hundred of the trained model becomes zero",
-              "0.003 < (late.half() == 0).float().mean() < 0.03"),
+        Claim("more than one gradient in a hundred of this trained model becomes zero",
+              "(late.half() == 0).float().mean() > 0.01", said="with other seeds it was less, or more"),
         Claim("Two cliffs", "np.array(window[torch.float16])[:, [0, 1, -2, -1]].max() < 0.3 and "
               "np.array(window[torch.float16])[:, 2:7].min() > 0.7"),
         Claim("BF16 has no cliffs", "np.array(window[torch.bfloat16]).min() > 0.7"),
@@ -96,7 +97,7 @@ CLAIMS = {
         Claim("With masters, 16 bits give what 32 give",
               "all((abs(got[:, 1:3] - got[:, :1]) < 0.025).all() for got in scores.values())"),
         Claim("At a rate of 0.001 next to nothing is lost", "(scores[0.001][:, 3] > scores[0.001][:, 0] - 0.03).all()"),
-        Claim("and the model falls far behind", "(small[:, 1] > small[:, 3] + 0.1).all()"),
+        Claim("and the model falls behind", "(small[:, 1] > small[:, 3] + 0.1).all()", said="with these seeds far behind"),
     ],
     "overlap_and_priority": [
         Claim("our replicas are equal:", "equal and close"),
@@ -131,7 +132,7 @@ CLAIMS = {
         Claim("75% and 300%", "abs(CASES['sums of losses, not means'] - 0.75) < 1e-6 and "
               "abs(CASES['gradients added, not averaged'] - 3) < 1e-6"),
         Claim("that something is off is not", "CASES.pop('nothing wrong') < 1e-9 and min(CASES.values()) > 0.02"),
-        Claim("From 8 to 16, scaling is good", "1.4 < best[8] / best[16] < 2.3"),
+        Claim("From 8 to 16, scaling is good", "1.4 < best[8] / best[16] < 2.3", said="Five sets of them, five seeds each"),
         Claim("Here even more than half", "best[8] / best[16] > 2", said="which is luck of the dice"),
         Claim("Above 64 it is nearly over", "best[64] / best[256] < 1.5"),
         Claim("the images read grow by two thirds or more", "256 * best[256] > 2.6 * 64 * best[64]"),
