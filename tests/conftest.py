@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
-from photographs import chromium
+from photographs import CHROMIUM, chromium
 from slow import Slow
 
 collect_ignore = ["conftest.py"]  # by who looks for examples in docstrings: the book's has the same name
@@ -40,9 +41,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch: threads that wait for one another on a busy machine take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Gone at the end of a file: Playwright drives no second one in a process, and other tests look for what is left."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
     pytest.importorskip("playwright.sync_api")
     with chromium() as browser:
         yield browser

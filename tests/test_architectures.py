@@ -21,18 +21,11 @@ from d2lps.architectures.six import COLLECTIVE, STORED, count
 from d2lps.comm import RankDied
 from d2lps.kvstore import Lost
 from d2lps.simulator import Kill, simulate
-from d2lps.topology import Device, dgx_a100, dgx_a100_pod, multi_node, star
+from d2lps.topology import dgx_a100_pod, star
 
 JOB = Job(steps=5)
 POD = dgx_a100_pod(1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from widget_page import RENDER, needs_chromium, picture, shown, until
+from widget_page import RENDER, picture, shown, until
 
 import d2lps
 from d2lps import collectives
@@ -291,7 +291,6 @@ def test_a_sentence_and_a_picture_stand_in(make: Callable[[], Any]) -> None:
 # ---- pages --------------------------------------------------------------------------------------------------------------
 
 
-@needs_chromium
 def test_a_choice_shows_what_was_made_for_it(browser: Any) -> None:
     with shown(browser, choices()) as page:
         title = page.locator(".d2lps-player .d2lps-title")
@@ -313,7 +312,6 @@ def test_a_choice_shows_what_was_made_for_it(browser: Any) -> None:
         assert picture(page) == first
 
 
-@needs_chromium
 def test_a_knob_shows_another_figure_and_says_it(browser: Any) -> None:
     with shown(browser, Choices({"slope": [1, 2, 3]}, line, alt="A line that rises by {slope}."), width=390) as page:
         plot, knob = page.locator(".d2lps-plot"), page.locator('[data-action="slope"]')
@@ -327,7 +325,6 @@ def test_a_knob_shows_another_figure_and_says_it(browser: Any) -> None:
         assert knob.get_attribute("aria-valuetext") == "3"
 
 
-@needs_chromium
 def test_a_picture_that_stands_twice_finds_its_clips_in_itself(browser: Any) -> None:
     """Else one would look for them in the other, which may be hidden, and draw over its edges."""
     widget = Choices({"slope": [1, 2]}, line, alt="A line that rises by {slope}.")
@@ -345,7 +342,6 @@ def test_a_picture_that_stands_twice_finds_its_clips_in_itself(browser: Any) -> 
         page.evaluate("destroy(), document.body.lastChild.remove(), void (window.destroy = destroyFirst)")
 
 
-@needs_chromium
 def test_a_short_card_keeps_its_ranks_number(browser: Any) -> None:
     names = [f"machine in the cellar {rank}" for rank in range(8)]
     run = d2lps.simulate(lambda comm: all_reduce(comm, torch.ones(8, device=comm.device)), star(8, 1e9))
@@ -356,7 +352,6 @@ def test_a_short_card_keeps_its_ranks_number(browser: Any) -> None:
         assert [name[-1] for name in found] == list("01234567")
 
 
-@needs_chromium
 def test_lanes_step_together_and_say_who_waited(browser: Any) -> None:
     with shown(browser, lanes(), width=390) as page:
         heads, said, first = page.locator(".head"), page.locator(".d2lps-now"), picture(page)
@@ -369,7 +364,6 @@ def test_lanes_step_together_and_say_who_waited(browser: Any) -> None:
         assert said.inner_text() == "1 s late ends at 2\u00a0s. 3 s late ends at 4\u00a0s."
 
 
-@needs_chromium
 def test_where_nobody_waits_lanes_say_who_slept_and_what_that_was(browser: Any) -> None:
     def work(comm: Communicator) -> None:
         comm.sleep(3.0 - comm.rank, "train")  # rank 1 has ended a second earlier, and does nothing then
@@ -384,7 +378,6 @@ def test_where_nobody_waits_lanes_say_who_slept_and_what_that_was(browser: Any) 
         assert page.locator(".d2lps-legend").inner_text().split() == ["computing", "saving"]
 
 
-@needs_chromium
 def test_edges_hide_no_short_block_of_lanes_and_a_day_has_hours(browser: Any) -> None:
     with shown(browser, day(), width=390) as page:
         computing = page.locator("rect.computing").evaluate_all("bars => bars.map((bar) => getComputedStyle(bar).stroke)")
@@ -395,7 +388,6 @@ def test_edges_hide_no_short_block_of_lanes_and_a_day_has_hours(browser: Any) ->
         assert page.locator(".d2lps-now").inner_text() == "a day ends at 30.6\u00a0h."
 
 
-@needs_chromium
 def test_a_reader_makes_a_rank_late_and_sees_it_in_the_lanes(browser: Any) -> None:
     with shown(browser, late_ring()) as page:
         strip = page.locator(".strip svg").first
@@ -407,7 +399,6 @@ def test_a_reader_makes_a_rank_late_and_sees_it_in_the_lanes(browser: Any) -> No
         assert page.locator(".strip svg").first.evaluate("svg => svg.outerHTML") != first
 
 
-@needs_chromium
 def test_a_bet_hides_its_result_until_it_is_made(browser: Any) -> None:
     choices, right = ["the tree", "the ring"], "the ring"
     bet = Bet("Who wins?", choices=choices, prediction=right, measurement=right, then=play(3, "ring"))
@@ -429,7 +420,6 @@ def test_a_bet_hides_its_result_until_it_is_made(browser: Any) -> None:
         until(page, first)
 
 
-@needs_chromium
 @pytest.mark.parametrize(("bet", "words"), [
     ("30", "Your bet is 2 times what was measured."), ("3", "What was measured is 5 times your bet."),
     ("15.5", "You are within a tenth of what was measured."), ("15", "You were right."),
@@ -445,7 +435,6 @@ def test_a_number_is_judged_by_the_measurement(browser: Any, bet: str, words: st
         assert page.locator(".bar").all_inner_texts() == [f"your bet\n{bet} ms", "predicted\n12 ms", "measured\n15 ms"]
 
 
-@needs_chromium
 def test_one_click_skips_a_bet_and_print_shows_everything(browser: Any) -> None:
     with shown(browser, Bet("How long?", unit="ms", prediction=12, then=choices())) as page:
         page.locator(".d2lps-player").wait_for(state="attached")

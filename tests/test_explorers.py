@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from widget_page import middle, needs_chromium, picture, shown
+from widget_page import middle, picture, shown
 
 import d2lps
 from d2lps.collectives import all_reduce
@@ -90,7 +90,6 @@ def test_it_says_what_it_shows_and_is_small() -> None:
     assert len(json.dumps(explorer().data)) < 20_000
 
 
-@needs_chromium
 def test_it_fits_a_telephone_and_turns_dark(browser: Any) -> None:
     with shown(browser, explorer(), width=390) as page:
         color = "getComputedStyle(document.querySelector('.d2lps')).backgroundColor"
@@ -99,7 +98,6 @@ def test_it_fits_a_telephone_and_turns_dark(browser: Any) -> None:
         assert page.evaluate(color) == "rgb(22, 25, 29)"
 
 
-@needs_chromium
 def test_a_reader_removes_a_cable_and_chooses_a_route(browser: Any) -> None:
     machines = {"ring": ring(3, 1e9), "PCIe": pcie_tree(2, 16e9, 0)}
     with shown(browser, TopologyExplorer(machines, 1e6, ["ring", "tree"])) as page:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,7 @@ from d2lps.kvstore import Lost, Server, simulate
 from d2lps.kvstore.core.clocks import Clocks
 from d2lps.topology import star
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch: threads that wait for one another on a busy machine take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_adaptive_bound_grows_with_waits_and_shrinks_without() -> None:

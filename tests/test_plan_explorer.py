@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from widget_page import needs_chromium, shown
+from widget_page import shown
 
 import d2lps
 from d2lps.comm import OutOfMemory
@@ -159,7 +159,6 @@ def cluster(page: Any) -> str:
     return page.locator(".cluster").evaluate("svg => svg.outerHTML")
 
 
-@needs_chromium
 def test_a_reader_moves_the_degrees(browser: Any, explorer: PlanExplorer) -> None:
     with shown(browser, explorer) as page:
         page.wait_for_selector(".machine")
@@ -180,7 +179,6 @@ def test_a_reader_moves_the_degrees(browser: Any, explorer: PlanExplorer) -> Non
         assert page.evaluate("model.get('chosen')") == explorer.chosen and cluster(page) == before
 
 
-@needs_chromium
 def test_what_has_no_room_and_what_cannot_be_are_told(browser: Any, explorer: PlanExplorer) -> None:
     with shown(browser, explorer, width=390) as page:
         page.wait_for_selector(".machine")
@@ -194,7 +192,6 @@ def test_what_has_no_room_and_what_cannot_be_are_told(browser: Any, explorer: Pl
         assert "no step" in page.locator(".memory").inner_text()
 
 
-@needs_chromium
 def test_the_groups_of_the_device_that_is_chosen(browser: Any, explorer: PlanExplorer) -> None:
     with shown(browser, explorer) as page:
         page.wait_for_selector(".machine")

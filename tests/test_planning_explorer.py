@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from widget_page import needs_chromium, shown
+from widget_page import shown
 
 from d2lps.parallel import Plan, Transformer, predict
 from d2lps.parallel.prediction.messages import by_messages
@@ -68,7 +68,6 @@ def test_it_says_what_it_shows(explorer: PlanningExplorer) -> None:
     assert repr(explorer).startswith("PlanningExplorer: tp 8, ") and "pod: 2 parts, 4 : 1" in repr(explorer)
 
 
-@needs_chromium
 def test_a_reader_goes_down_to_a_device_and_back(browser: Any, explorer: PlanningExplorer) -> None:
     with shown(browser, explorer) as page:
         drawn, path = page.locator("svg.unit"), page.locator(".path button")
@@ -89,7 +88,6 @@ def test_a_reader_goes_down_to_a_device_and_back(browser: Any, explorer: Plannin
         assert page.evaluate("model.get('path')") == []
 
 
-@needs_chromium
 def test_another_job_begins_at_the_top(browser: Any, explorer: PlanningExplorer) -> None:
     with shown(browser, explorer, width=390) as page:
         page.locator('[data-part="0"]').click()

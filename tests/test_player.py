@@ -8,7 +8,7 @@ import torch
 from beside import beside
 from matplotlib.patches import ConnectionPatch
 from oracles import told
-from widget_page import needs_chromium, picture, shown, there_and_back, until
+from widget_page import picture, shown, there_and_back, until
 
 import d2lps
 from d2lps import kvstore
@@ -350,7 +350,6 @@ def test_the_picture_that_stands_in_has_a_timeline_below_even_without_a_message(
 # ---- the page -----------------------------------------------------------------------------------------------------------
 
 
-@needs_chromium
 @pytest.mark.parametrize("clock", ["rounds", "time"])
 @pytest.mark.parametrize("width", [760, 390])
 def test_the_picture_depends_on_the_time_alone(browser: Any, clock: str, width: int) -> None:
@@ -358,7 +357,6 @@ def test_the_picture_depends_on_the_time_alone(browser: Any, clock: str, width: 
         assert len(there_and_back(page, 6)) == 7
 
 
-@needs_chromium
 def test_buttons_keys_and_slider_move_it(browser: Any) -> None:
     with shown(browser, Player(slow_cable(), clock="time", title="Slow", at=0)) as page:
         first, counter = picture(page), page.locator(".d2lps-counter")
@@ -377,7 +375,6 @@ def test_buttons_keys_and_slider_move_it(browser: Any) -> None:
         assert picture(page) == first
 
 
-@needs_chromium
 def test_it_plays_to_the_end_and_pauses(browser: Any) -> None:
     with shown(browser, Player(two_ranks())) as page:
         assert page.locator(".d2lps svg[role=img]").count() == 1  # where rounds count there is no strip
@@ -397,7 +394,6 @@ def test_it_plays_to_the_end_and_pauses(browser: Any) -> None:
         assert page.locator("g.token").count() == 0  # all have arrived
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [760, 390])
 def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(browser: Any, width: int) -> None:
     with shown(browser, Player(under_a_backward_pass(), clock="time", at=0), width, reduced_motion="reduce") as page:
@@ -421,7 +417,6 @@ def test_the_strip_moves_with_the_clock_and_a_reader_points_at_a_time_in_it(brow
         assert page.locator(".d2lps-counter").inner_text().startswith("step 1 of 2")
 
 
-@needs_chromium
 def test_a_run_without_messages_that_only_computes_plays_too(browser: Any) -> None:
     silent = told("", "")
     trace = beside(silent, (0, "compute", "alone", 0.0, 1.0))
@@ -431,7 +426,6 @@ def test_a_run_without_messages_that_only_computes_plays_too(browser: Any) -> No
         assert page.evaluate("model.get('t')") == 1
 
 
-@needs_chromium
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
 def test_it_opens_with_arrows_that_stay_faded_until_the_next_step(browser: Any, motion: str) -> None:
     with shown(browser, Player(two_ranks()), reduced_motion=motion) as page:
@@ -449,7 +443,6 @@ def test_it_opens_with_arrows_that_stay_faded_until_the_next_step(browser: Any, 
         assert arrows.count() == trails.count() == 0 and page.locator(".d2lps-now").first.inner_text().startswith("start")
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [760, 390])
 def test_bundles_are_thick_and_counted_and_tokens_lie_under_cards(browser: Any, width: int) -> None:
     with shown(browser, Player(d2lps.simulate(pushes, star(4, bandwidth=8.0)).trace), width) as page:
@@ -459,7 +452,6 @@ def test_bundles_are_thick_and_counted_and_tokens_lie_under_cards(browser: Any, 
         assert order.index("board") < order.index("arrows") < order.index("tokens") < order.index("card") < order.index("marks")
 
 
-@needs_chromium
 def test_on_a_telephone_names_are_whole(browser: Any) -> None:
     names, places = [f"device {rank}" for rank in range(4)], [(rank / 3, 0.0) for rank in range(4)]
     with shown(browser, Player(d2lps.run(sum_up, 4, trace=True).trace, names=names, layout=places), 390) as page:
@@ -468,7 +460,6 @@ def test_on_a_telephone_names_are_whole(browser: Any) -> None:
             assert name.bounding_box()["width"] <= frame.bounding_box()["width"]
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [760, 340])
 def test_a_message_passes_under_no_card_but_its_own(browser: Any, width: int) -> None:
     def across(comm: Communicator) -> None:
@@ -483,7 +474,6 @@ def test_a_message_passes_under_no_card_but_its_own(browser: Any, width: int) ->
         assert not any(overlap(token, card.bounding_box()) for card in cards)
 
 
-@needs_chromium
 def test_thick_arrows_carry_more_bytes(browser: Any) -> None:
     def work(comm: Communicator) -> None:
         sizes = [0, 4, 64, 1024]
@@ -503,7 +493,6 @@ def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
     return all(max(one[at], other[at]) < min(one[at] + one[long], other[at] + other[long]) for at, long in sides)
 
 
-@needs_chromium
 def test_links_in_use_are_colored_machines_have_boxes_and_badges_show_in_their_step(browser: Any) -> None:
     trace = d2lps.simulate(sum_up, spine_leaf(racks=2, per_rack=2, spines=1, bandwidth=8.0)).trace
     with shown(browser, Player(trace, badges={"reduce-scatter 2/3": {3: "5"}}), reduced_motion="reduce") as page:
@@ -522,7 +511,6 @@ def test_links_in_use_are_colored_machines_have_boxes_and_badges_show_in_their_s
         assert badges.count() == 0
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [760, 390])
 def test_bytes_and_the_legend_are_unfolded_by_keyboard(browser: Any, width: int) -> None:
     with shown(browser, Player(two_ranks(), sentences={"reduce-scatter": "Each gives away half."}), width) as page:
@@ -544,7 +532,6 @@ def model_time(page: Any) -> float:
     return float(page.evaluate("model.get('t')"))
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [760, 390])
 def test_the_lines_that_run_are_lit(browser: Any, width: int) -> None:
     player = Player(d2lps.simulate(around, star(2, 8.0), trace="lines").trace, code=around)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from slides import deck
-from widget_page import needs_chromium
 
 SITE = Path(os.environ.get("D2LPS_SITE", "no site"))
 CHAPTER = "book/one_machine/ring_synchronization"
@@ -49,7 +48,6 @@ def shown(browser: Any) -> Iterator[Any]:
     assert faults == []
 
 
-@needs_chromium
 def test_players_play_and_keys_turn_the_slides(shown: Any) -> None:
     shown.locator(".slide .d2lps svg").first.wait_for()
     number = "document.elementFromPoint(20, 300).closest('.slide').id"
@@ -61,7 +59,6 @@ def test_players_play_and_keys_turn_the_slides(shown: Any) -> None:
     assert shown.locator("aside").first.is_visible()
 
 
-@needs_chromium
 def test_slides_fit_the_screen(shown: Any) -> None:
     sizes = shown.evaluate("""() => {
         document.body.classList.remove("notes");

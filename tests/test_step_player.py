@@ -9,7 +9,7 @@ import pytest
 import torch
 from beside import beside
 from oracles import told
-from widget_page import needs_chromium, shown, there_and_back
+from widget_page import shown, there_and_back
 
 import d2lps
 from d2lps import Communicator
@@ -198,14 +198,12 @@ def test_what_zero_shares_out_is_seen_and_so_is_what_it_gathers() -> None:
 # ---- the page -----------------------------------------------------------------------------------------------------------
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [760, 390])
 def test_the_picture_depends_on_the_time_alone(browser: Any, width: int) -> None:
     with shown(browser, simulated(), width, reduced_motion="reduce") as page:
         assert len(there_and_back(page, 4)) == 5
 
 
-@needs_chromium
 def test_a_message_wears_its_axis_and_a_card_says_what_its_rank_does(browser: Any) -> None:
     with shown(browser, simulated()) as page:
         page.evaluate("model.set('t', 2.5)")
@@ -221,7 +219,6 @@ def test_a_message_wears_its_axis_and_a_card_says_what_its_rank_does(browser: An
         assert page.locator(".card .own").count() == 4 and page.locator(".card .held").count() == 0
 
 
-@needs_chromium
 def test_it_follows_a_finger_on_the_track(browser: Any) -> None:
     with shown(browser, simulated()) as page:
         box = page.locator("svg.track").bounding_box()
@@ -229,7 +226,6 @@ def test_it_follows_a_finger_on_the_track(browser: Any) -> None:
         assert 2 < page.evaluate("model.get('t')") < 4
 
 
-@needs_chromium
 def test_a_reader_chooses_a_plan(browser: Any) -> None:
     choices = plan_player(SMALL, {"dp 2": Plan(dp=2), "tp 2": Plan(tp=2, micro_batch=4)}, batch=4, first="tp 2")
     assert len(json.dumps(choices.data)) < 40_000

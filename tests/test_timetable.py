@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from widget_page import needs_chromium, picture, shown, until
+from widget_page import picture, shown, until
 
 from d2lps.parallel.pipeline.arrange import arranged, assignment
 from d2lps.parallel.pipeline.schedules import gpipe, one_f_one_b, replay, zero_bubble
@@ -61,7 +61,6 @@ def test_an_explorer_opens_with_the_order_that_is_asked_for() -> None:
     assert repr(explorer).endswith("27 long, a bubble of 12.5 %; held: 4, 4, 4, 4")
 
 
-@needs_chromium
 def test_a_reader_chooses_and_follows_a_micro_batch(browser: Any) -> None:
     explorer = schedule_explorer(ranks=3, micro_batches=(3, 6), messages=(0, 1))
     with shown(browser, explorer, width=390) as page:
