@@ -22,7 +22,11 @@ from d2lps.kvstore.storage.durable import Durable, load_state, read_mark, renew,
 from d2lps.kvstore.storage.frame import MAGIC, PREFIX, VERSION, FrameError, pack, unpack
 from d2lps.kvstore.storage.log import Log, LogDamaged
 
-LEVELS = pytest.mark.parametrize("level", ["log", "fsync"])
+
+@pytest.fixture(params=["log", "fsync"])
+def level(request: pytest.FixtureRequest) -> str:
+    """A durability by disk."""
+    return str(request.param)
 
 
 def new_server() -> Server:
@@ -157,7 +161,6 @@ def stopped(work: Callable[[], None], count: int, late: bool) -> str:
     return ""
 
 
-@LEVELS
 @pytest.mark.parametrize("late", [False, True])
 def test_a_checkpoint_stopped_at_any_system_call_loses_nothing(tmp_path: Path, level: str, late: bool) -> None:
     requests, seen, count = story(), set(), 0
@@ -184,7 +187,6 @@ def test_a_checkpoint_stopped_at_any_system_call_loses_nothing(tmp_path: Path, l
     assert count > 6 and seen >= {"open", "fsync", "rename", "pwrite", "pwritev"}
 
 
-@LEVELS
 @pytest.mark.parametrize("late", [False, True])
 def test_a_start_stopped_at_any_system_call_loses_nothing(tmp_path: Path, level: str, late: bool) -> None:
     """After a checkpoint that was stopped between two renames: then a start has most to do."""
@@ -204,7 +206,6 @@ def test_a_start_stopped_at_any_system_call_loses_nothing(tmp_path: Path, level:
     assert count > 2
 
 
-@LEVELS
 def test_a_change_without_an_event_is_kept_by_a_checkpoint(tmp_path: Path, level: str) -> None:
     """As of keys that come from another server: to an empty log, or to one that is not."""
     durable = made(tmp_path, level)
@@ -222,7 +223,6 @@ def test_a_change_without_an_event_is_kept_by_a_checkpoint(tmp_path: Path, level
     assert server.options == {"reduction": "sum"} and [*server.entries] == ["w"] and server.number == 1
 
 
-@LEVELS
 def test_a_checkpoint_that_fails_leaves_a_server_that_goes_on(
     tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +256,6 @@ def kept(folder: Path, level: str = "log") -> None:
     durable.close()
 
 
-@LEVELS
 def test_a_log_that_is_missing_is_missed(tmp_path: Path, level: str) -> None:
     kept(tmp_path, level)
     (tmp_path / "log-000000000005").unlink()
@@ -264,7 +263,6 @@ def test_a_log_that_is_missing_is_missed(tmp_path: Path, level: str) -> None:
         reopened(tmp_path, level, promised=8)
 
 
-@LEVELS
 @pytest.mark.parametrize("bytes_left", [0, 10, 20, 100, -1])
 def test_a_log_that_lost_its_tail_is_named_though_nobody_asks(tmp_path: Path, level: str, bytes_left: int) -> None:
     kept(tmp_path, level)
@@ -381,7 +379,6 @@ def count_up(kv: Any, folder: Path, pushes: int) -> list[float]:
     return seen
 
 
-@LEVELS
 def test_a_run_goes_on_from_the_folder_of_an_earlier_one(tmp_path: Path, level: str) -> None:
     options = {"durability": level, "folder": tmp_path / "store", "split": 100}
     assert kvstore.run(count_up, 2, 2, tmp_path, 3, **options) == [[2, 4, 6]] * 2

@@ -15,14 +15,26 @@ from d2lps.simulator import Cut, Kill, Narrow, Slow, simulate
 from d2lps.topology import Device, Topology, star
 from d2lps.trace import Trace
 
-WORLDS = ["simulated", "shm", "gloo"]
 CHIP = Device(flops=1e12, memory=1e9, memory_bandwidth=1e11, efficiency=0.5, launch=1e-3)
+
+
+@pytest.fixture(params=["simulated", "shm", "gloo"])
+def world(request: pytest.FixtureRequest) -> str:
+    """Where a run takes place, as `go` knows it."""
+    return str(request.param)
 
 
 def go(world: str, work: Callable[..., Any], ranks: int, **options: Any) -> d2lps.Run:
     if world == "simulated":
         return simulate(work, star(ranks, 1e6), **options)
     return d2lps.run(work, ranks, backend=world, trace=True, **options)
+
+
+def compute(comm: Communicator) -> float:
+    """Of a CHIP's time 3 ms: one to launch, two for the arithmetic. When was it over?"""
+    with comm.compute("forward", flops=1e9):
+        pass
+    return comm.now()
 
 
 def chips(ranks: int, bandwidth: float = 1e6) -> Topology:
@@ -50,7 +62,6 @@ def several_at_once(comm: Communicator) -> list[list[float]]:
     return [tensor.tolist() for tensor in (*tensors, mine)]
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_what_is_started_goes_on_beside_its_rank(world: str) -> None:
     run = go(world, several_at_once, 3)
     assert run == [[[3.0 + 3 * k] * 5 for k in range(4)] + [[3.0] * 3]] * 3
@@ -60,7 +71,6 @@ def test_what_is_started_goes_on_beside_its_rank(world: str) -> None:
     assert run.trace.rounds == 4  # five rings at the same time, of 4 steps each
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_a_lane_that_is_free_is_used_again(world: str) -> None:
     def work(comm: Communicator) -> None:
         for _ in range(3):
@@ -71,7 +81,6 @@ def test_a_lane_that_is_free_is_used_again(world: str) -> None:
     assert run.trace.rounds == 3 * 2  # each began when the one before had ended
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_all_who_wait_for_one_work_wait_until_it_is_complete(world: str) -> None:
     def work(comm: Communicator) -> list[bool]:
         complete: list[bool] = []
@@ -125,7 +134,6 @@ def fails_on_one(comm: Communicator) -> None:
         raise LookupError("in the lane")
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_an_error_comes_out_where_it_is_waited_for(world: str) -> None:
     def work(comm: Communicator) -> str:
         started = comm.start(fails_on_one)
@@ -138,13 +146,11 @@ def test_an_error_comes_out_where_it_is_waited_for(world: str) -> None:
     assert go(world, work, 2) == ["fine", "in the lane"]
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_an_error_that_nobody_has_waited_for_is_not_lost(world: str) -> None:
     with pytest.raises(LookupError, match="in the lane"):
         go(world, lambda comm: (comm.start(fails_on_one), comm.rank)[1], 2)
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_what_was_started_is_complete_when_its_rank_returns(world: str) -> None:
     def work(comm: Communicator) -> list[float]:
         tensor = torch.ones(4)
@@ -159,7 +165,6 @@ def test_what_was_started_is_complete_when_its_rank_returns(world: str) -> None:
         assert run == [[3.0]] * 3
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_groups_and_starts_within_what_was_started(world: str) -> None:
     def pairs(comm: Communicator, tensor: torch.Tensor) -> None:
         half = comm.split(comm.rank // 2)
@@ -224,7 +229,6 @@ def test_a_backward_pass_starts_collectives_from_its_hooks() -> None:
     assert run[0][1] == run[1][1] == pytest.approx([3 * grad for grad in alone], rel=1e-5)  # inputs of 1 and of 2
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("use", [lambda comm: comm.barrier(), lambda comm: all_reduce(comm, torch.ones(3))])
 def test_ones_communicator_is_not_for_what_one_has_started(world: str, use: Callable[[Communicator], None]) -> None:
     def work(comm: Communicator) -> None:
@@ -236,7 +240,6 @@ def test_ones_communicator_is_not_for_what_one_has_started(world: str, use: Call
         go(world, work, 2)
 
 
-@pytest.mark.parametrize("world", WORLDS)
 def test_what_is_started_ends_with_what_it_has_started(world: str) -> None:
     def work(comm: Communicator) -> float:
         tensor = torch.ones(1)
@@ -375,25 +378,16 @@ def test_what_others_compute_meanwhile_is_not_counted() -> None:
 
 def test_two_lanes_share_what_computes() -> None:
     def work(comm: Communicator) -> None:
-        def half(beside: Communicator) -> None:
-            with beside.compute("other", bytes=0, flops=1e9):
-                pass
-
-        other = comm.start(half)
-        with comm.compute("one", flops=1e9):
-            pass
+        other = comm.start(compute)
+        compute(comm)
         other.wait()
 
     assert simulate(work, chips(1)).time == pytest.approx(2 * 3e-3)
 
 
 def test_a_node_that_is_not_described_computes_nothing() -> None:
-    def work(comm: Communicator) -> None:
-        with comm.compute("forward", flops=1e9):
-            pass
-
     with pytest.raises(ValueError, match="'gpu0' has no device"):
-        simulate(work, star(1, 1e6))
+        simulate(compute, star(1, 1e6))
 
 
 @pytest.mark.parametrize("world", ["simulated", "shm"])
@@ -468,13 +462,8 @@ def test_a_link_that_stays_cut_is_named() -> None:
 
 
 def test_a_slow_node_computes_longer() -> None:
-    def work(comm: Communicator) -> float:
-        with comm.compute("forward", flops=1e9):  # 3 ms
-            pass
-        return comm.now()
-
-    assert simulate(work, chips(2), faults=[Slow("gpu1", 3)]) == pytest.approx([3e-3, 9e-3])
-    assert simulate(work, chips(1), faults=[Slow("gpu0", 3, at=1e-3, until=4e-3)]) == [pytest.approx(5e-3)]
+    assert simulate(compute, chips(2), faults=[Slow("gpu1", 3)]) == pytest.approx([3e-3, 9e-3])
+    assert simulate(compute, chips(1), faults=[Slow("gpu0", 3, at=1e-3, until=4e-3)]) == [pytest.approx(5e-3)]
 
 
 def test_who_waits_for_a_rank_that_dies_hears_of_it_and_nobody_else() -> None:
@@ -559,8 +548,7 @@ def test_what_a_dead_rank_has_sent_does_not_arrive_and_ends_no_other_wait() -> N
             elif then == "sleep":
                 comm.sleep(5e-3)
             else:
-                with comm.compute("x", flops=1e9):  # 3 ms
-                    pass
+                compute(comm)
         if comm.rank == 3 and then == "sleep":
             comm.send(tensor, 0)
         return comm.now(), other.sum().item()
@@ -611,13 +599,8 @@ def test_the_dead_leave_links_and_devices_to_others() -> None:
         comm.send(torch.ones(250), 0)
         return comm.now()
 
-    def again(comm: Communicator) -> float:
-        with comm.compute("x", flops=1e9):  # 3 ms
-            pass
-        return comm.now()
-
     assert simulate(work, star(3, 1e6), faults=[Kill("gpu1", 1e-3)])[2] == pytest.approx(1.5e-3)  # half of it at half of the rate
-    assert simulate(again, chips(1), faults=[Kill("gpu0", 1e-3, until=2e-3)]) == [pytest.approx(5e-3)]
+    assert simulate(compute, chips(1), faults=[Kill("gpu0", 1e-3, until=2e-3)]) == [pytest.approx(5e-3)]
 
 
 @pytest.mark.parametrize("way_out", [BaseException, Exception])

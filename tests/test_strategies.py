@@ -30,6 +30,12 @@ ADAM = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
+@pytest.fixture(params=STRATEGIES)
+def name(request: pytest.FixtureRequest) -> str:
+    """A strategy's."""
+    return str(request.param)
+
+
 def simulated(function: Any, ranks: int, *args: Any, **options: Any) -> d2lps.Run:
     return d2lps.simulate(function, star(ranks, 1e9, 1e-6), *args, **options)
 
@@ -152,7 +158,6 @@ def changing(comm: Communicator, name: str, alone: bool) -> Tensor:
     return loop.weights()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_who_trains_is_asked_anew(ranks: int, name: str) -> None:
     expected = simulated(changing, 1, name, True)[0]
@@ -182,7 +187,6 @@ def accumulating(comm: Communicator, name: str, alone: bool, **more: Any) -> Ten
     return loop.weights()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_tied_weights_and_accumulated_gradients(ranks: int, name: str) -> None:
     expected = simulated(accumulating, 1, name, True)[0]
@@ -199,7 +203,6 @@ def test_so_they_are_on_processes(name: str, backend: str) -> None:
         close(found, expected)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_what_begins_to_train_must_be_equal(name: str) -> None:
     def work(comm: Communicator) -> None:
         loop = Loop(comm, model := Chain(), name)
@@ -212,7 +215,6 @@ def test_what_begins_to_train_must_be_equal(name: str) -> None:
         simulated(work, 2)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_model_without_gradients_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="Tanh has no parameters that need gradients"):
         simulated(lambda comm: Loop(comm, nn.Tanh(), name), 2)
@@ -299,7 +301,6 @@ def test_what_a_backward_pass_leaves_out_is_named_and_the_next_pass_is_as_any(na
         close(weights, simulated(alone, 1)[0])
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_sparse_gradient_is_refused(name: str) -> None:
     def work(comm: Communicator) -> None:
         loop = Loop(comm, nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)), name, torch.optim.SGD)
@@ -326,7 +327,6 @@ def normed(rank: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_buffers_and_frozen_weights_are_rank_0s_unless_told_otherwise(name: str, shared: bool) -> None:
     def work(comm: Communicator, name: str, **more: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
         loop = Loop(comm, model := normed(comm.rank), name, partial(torch.optim.SGD, lr=0.0), **more)

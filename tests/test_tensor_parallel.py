@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from test_strategies import simulated
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -20,7 +20,6 @@ from d2lps.parallel import ColumnLinear, RowLinear, Transformer, sum_partial, te
 from d2lps.parallel.shard import cut, shard_of
 from d2lps.parallel.tensor.f_and_g import gather, scatter
 from d2lps.parallel.tensor.layers import VocabEmbedding
-from d2lps.topology import star
 from d2lps_book.sharded_product import collectives_of, layer_collectives
 
 SMALL = Transformer(layers=2, hidden=48, heads=24, vocab=96, sequence=24)
@@ -34,8 +33,10 @@ KINDS = {
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def simulated(function: Callable[..., Any], ranks: int, *args: Any, **options: Any) -> d2lps.Run:
-    return d2lps.simulate(function, star(ranks, 1e9, 1e-6), *args, **options)
+@pytest.fixture(params=[False, True], ids=["whole", "sequence"])
+def sequence(request: pytest.FixtureRequest) -> bool:
+    """Whether sequences are shared out too."""
+    return bool(request.param)
 
 
 def text(sizes: Transformer) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,6 @@ def away(parameter: Tensor, whole: Tensor) -> float:
     return (parameter.grad - mine).abs().max().item()
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize(("kind", "ranks"), [(kind, 4) for kind in KINDS] + [("all at once", ranks) for ranks in (1, 2, 3, 8)])
 def test_as_one_process(kind: str, ranks: int, sequence: bool) -> None:
     sizes = KINDS[kind] if ranks != 3 else replace(KINDS[kind], kv_heads=12)
@@ -84,7 +84,6 @@ def test_as_one_process(kind: str, ranks: int, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_on_processes(sequence: bool, dtype: torch.dtype) -> None:
     for ranks in (2, 4):
         errors = [error for _, error in d2lps.run(step, ranks, KINDS["all at once"], dtype, sequence)]
@@ -111,7 +110,6 @@ def _kind(about: str) -> str:
     return f"tp {summed if '}' in before else 'all-gather'} {'backward' if about.startswith('grad ') else 'forward'}"
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_a_block_communicates_twice_each_way(sequence: bool) -> None:
     sizes = replace(SMALL, gated=True)
     x = torch.randn(2, sizes.sequence, sizes.hidden, generator=torch.Generator().manual_seed(2))
@@ -176,7 +174,6 @@ def by_dtensor(comm: Communicator) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_as_dtensor(dtensor: d2lps.Run, sequence: bool) -> None:
     forward, backward, gradients = dtensor[0][sequence]
     kinds = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2} if sequence else {"all_reduce": 2}
@@ -266,7 +263,6 @@ def test_a_tied_head_stays_tied() -> None:
     assert simulated(work, 2) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_dropout_is_alike_where_tensors_are(sequence: bool) -> None:
     sizes = replace(SMALL, dropout=0.5)
 
@@ -363,7 +359,6 @@ def test_what_is_not_kept_is_gathered_again() -> None:
     assert told == ["all-gather of W over X", "reduce-scatter of dW over X"]
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_rules_predict_what_a_trace_counts(sequence: bool) -> None:
     up, down = (COLUMN, ROW) if not sequence else list(PREDICTED)[2:4]
 

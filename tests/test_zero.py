@@ -30,6 +30,12 @@ SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 STEPS = 2
 
 
+@pytest.fixture(params=[1, 2, 3])
+def stage(request: pytest.FixtureRequest) -> int:
+    """One of ZeRO's."""
+    return int(request.param)
+
+
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -71,12 +77,10 @@ def agrees(run: d2lps.Run, expected: tuple[list[float], list[Tensor]]) -> None:
             torch.testing.assert_close(mine, one, rtol=0, atol=1e-10 * one.abs().max().item())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_processes(stage: int) -> None:
     agrees(d2lps.run(partial(together, overlap=True, group=2), 4, stage, 0.5), alone(0.5))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("group", "sync"), [(1, True), (2, True), (2, False), (4, False)])
 def test_groups_and_accumulation(stage: int, group: int, sync: bool) -> None:
     agrees(simulated(partial(together, group=group, parts=3, sync=sync), 4, stage, 0.5), alone(0.5))
@@ -350,7 +354,6 @@ def test_who_looks_at_weights_that_are_not_there_sees_no_numbers() -> None:
 # ---- who trains --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("what", "told"), [
     ("a part", r"rank \d: 1.0.bias has been frozen, and others of its flat tensor have not"),
     ("unseen", r"rank \d: 0.0.weight, 0.0.bias has begun to train without a forward pass of the whole module"),
@@ -373,7 +376,6 @@ def test_who_cannot_begin_to_train_is_named(stage: int, what: str, told: str) ->
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_before_the_reduction_is_an_error(stage: int, sync: bool) -> None:
     def work(comm: Communicator) -> float:
         model = nn.Linear(4, 1, bias=False)
@@ -422,7 +424,6 @@ def scaled(comm: Communicator, stage: int) -> tuple[list[float], Tensor]:
         return scales, nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_grad_scaler_skips_on_all_ranks_or_none(ranks: int, stage: int) -> None:
     scales, expected = simulated(scaled, 1, 0)[0]
@@ -432,7 +433,6 @@ def test_a_grad_scaler_skips_on_all_ranks_or_none(ranks: int, stage: int) -> Non
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_optimizers_step_alone_is_refused(stage: int) -> None:
     def work(comm: Communicator) -> None:
         model = Chain()
@@ -562,7 +562,6 @@ def test_what_nobody_can_see_coming_is_an_error(overlap: bool) -> None:
     (True, True, "simulated"), (True, False, "simulated"), (False, True, "simulated"), (False, False, "simulated"),
     (False, True, "processes"),
 ])  # fmt: skip
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_passes_are_added_up_in_the_dtype_of_the_masters(stage, synchronize, overlap, world):
     """300 gradients of 1: a sum in BF16 stays at 256, where it no longer sees a 1. One pass costs no more than it did."""
 
