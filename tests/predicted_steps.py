@@ -223,9 +223,10 @@ def print_rules() -> None:
         like = {"micro_batches": (1, 2, 4), "zero": (1, 3)}
         ranking = search(model(row), cluster, batch, calibration, **like)  # type: ignore[arg-type]
         print(name, gpus, batch, "search", ranking.best, flush=True)
-        for rule, some in (("megatron", list(megatron(model(row), gpus, batch))), ("deepspeed", list(deepspeed(gpus)))):
+        rules = {"megatron": megatron(model(row), gpus, batch), "deepspeed": deepspeed(gpus), "zero_1": zero_1(gpus)}
+        for rule, some in rules.items():
             try:
-                print(name, gpus, batch, rule, search(model(row), cluster, batch, calibration, plans=some).best, flush=True)
+                print(name, gpus, batch, rule, search(model(row), cluster, batch, calibration, plans=list(some)).best, flush=True)
             except ValueError as error:
                 print(name, gpus, batch, rule, error, flush=True)
 
@@ -251,6 +252,11 @@ def deepspeed(gpus: int) -> Iterator[Plan]:
     for micro in (1, 2, 4, 8):
         for again in ("none", "selective", "full"):
             yield Plan(dp=gpus, zero=3, micro_batch=micro, recompute=again)
+
+
+def zero_1(gpus: int) -> Iterator[Plan]:
+    """Beside DeepSpeed's: replicas again, whole weights on each."""
+    yield from (replace(plan, zero=1) for plan in deepspeed(gpus))
 
 
 if __name__ == "__main__":
