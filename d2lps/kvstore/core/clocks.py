@@ -141,8 +141,9 @@ class Clocks(Struct):
 
 
 class Consistency(Struct):
-    """How far apart workers may drift. rounds: whether pushes wait for the end of their round. most: of a bound that adapts.
+    """How far behind a reader the slowest may be. rounds: whether pushes wait for the end of theirs. most: of one that adapts.
 
+    A worker that has read ends one iteration more: so none is ever more than staleness + 1 ended iterations ahead of the slowest.
     An adaptive bound changes each time that the slowest clock moves: if a read had to wait since the last time, it grows by one,
     up to `most`; if none had to, and nobody is that far ahead, it shrinks by one, down to 0. Each server goes by what it sees.
 
