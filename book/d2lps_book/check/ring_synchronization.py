@@ -184,4 +184,4 @@ def half_as_fast(before: float, shares: tuple[float, float], after: float) -> st
     bad = not abs(one - 4 * other) <= 0.01 * other
     refuse((bad, f"shares of {one}:{other} take {slowest:.2f} ms; both rings should be done at the same time"))
     number(after, 1.75 * 160 / 45, "ms", "how much do both rings carry together in a second?")
-    return "one cable in 24 at half speed costs a fifth"
+    return "one link in 24 at half speed costs a fifth"
