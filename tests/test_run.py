@@ -881,16 +881,6 @@ def test_split_by_color_key_and_none(world: Runner) -> None:
     ]
 
 
-def test_messages_in_a_reversed_group_go_to_the_right_ranks(world: Runner) -> None:
-    def work(comm: Communicator) -> float:
-        backwards = comm.split(0, key=-comm.rank)
-        right, left = (backwards.rank + 1) % comm.size, (backwards.rank - 1) % comm.size
-        backwards.sendrecv(torch.tensor([float(comm.rank)]), right, into := torch.zeros(1), left)
-        return into.item()
-
-    assert world(work, 3) == [1.0, 2.0, 0.0]
-
-
 def test_a_split_of_a_split(world: Runner) -> None:
     def work(comm: Communicator) -> Any:
         half = comm.split(comm.rank // 3)
