@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_strategies import simulated
 from torch import nn
 
 import d2lps
@@ -16,11 +16,6 @@ from d2lps import Communicator
 from d2lps.comm import Mismatch
 from d2lps.parallel import DataParallel, Replicas
 from d2lps.parallel.data.replicas import Difference, differences, fingerprint
-from d2lps.topology import star
-
-
-def simulated(function: Callable[..., Any], ranks: int, *args: Any) -> d2lps.Run:
-    return d2lps.simulate(function, star(ranks, 1e9, 1e-6), *args)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20), st.integers(0, 19), st.integers(0, 31))
