@@ -7,12 +7,13 @@ import contextlib
 import os
 import queue
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,23 @@ def running(command: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+@contextlib.contextmanager
+def ending(processes: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
+    """Processes that are gone after the block, however it ends."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> str:
+    """Of this machine's, at which nobody listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
 
 
 def output_of(command: list[str], **more: str) -> str:

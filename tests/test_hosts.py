@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from launching import environment, script, started, until
+from launching import ending, environment, script, started, until
 from test_shaped_hosts import address, inside, shaped_hosts, why_not
 
 HOSTS = 3
@@ -92,15 +92,11 @@ def job(cables: list[str], tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Run the script on all hosts, and cut the cable of host 2 in the middle of its second run."""
     folder, known = tmp_path_factory.mktemp("hosts"), set(started())
     processes = start([*script(folder / "on_hosts.py", SCRIPT), str(folder)])
-    try:
+    with ending(processes):
         assert until(lambda: all((folder / f"going.{rank}").exists() for rank in range(HOSTS)), seconds=60)
         inside(f"{PREFIX}-switch", "ip link set port2 down")
         cut = time.monotonic()
         codes = [process.wait(60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     notes = [json.loads((folder / f"notes.{rank}").read_text()) for rank in range(HOSTS)]
     endings = [(when - cut, kind, text) for _, _, (when, kind, text) in notes]
     return Job([results for results, _, _ in notes], [sent for _, sent, _ in notes], endings, codes, set(started()) - known)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
-from launching import environment, script, until
+from launching import ending, environment, script, until
 from test_hosts import HOSTS, cables, start
 
 from d2lps import kvstore
@@ -166,12 +166,8 @@ def test_hosts_that_meet_by_the_other_internet_protocol(tmp_path: Path) -> None:
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = script(tmp_path / "job.py", code)
     processes = [subprocess.Popen(command, env=environment(RANK=str(rank), **job), **options) for rank in range(3)]
-    try:
+    with ending(processes):
         told = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     assert told == ["[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]\n"] * 3
 
 
@@ -233,11 +229,7 @@ def test_all_hear_what_came_of_a_save_and_of_one_that_is_killed_nothing_is_left(
 
 def test_on_several_machines_with_a_secret_of_the_jobs_own(cables: None, tmp_path: Path) -> None:
     processes = start([sys.executable, *prepared(tmp_path, 2, HOSTS - 2, {})])
-    try:
+    with ending(processes):
         assert [process.wait(100) for process in processes] == [0] * HOSTS
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     for same, values, sent, time, _ in notes(tmp_path, HOSTS):
         assert same and values and sent and time

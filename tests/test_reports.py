@@ -23,6 +23,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from launching import ending
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -399,12 +400,8 @@ def by_ipv6(folder: str) -> None:
             pytest.skip("no IPv6 here")
         job = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": str(free.getsockname()[1])}
     processes = [subprocess.Popen([sys.executable, program], env=job | {"RANK": rank}, stdout=-1, text=True) for rank in "01"]
-    try:
+    with ending(processes):
         assert [process.communicate(timeout=200)[0] for process in processes] == ["[[1.0]]\n"] * 2
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 # ---- reports whose situation the test of its subject has ----------------------------------------------------------------

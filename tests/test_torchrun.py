@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from launching import environment, nothing_left, output_of, running, script, started, until
+from launching import ending, environment, free_port, nothing_left, output_of, running, script, started, until
 from oracles import TORCH
 
 import d2lps
@@ -279,9 +278,7 @@ def test_a_failing_rank_fails_the_job_and_leaves_nothing(noted: Job) -> None:
 
 def start_by_hand(command: list[str]) -> list[subprocess.Popen[bytes]]:
     """Four processes with the variables that torch calls env://, and no launcher that would watch over them."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    job_of_4 = environment(WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
+    job_of_4 = environment(WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), OMP_NUM_THREADS="1")
     return [subprocess.Popen(command, env=job_of_4 | {"RANK": str(rank)}) for rank in range(4)]
 
 
@@ -301,12 +298,8 @@ def test_any_launcher_will_do_and_a_killed_rank_is_noticed(tmp_path: Path, nothi
     """
     processes = start_by_hand(job(tmp_path / "by_hand.py", code))
     deadline = time.monotonic() + 250
-    try:
+    with ending(processes):
         codes = [process.wait(deadline - time.monotonic()) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     assert codes == [0, 0, 0, -signal.SIGKILL]
     assert notes_of(tmp_path, "sum") == [[6.0] * 4] * 4
     for rank in range(3):
@@ -337,13 +330,11 @@ NO_JOB = {"127.0.0.1": ["not so rank 1.", "rank 0 was not reached ("], "nohost.i
 def test_the_first_meeting_ends_after_the_timeout_and_by_an_interrupt(address: str, rank: int, tmp_path: Path) -> None:
     command, waits = script(tmp_path / "meeting.py", MEETING), []
     for timeout in ("1.5", "1000"):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        job_of_2 = environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=port)
+        job_of_2 = environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=free_port())
         options: dict[str, Any] = {"env": job_of_2, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         waits.append(subprocess.Popen([*command, timeout], **options))
     short, long = waits
-    try:
+    with ending(waits):
         told, _ = short.communicate(timeout=100)
         assert told.startswith(f"begins\nRankHung rank {rank} has waited for more than timeout=1.5 s for every rank of ")
         assert f"; {NO_JOB[address][rank]}" in told
@@ -352,10 +343,6 @@ def test_the_first_meeting_ends_after_the_timeout_and_by_an_interrupt(address: s
         time.sleep(0.5)  # so that it waits; if not yet, the interrupt ends it all the more
         long.send_signal(signal.SIGINT)
         assert long.communicate(timeout=100)[0].startswith("KeyboardInterrupt")
-    finally:
-        for process in waits:
-            process.kill()
-            process.wait()
 
 
 # ---- under mpirun and srun ------------------------------------------------------------------------------------------
@@ -372,9 +359,8 @@ def test_mpirun_says_what_to_type_and_then_joins(tmp_path: Path) -> None:
     typed = "mpirun -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 -n 2 python mine.py"
     assert process.returncode and typed in text
     assert "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=2 say that this is one of 2 processes" in text
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    assert output_of([*MPIRUN, "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}", *command]).count("[20, 21]") == 2
+    met = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}"]
+    assert output_of([*MPIRUN, *met, *command]).count("[20, 21]") == 2
 
 
 SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}  # of a batch script for four tasks
