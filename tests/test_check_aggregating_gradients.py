@@ -50,6 +50,8 @@ test_refused = refusing({
         ("return low -> if comm.rank:\n        return None\n    return low", "rank 1 returns None"),
         (("all_reduce(comm, sums) -> deviation = mine.std(correction=0); all_reduce(comm, deviation, ReduceOp.AVG)",
           f"{RESULT}low, high, deviation.item()"), "deviation of"),
+        (("all_reduce(comm, sums) -> deviation = mine.std(); all_reduce(comm, deviation, ReduceOp.AVG)",
+          f"{RESULT}low, high, deviation.item()"), "different means"),
         (f"{SUMS}torch.stack([count / count, mine.mean(), mine.square().mean()])", "different numbers of values"),
         ("low, high = mine.min -> rows = torch.tensor(len(mine)); all_reduce(comm, rows, ReduceOp.MAX)\n"
          "    table = mine.new_zeros(comm.size, rows, mine.shape[1]); table[comm.rank, :len(mine)] = mine\n"

@@ -74,7 +74,7 @@ def by_owner(function: Function) -> str:
 @judged
 def statistics(function: Function) -> str:
     """Check `function(comm, mine)`: each column's smallest and largest value, and the deviation of all, on every rank."""
-    for p in (1, 2, 3, 8):
+    for p in (2, 1, 3, 8):  # two unequal ranks first: the mean of the ranks' deviations is wrong there, and right for one
         sent = []
         for rows in (3, 60):
             generator = torch.Generator().manual_seed(p)
